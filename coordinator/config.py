@@ -1,0 +1,106 @@
+"""Settings of the mesh itself: where the coordinator is, how many instances, how long to wait."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from coordinator.flags import Count, Natural, Port, flag
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the processes of one mesh find each other."""
+
+    data_parallel_size: Annotated[
+        Count | None, flag("-dp", help="Instances (data-parallel ranks) that the mesh starts with.")
+    ] = None
+    data_parallel_size_local: Annotated[
+        Natural | None,
+        flag("-dpl", help="Instances to start on this machine.")
+    ] = None
+    data_parallel_start_rank: Annotated[
+        Natural | None,
+        flag(
+            "-dpr",
+            "-dpn",
+            "--data-parallel-rank",
+            help="Rank of the first local instance; unset: the coordinator gives out free ranks.",
+        ),
+    ] = None
+    data_parallel_address: Annotated[
+        str, flag("-dpa", help="Address of the coordinator, for all instances and routers.")
+    ] = "127.0.0.1"
+    data_parallel_rpc_port: Annotated[
+        Port, flag("-dpp", help="RPC port of the coordinator.")
+    ] = 29550
+    headless: Annotated[
+        bool, flag(help="Start instances only; they register with a coordinator elsewhere.")
+    ] = False
+    instance_address: Annotated[
+        str | None,
+        flag(help="Address on which local instances listen for routers; unset: found from the route."),
+    ] = None
+    startup_timeout: Annotated[
+        float,
+        Meta(gt=0),
+        flag(help="Seconds to wait for others without any sign of progress before giving up."),
+    ] = 600.0
+    insecure_mesh: Annotated[
+        bool,
+        flag(help="Allow mesh sockets on addresses other than loopback, unencrypted and unauthenticated."),
+    ] = False
+
+    def __post_init__(self) -> None:
+        size, start = self.data_parallel_size, self.data_parallel_start_rank
+        if size is not None and start is not None:
+            count = self.local_size
+            if start >= size:
+                raise ValueError(
+                    f"--data-parallel-rank {start} is out of range: with -dp {size} ranks are 0 to {size - 1}"
+                )
+            if start + count > size:
+                raise ValueError(
+                    f"{count} local instances from rank {start} need ranks up to {start + count - 1}, "
+                    f"but -dp {size} has ranks 0 to {size - 1}: lower -dpl or raise -dp"
+                )
+        if size is not None and (self.data_parallel_size_local or 0) > size:
+            raise ValueError(
+                f"-dpl {self.data_parallel_size_local} local instances are more than -dp {size} in all"
+            )
+        if self.headless and self.data_parallel_size_local == 0:
+            raise ValueError("--headless with -dpl 0 starts nothing: give -dpl 1 or more, or drop --headless")
+        for name, address in (
+            ("--data-parallel-address", self.data_parallel_address),
+            ("--instance-address", self.instance_address),
+        ):
+            if address is not None and not is_loopback(address) and not self.insecure_mesh:
+                raise ValueError(
+                    f"{name} {address} is not loopback, and the mesh's sockets are not encrypted yet: "
+                    "isolate that network and say --insecure-mesh, or use 127.0.0.1"
+                )
+
+    @property
+    def local_size(self) -> int:
+        """Instances to start here: -dpl, else one if a rank or no size is given, else all of -dp."""
+        if self.data_parallel_size_local is not None:
+            return self.data_parallel_size_local
+        if self.data_parallel_start_rank is not None or self.data_parallel_size is None:
+            return 1
+        return self.data_parallel_size
+
+    @property
+    def coordinator_endpoint(self) -> str:
+        return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
+
+
+def is_loopback(address: str) -> bool:
+    return address in LOOPBACK or address.startswith("127.")
+
+
+def endpoint(address: str, port: int) -> str:
+    """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

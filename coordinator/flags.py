@@ -1,0 +1,256 @@
+"""Command-line flags and YAML files made from config structs: each setting is written once.
+
+A config is a frozen msgspec struct; its fields carry type, bounds, default and :func:`flag`. Structs
+nest to any depth, the flags are flat: ``engine.cache.block_size`` is ``--block-size``. Precedence:
+command line, then the YAML file of ``--config`` (keys are long flag names), then defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+Size = Annotated[int, Meta(extra={"size": True})]
+"""A count that may be written 8k (8000), 8K (8192), 2M, 2G and so on."""
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+class FlagError(ValueError):
+    """A setting that cannot be used; the message names it."""
+
+
+def flag(*names: str, help: str, positional: bool = False) -> Meta:
+    """Further names (short ones included) and the help text of a field's flag."""
+    return Meta(description=help, extra={"names": names, "positional": positional})
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One setting, seen from the command line."""
+
+    path: tuple[str, ...]
+    """Field names from the root config down, ``("engine", "cache", "block_size")``."""
+    group: str
+    names: tuple[str, ...]
+    help: str
+    positional: bool
+    default: Any
+    kind: type
+    """bool, int, float or str: what one value is parsed as."""
+    many: bool
+    is_size: bool
+    choices: tuple[str, ...]
+
+    @property
+    def long_name(self) -> str:
+        return "--" + self.path[-1].replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """The name in a YAML file and in the parsed arguments."""
+        return self.path[-1]
+
+
+def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Field]:
+    """All settings of a config, nested structs included."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    group = (config.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    for item in msgspec.structs.fields(config):
+        hint, metas = _unwrap(hints[item.name])
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from fields_of(hint, (*path, item.name))
+            continue
+        extra: dict[str, Any] = {}
+        description = ""
+        for meta in metas:
+            extra.update(meta.extra or {})
+            description = meta.description or description
+        kind, many, choices = _value_kind(hint)
+        yield Field(
+            path=(*path, item.name),
+            group=group,
+            names=tuple(extra.get("names", ())),
+            help=description,
+            positional=bool(extra.get("positional")),
+            default=item.default,
+            kind=kind,
+            many=many,
+            is_size=bool(extra.get("size")),
+            choices=choices,
+        )
+
+
+def _unwrap(hint: Any) -> tuple[Any, list[Meta]]:
+    """The bare type of a hint, without Annotated and without ``| None``, and all Metas met on the way."""
+    metas: list[Meta] = []
+    while True:
+        if typing.get_origin(hint) is Annotated:
+            metas += [item for item in hint.__metadata__ if isinstance(item, Meta)]
+            hint = hint.__origin__
+        elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+            (hint,) = [item for item in typing.get_args(hint) if item is not types.NoneType]
+        else:
+            return hint, metas
+
+
+def _value_kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return str, False, tuple(typing.get_args(hint))
+    if origin in (tuple, list):
+        return typing.get_args(hint)[0], True, ()
+    return hint, False, ()
+
+
+def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
+    """Parse a command line into a config; wrong values end the process with exit code 2 and a message."""
+    parser = make_parser(config, prog=prog, description=description)
+    given = vars(parser.parse_args(list(argv)))
+    try:
+        return from_flat(config, given)
+    except FlagError as error:
+        parser.error(str(error))
+
+
+def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose result holds only what was given on the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; keys are long flag names.")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in fields_of(config):
+        if field.group not in groups:
+            groups[field.group] = parser.add_argument_group(field.group)
+        _add_argument(groups[field.group], field)
+    return parser
+
+
+def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
+    text = field.help.replace("%", "%%")
+    if field.default is not None and field.default != () and field.kind is not bool:
+        text += f" (default: {field.default})"
+    if field.positional:
+        group.add_argument(field.key, nargs="?", metavar=field.key.upper(), help=text)
+        group.add_argument(field.long_name, dest=field.key, help=argparse.SUPPRESS)
+    elif field.kind is bool:
+        group.add_argument(
+            *field.names, field.long_name, dest=field.key, action=argparse.BooleanOptionalAction, help=text
+        )
+    else:
+        group.add_argument(
+            *field.names,
+            field.long_name,
+            dest=field.key,
+            help=text,
+            choices=field.choices or None,
+            nargs="+" if field.many else None,
+            metavar=None if field.choices else field.key.upper() if field.kind is str else field.kind.__name__,
+        )
+
+
+def from_flat(config: type[Config], given: dict[str, Any]) -> Config:
+    """Build a config from flat settings, with those of a ``config`` YAML file underneath.
+
+    Raises:
+        FlagError: an unknown key, a value of the wrong type or out of bounds, or settings that clash.
+    """
+    given = dict(given)
+    file = given.pop("config", None)
+    settings = {**_read_yaml(file), **given} if file else given
+    by_key = {field.key: field for field in fields_of(config)}
+    unknown = sorted(set(settings) - set(by_key))
+    if unknown:
+        raise FlagError(f"unknown setting {unknown[0]!r} in {file}")
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        field = by_key[key]
+        place = nested
+        for part in field.path[:-1]:
+            place = place.setdefault(part, {})
+        place[key] = _checked(field, value)
+    try:
+        return msgspec.convert(nested, config, strict=False)
+    except msgspec.ValidationError as error:
+        raise FlagError(_readable(str(error))) from error
+
+
+def _read_yaml(file: str) -> dict[str, Any]:
+    path = Path(file)
+    if not path.is_file():
+        raise FlagError(f"--config {file}: there is no such file")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise FlagError(f"--config {file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise FlagError(f"--config {file} must hold settings as 'name: value' lines")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _checked(field: Field, value: Any) -> Any:
+    if field.is_size and isinstance(value, str):
+        return parse_size(field.long_name, value)
+    if field.many and isinstance(value, str | int | float):
+        return [value]
+    if field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if field.choices and value not in field.choices:
+        raise FlagError(f"{field.long_name} must be one of {', '.join(field.choices)}, not {value!r}")
+    if field.kind in (int, float) and not field.many and isinstance(value, str):
+        try:
+            return field.kind(value)
+        except ValueError:
+            raise FlagError(f"{field.long_name} must be a number, not {value!r}") from None
+    return value
+
+
+def parse_size(name: str, text: str) -> int:
+    """8k is 8000, 8K is 8192; plain numbers as they are."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "")
+    try:
+        return int(float(number) * UNITS[unit]) if unit else int(number)
+    except ValueError:
+        raise FlagError(f"{name} must be a number like 8192, 8k or 8K, not {text!r}") from None
+
+
+def _readable(message: str) -> str:
+    """msgspec's message with its path as the user's flag."""
+    text, _, path = message.partition(" - at `$.")
+    last = path.rstrip("`").split(".")[-1].split("[")[0]
+    return f"--{last.replace('_', '-')}: {text}" if path and last else text
+
+
+def to_argv(config: msgspec.Struct) -> list[str]:
+    """The flags that make this config again: what differs from the defaults."""
+    argv: list[str] = []
+    for field in fields_of(type(config)):
+        value: Any = config
+        for part in field.path:
+            value = getattr(value, part)
+        if value == field.default:
+            continue
+        if field.kind is bool:
+            argv.append(field.long_name if value else field.long_name.replace("--", "--no-", 1))
+        elif field.many:
+            argv += [field.long_name, *map(str, value)]
+        else:
+            argv.append(f"{field.long_name}={value}")
+    return argv

@@ -1,0 +1,222 @@
+"""What a model directory says about itself (no torch): resolved from a name, read and checked.
+
+Routers use it for the tokenizer's place and the context length, instances for everything, and the
+command line to refuse a wrong model before any process is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config import SHIPPED_MODEL
+
+MODELS_DIRECTORY = Path(__file__).parent / "models"
+
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+DTYPE_NAMES = {
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+FINGERPRINT_SAMPLES = 16
+FINGERPRINT_SAMPLE_BYTES = 4096
+
+
+class CheckpointError(ValueError):
+    """A model that cannot be served. The message says what is wrong and what to do."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The facts of a checkpoint that do not need its weights."""
+
+    directory: str
+    architecture: str
+    model_type: str
+    vocab_size: int
+    context_length: int
+    dtype: str
+    """float32, bfloat16 or float16: what ``--dtype auto`` means for this model."""
+    eos_token_ids: tuple[int, ...]
+    num_experts: int
+    """0 for a dense model."""
+
+
+def find_model(name: str | None, revision: str | None = None) -> Path:
+    """The directory of a model given as a path, a shipped model's name or a Hugging Face id.
+
+    Raises:
+        CheckpointError: nothing by that name, here or on the hub.
+    """
+    name = name or SHIPPED_MODEL
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    shipped = MODELS_DIRECTORY / name
+    if "/" not in name and (shipped / "config.json").is_file():
+        return shipped
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or local.exists():
+        kind = "is not a directory" if local.exists() else "does not exist"
+        raise CheckpointError(
+            f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a Hugging Face "
+            f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
+        )
+    return _download(name, revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=WANTED_FILES))
+    except HFValidationError as error:
+        raise CheckpointError(f"model {repository!r} is no valid repository id: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"model {repository!r} is neither a local directory nor in the Hugging Face cache, and the hub "
+            "cannot be reached (offline?): check the name, HF_HOME, HF_HUB_OFFLINE and the network"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise CheckpointError(f"model {repository!r} could not be fetched from the hub: {error}") from error
+
+
+def read_model_info(directory: Path) -> ModelInfo:
+    """Read config.json and generation_config.json, and see that weights are there.
+
+    Raises:
+        CheckpointError: a file is missing or makes no sense.
+    """
+    config = _read_json(directory / "config.json", required=True)
+    text = config.get("text_config") or config
+    generation = _read_json(directory / "generation_config.json")
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
+    weight_files(directory)
+    return ModelInfo(
+        directory=str(directory),
+        architecture=str(architectures[0]),
+        model_type=str(config.get("model_type", "")),
+        vocab_size=_number(directory, text, "vocab_size"),
+        context_length=_number(directory, text, "max_position_embeddings", "n_positions", "max_seq_len"),
+        dtype=_dtype(config, text),
+        eos_token_ids=_eos_ids(generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))),
+        num_experts=next(
+            (
+                int(text[key])
+                for key in ("num_experts", "num_local_experts", "n_routed_experts")
+                if isinstance(text.get(key), int)
+            ),
+            0,
+        ),
+    )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted.
+
+    Raises:
+        CheckpointError: none there, or one that the index names is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{directory} lacks {len(missing)} of the weight files that its index names, "
+                f"first {missing[0]}: download it again"
+            )
+        return [directory / name for name in names]
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        other = sorted(path.name for path in directory.glob("*.bin"))[:1]
+        hint = f" It has {other[0]}, a pickle format, which is never loaded." if other else ""
+        raise CheckpointError(
+            f"{directory} has no *.safetensors file.{hint} Convert it with transformers' "
+            "save_pretrained(), which writes safetensors"
+        )
+    return files
+
+
+def fingerprint(directory: Path) -> str:
+    """A short name for the content of a checkpoint: equal on two hosts when the model is the same.
+
+    Covers config.json, tokenizer.json, every tensor's name, type, shape and place, and samples of each
+    weight file spread evenly over it: reading all bytes would take minutes for large models, and
+    copies that differ do not differ in a few bytes only.
+    """
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        path = directory / name
+        if path.is_file():
+            digest.update(name.encode() + path.read_bytes())
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            digest.update(file.read(min(header_bytes, size)))
+            for sample in range(FINGERPRINT_SAMPLES):
+                file.seek(max(0, (size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1)))
+                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def default_sampling(directory: Path) -> dict[str, Any]:
+    """Sampling defaults that the model's authors recommend (generation_config.json), vLLM's keys only."""
+    generation = _read_json(directory / "generation_config.json")
+    keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+    found = {key: generation[key] for key in keys if generation.get(key) is not None}
+    if generation.get("max_new_tokens") is not None:
+        found["max_tokens"] = generation["max_new_tokens"]
+    return found
+
+
+def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise CheckpointError(f"{path.parent} has no {path.name}: is it a model directory?")
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def _number(directory: Path, config: dict[str, Any], *keys: str) -> int:
+    for key in keys:
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    raise CheckpointError(f"{directory}/config.json gives no {keys[0]}")
+
+
+def _dtype(*configs: dict[str, Any]) -> str:
+    for config in configs:
+        name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        if name in DTYPE_NAMES:
+            return DTYPE_NAMES[name]
+    return "float32"
+
+
+def _eos_ids(*values: Any) -> tuple[int, ...]:
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(int(item) for item in value)
+    return tuple(sorted(found))

@@ -1,0 +1,133 @@
+"""Settings of one instance: the model, its KV cache, its scheduler, its devices (no torch)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from coordinator.flags import Count, Natural, Size, flag
+
+DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
+
+SHIPPED_MODEL = "lockstep-moe"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how it is read. The same on all instances of a mesh."""
+
+    model: Annotated[
+        str | None,
+        flag(
+            positional=True,
+            help=f"Local directory or Hugging Face repository id; unset: {SHIPPED_MODEL}, which ships with "
+            "Lockstep, or on an instance that joins, the model of the mesh.",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...], flag(help="Names that clients use; the first is reported. Unset: the model as given.")
+    ] = ()
+    revision: Annotated[str | None, flag(help="Branch, tag or commit of the repository.")] = None
+    dtype: Annotated[DType, flag(help="Data type of weights and activations.")] = "auto"
+    max_model_len: Annotated[
+        Size | None,
+        flag(help="Context length in tokens (8k, 1K and the like work); unset: the model's own; -1: what fits."),
+    ] = None
+    seed: Annotated[int, flag(help="Start of the random seeds given to requests that bring none.")] = 0
+    trust_remote_code: Annotated[
+        bool, flag(help="Run model code from the checkpoint. Needed by none of the supported families.")
+    ] = False
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"],
+        flag(help="How weights are read; dummy makes random ones, for measurements."),
+    ] = "auto"
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024), flag(help="Tokens per KV block.")] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1), flag(help="Share of a GPU's memory that an instance may use.")
+    ] = 0.92
+    kv_cache_memory_bytes: Annotated[
+        Size | None, flag(help="Bytes for the KV cache (4G and the like work); unset: from free memory.")
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        Count | None, flag(help="Number of KV blocks, whatever the memory (any device).")
+    ] = None
+    enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes into one step."""
+
+    max_num_batched_tokens: Annotated[Size, flag(help="Token budget of a step.")] = 2048
+    max_num_seqs: Annotated[Count, flag(help="Requests that run at once.")] = 128
+    enable_chunked_prefill: Annotated[
+        bool, flag(help="Split long prompts over steps; without it a prompt must fit the token budget.")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        Natural, flag(help="Prompts get at most this many tokens per step (0: no limit).")
+    ] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], flag(help="Order of waiting requests: arrival, or priority then arrival.")
+    ] = "fcfs"
+    max_num_queued_reqs: Annotated[
+        Natural, flag(help="Requests that may wait on an instance; more are answered 503.")
+    ] = 4096
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < 1:
+            raise ValueError("--max-num-batched-tokens must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-num-seqs {self.max_num_seqs}: each running request needs a token per step"
+            )
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices and threads of one instance."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], flag(help="auto takes a CUDA device where there is one.")
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        Count, flag("-tp", help="Tensor-parallel shards inside an instance.")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        Count, flag("-pp", help="Pipeline stages inside an instance.")
+    ] = 1
+    cpu_threads: Annotated[
+        Natural, flag(help="Compute threads per instance (0: this machine's cores, shared fairly).")
+    ] = 0
+    enforce_eager: Annotated[
+        bool, flag(help="Never capture or compile graphs. (This version never does.)")
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("--tensor-parallel-size", self.tensor_parallel_size),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+        ):
+            if size != 1:
+                raise ValueError(
+                    f"{name} {size}: sharding inside an instance is not built yet; use 1, "
+                    "and more instances (-dp) to scale"
+                )
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of one instance."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+    drain_timeout: Annotated[
+        float,
+        Meta(ge=0),
+        flag(help="Seconds that a leaving instance gives its requests to finish before they move elsewhere."),
+    ] = 120.0

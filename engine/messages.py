@@ -1,0 +1,140 @@
+"""What routers and instances say to each other. The instance binds the socket, so it owns the words.
+
+Requests are verbs (``Submit``, ``Abort``), facts are nouns (``Tokens``, ``Report``). A router numbers
+its dispatches to one instance 1, 2, 3 ... (``Submit.request``); the number names the request between
+the two and tells how much of the router's work a report has counted.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from engine.sampling import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended: the wire's word, the client's ``finish_reason`` and the metric's label."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# ---- router -> instance
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """First message of a router, repeated as a sign of life: who it is."""
+
+    router: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    """Generate. ``output_ids`` are tokens that the client already has (resume): they count as output."""
+
+    request: int
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Always set, also when the client gave none: a resumed request must draw the same numbers."""
+    sample_index: int = 0
+    """Which of the ``n`` samples this is; mixed into the seed."""
+    output_ids: list[int] = []
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget these requests; unknown numbers are ignored (they may have ended meanwhile)."""
+
+    requests: list[int]
+
+
+ToInstance = Attach | Submit | Abort
+
+# ---- instance -> router
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, natural log, of the unmodified distribution.
+
+    ``token_id``/``logprob``/``rank`` are those of the token that stands there (rank 1 is the most
+    likely); ``top_ids``/``top_logprobs`` the most likely ones, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What one step added to one request. A delta with a ``finish_reason`` is its last."""
+
+    request: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended it, None for end-of-sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, when asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One per prompt token (None for the first), with the first delta, when asked for."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache (meaningful in the first delta)."""
+    error: str = ""
+    """With finish_reason ``error``: what to tell the client."""
+
+
+class Counters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals since the instance started."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    steps: int = 0
+    bad_messages: int = 0
+    """Messages dropped because they could not be decoded."""
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """The state of an instance after a step, as seen by one router.
+
+    ``last_dispatch`` is the highest ``Submit.request`` of that router which these numbers include:
+    the router adds what it sent later, and nothing is counted twice or forgotten.
+    """
+
+    last_dispatch: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    """Tokens not yet computed of all requests that wait or are in prefill."""
+    blocks_used: int
+    blocks_total: int
+    counters: Counters
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """All that a step has for one router, in one message; without deltas, a report alone."""
+
+    deltas: list[Delta]
+    report: Report
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A request was not taken. ``retry`` says that another instance may take it."""
+
+    request: int
+    reason: str
+    retry: bool
+
+
+ToRouter = Tokens | Refused

@@ -1,0 +1,134 @@
+"""How the next token is chosen: the parameters of one request (no torch).
+
+Names, ranges and defaults are those of vLLM's ``SamplingParams``, so that clients and scripts written
+for it mean the same thing here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+
+
+class BadParameter(ValueError):
+    """A sampling parameter that cannot be honoured. ``param`` names it as the client spells it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of one request.
+
+    Stop strings, ``n`` and everything about text (``skip_special_tokens`` ...) are honoured by whoever
+    turns ids into text (the router); an instance works on token ids only and sees one sample at a time.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """None lets the router draw one: the stream must not change when another instance goes on with it."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None means up to the model's context."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Alternatives per sampled token, 0 for the sampled one alone, None for no log-probabilities."""
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def shapes_logits_by_history(self) -> bool:
+        """Whether the tokens so far change the distribution (any of the three penalties)."""
+        return (
+            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        )
+
+    def check(self, *, vocab_size: int, max_logprobs: int = 20, max_n: int = 128) -> None:
+        """Raise :class:`BadParameter` for the first value out of its range."""
+        in_range = [
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            ("temperature", self.temperature, 0.0, math.inf),
+            ("min_p", self.min_p, 0.0, 1.0),
+        ]
+        for name, value, low, high in in_range:
+            if not (math.isfinite(value) and low <= value <= high):
+                bound = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at least {low:g}"
+                raise BadParameter(name, f"{name} must be a finite number {bound}, got {value}.")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise BadParameter("top_p", f"top_p must be in (0, 1], got {self.top_p}.")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise BadParameter(
+                "repetition_penalty", f"repetition_penalty must be above 0, got {self.repetition_penalty}."
+            )
+        if self.top_k < -1:
+            raise BadParameter("top_k", f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}.")
+        if not 1 <= self.n <= max_n:
+            raise BadParameter("n", f"n must be between 1 and {max_n}, got {self.n}.")
+        if self.n > 1 and self.greedy:
+            raise BadParameter("n", "n must be 1 with temperature 0: greedy samples would all be the same.")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise BadParameter("max_tokens", f"max_tokens must be at least 0, got {self.max_tokens}.")
+        if self.min_tokens < 0:
+            raise BadParameter("min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadParameter(
+                "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})."
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise BadParameter("seed", "seed must fit in 64 bits.")
+        self._check_stops(vocab_size)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= max_logprobs:
+                raise BadParameter(name, f"{name} must be between 0 and {max_logprobs}, got {count}.")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise BadParameter("logit_bias", f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.")
+        for token, bias in self.logit_bias.items():
+            _check_token("logit_bias", token, vocab_size)
+            if not -100.0 <= bias <= 100.0:
+                raise BadParameter("logit_bias", f"logit_bias values must be between -100 and 100, got {bias}.")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise BadParameter("allowed_token_ids", "allowed_token_ids must not be empty.")
+            for token in self.allowed_token_ids:
+                _check_token("allowed_token_ids", token, vocab_size)
+
+    def _check_stops(self, vocab_size: int) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise BadParameter("stop", f"at most {MAX_STOP_STRINGS} stop strings are accepted.")
+        if any(not text for text in self.stop):
+            raise BadParameter("stop", "stop strings must not be empty.")
+        if len(self.stop_token_ids) > MAX_STOP_STRINGS:
+            raise BadParameter("stop_token_ids", f"at most {MAX_STOP_STRINGS} stop tokens are accepted.")
+        for token in self.stop_token_ids:
+            _check_token("stop_token_ids", token, vocab_size)
+
+
+def _check_token(param: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise BadParameter(
+            param, f"{param} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}."
+        )

@@ -1,0 +1,6 @@
+"""How one model is cut into shards, and how the shards talk.
+
+A library: it knows nothing of serving, of requests or of HTTP, and imports no other package of
+Lockstep. Modules named *pure* in their docstring load no torch, so that processes which never load
+it (coordinator, router) may use them.
+"""

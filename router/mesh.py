@@ -1,0 +1,86 @@
+"""What the HTTP layer needs of the mesh behind it, as an interface.
+
+:class:`router.client.MeshClient` is the real one; tests use a scripted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import Delta
+from engine.sampling import SamplingParams
+
+
+class MeshError(Exception):
+    """A request that the mesh cannot take, in the client's terms.
+
+    ``kind`` is the ``type`` of the error body (``ServiceUnavailableError`` ...).
+    """
+
+    def __init__(
+        self, status: int, kind: str, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.retry_after = retry_after
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model of the mesh, as clients see it."""
+
+    names: tuple[str, ...]
+    """Names that requests may use; the first is reported."""
+    directory: str
+    vocab_size: int
+    max_model_len: int
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One sample to generate."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    sample_index: int = 0
+    rank: int | None = None
+    """The instance that the client asked for (X-data-parallel-rank)."""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Generation(Protocol):
+    """One sample in flight. Iterating ends after the delta that has a finish_reason."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def close(self) -> None:
+        """Forget the request; aborts it where it runs. Harmless after the end, and twice."""
+        ...
+
+
+class Mesh(Protocol):
+    """The instances, seen as one."""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """None until the first instance has registered."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether at least one instance is ready and makes progress."""
+        ...
+
+    def generate(self, prompt: Prompt) -> Generation:
+        """Send a request to an instance.
+
+        Raises:
+            MeshError: no instance can take it (503), or the one asked for does not exist (400).
+        """
+        ...
