@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from coordinator.flags import Count, Natural, Port, flag
 
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
+]
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def is_loopback(address: str) -> bool:
+    return address in LOOPBACK or address.startswith("127.")
+
+
+def endpoint(address: str, port: int) -> str:
+    """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,8 +32,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Count | None, flag("-dp", help="Instances (data-parallel ranks) that the mesh starts with.")
     ] = None
     data_parallel_size_local: Annotated[
-        Natural | None,
-        flag("-dpl", help="Instances to start on this machine.")
+        Natural | None, flag("-dpl", help="Instances to start on this machine.")
     ] = None
     data_parallel_start_rank: Annotated[
         Natural | None,
@@ -34,9 +46,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_parallel_address: Annotated[
         str, flag("-dpa", help="Address of the coordinator, for all instances and routers.")
     ] = "127.0.0.1"
-    data_parallel_rpc_port: Annotated[
-        Port, flag("-dpp", help="RPC port of the coordinator.")
-    ] = 29550
+    data_parallel_rpc_port: Annotated[Port, flag("-dpp", help="RPC port of the coordinator.")] = 29550
     headless: Annotated[
         bool, flag(help="Start instances only; they register with a coordinator elsewhere.")
     ] = False
@@ -97,10 +107,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
 
 
-def is_loopback(address: str) -> bool:
-    return address in LOOPBACK or address.startswith("127.")
+class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The coordinator."""
 
-
-def endpoint(address: str, port: int) -> str:
-    """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    mesh: MeshConfig = MeshConfig()
+    settings: Annotated[
+        str | None,
+        flag(help="JSON of the settings that instances must agree on; unset: those of the first instance."),
+    ] = None
+    log_level: LogLevel = "info"

@@ -162,7 +162,11 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
             help=text,
             choices=field.choices or None,
             nargs="+" if field.many else None,
-            metavar=None if field.choices else field.key.upper() if field.kind is str else field.kind.__name__,
+            metavar=None
+            if field.choices
+            else field.key.upper()
+            if field.kind is str
+            else field.kind.__name__,
         )
 
 

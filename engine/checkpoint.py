@@ -110,7 +110,9 @@ def read_model_info(directory: Path) -> ModelInfo:
         vocab_size=_number(directory, text, "vocab_size"),
         context_length=_number(directory, text, "max_position_embeddings", "n_positions", "max_seq_len"),
         dtype=_dtype(config, text),
-        eos_token_ids=_eos_ids(generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))),
+        eos_token_ids=_eos_ids(
+            generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))
+        ),
         num_experts=next(
             (
                 int(text[key])

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Size, flag
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
@@ -26,13 +27,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = None
     served_model_name: Annotated[
-        tuple[str, ...], flag(help="Names that clients use; the first is reported. Unset: the model as given.")
+        tuple[str, ...],
+        flag(help="Names that clients use; the first is reported. Unset: the model as given."),
     ] = ()
     revision: Annotated[str | None, flag(help="Branch, tag or commit of the repository.")] = None
     dtype: Annotated[DType, flag(help="Data type of weights and activations.")] = "auto"
     max_model_len: Annotated[
         Size | None,
-        flag(help="Context length in tokens (8k, 1K and the like work); unset: the model's own; -1: what fits."),
+        flag(
+            help="Context length in tokens (8k, 1K and the like work); unset: the model's own; -1: what fits."
+        ),
     ] = None
     seed: Annotated[int, flag(help="Start of the random seeds given to requests that bring none.")] = 0
     trust_remote_code: Annotated[
@@ -72,7 +76,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Natural, flag(help="Prompts get at most this many tokens per step (0: no limit).")
     ] = 0
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], flag(help="Order of waiting requests: arrival, or priority then arrival.")
+        Literal["fcfs", "priority"],
+        flag(help="Order of waiting requests: arrival, or priority then arrival."),
     ] = "fcfs"
     max_num_queued_reqs: Annotated[
         Natural, flag(help="Requests that may wait on an instance; more are answered 503.")
@@ -94,12 +99,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[
         Literal["auto", "cpu", "cuda"], flag(help="auto takes a CUDA device where there is one.")
     ] = "auto"
-    tensor_parallel_size: Annotated[
-        Count, flag("-tp", help="Tensor-parallel shards inside an instance.")
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        Count, flag("-pp", help="Pipeline stages inside an instance.")
-    ] = 1
+    tensor_parallel_size: Annotated[Count, flag("-tp", help="Tensor-parallel shards inside an instance.")] = 1
+    pipeline_parallel_size: Annotated[Count, flag("-pp", help="Pipeline stages inside an instance.")] = 1
     cpu_threads: Annotated[
         Natural, flag(help="Compute threads per instance (0: this machine's cores, shared fairly).")
     ] = 0
@@ -131,3 +132,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(ge=0),
         flag(help="Seconds that a leaving instance gives its requests to finish before they move elsewhere."),
     ] = 120.0
+
+
+class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The process of one instance."""
+
+    mesh: MeshConfig = MeshConfig()
+    engine: EngineConfig = EngineConfig()
+    log_level: LogLevel = "info"

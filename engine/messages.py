@@ -137,4 +137,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     retry: bool
 
 
-ToRouter = Tokens | Refused
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """Answer to the first message of a connection: the instance knows nothing of earlier ones. A router
+    that had requests here before has lost them, and sends them again."""
+
+    instance: str
+
+
+ToRouter = Tokens | Refused | Attached

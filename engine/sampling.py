@@ -62,9 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     @property
     def shapes_logits_by_history(self) -> bool:
         """Whether the tokens so far change the distribution (any of the three penalties)."""
-        return (
-            self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def check(self, *, vocab_size: int, max_logprobs: int = 20, max_n: int = 128) -> None:
         """Raise :class:`BadParameter` for the first value out of its range."""
@@ -96,7 +94,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             raise BadParameter("min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadParameter(
-                "min_tokens", f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})."
+                "min_tokens",
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
             )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise BadParameter("seed", "seed must fit in 64 bits.")
@@ -109,7 +108,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         for token, bias in self.logit_bias.items():
             _check_token("logit_bias", token, vocab_size)
             if not -100.0 <= bias <= 100.0:
-                raise BadParameter("logit_bias", f"logit_bias values must be between -100 and 100, got {bias}.")
+                raise BadParameter(
+                    "logit_bias", f"logit_bias values must be between -100 and 100, got {bias}."
+                )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise BadParameter("allowed_token_ids", "allowed_token_ids must not be empty.")

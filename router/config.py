@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from coordinator.config import MeshConfig
+from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Natural, Port, Size, flag
 from engine.config import EngineConfig
 
@@ -15,20 +15,18 @@ from engine.config import EngineConfig
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The OpenAI-compatible endpoint."""
 
-    host: Annotated[
-        str, flag(help="Address of the endpoint; 0.0.0.0 opens it to the network.")
-    ] = "127.0.0.1"
+    host: Annotated[str, flag(help="Address of the endpoint; 0.0.0.0 opens it to the network.")] = "127.0.0.1"
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
     api_key: Annotated[tuple[str, ...], flag(help="Keys that clients must present (any of them).")] = ()
-    tokenizer: Annotated[
-        str | None, flag(help="Directory with tokenizer.json; unset: the model's.")
-    ] = None
+    tokenizer: Annotated[str | None, flag(help="Directory with tokenizer.json; unset: the model's.")] = None
     chat_template: Annotated[
         str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")
     ] = None
     generation_config: Annotated[
         str,
-        flag(help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults."),
+        flag(
+            help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults."
+        ),
     ] = "auto"
     max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
     max_request_bytes: Annotated[Size, flag(help="Largest request body; larger ones are answered 413.")] = (
@@ -53,6 +51,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
-    ] = "info"
+    log_level: LogLevel = "info"
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The router process."""
+
+    mesh: MeshConfig = MeshConfig()
+    http: HttpConfig = HttpConfig()
+    log_level: LogLevel = "info"

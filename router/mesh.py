@@ -21,7 +21,13 @@ class MeshError(Exception):
     """
 
     def __init__(
-        self, status: int, kind: str, message: str, *, param: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status

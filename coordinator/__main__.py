@@ -1,0 +1,70 @@
+"""``python -m coordinator``: keeps the list of instances and numbers its changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+import msgspec
+import uvloop
+
+from coordinator import process
+from coordinator.config import CoordinatorConfig, endpoint
+from coordinator.flags import parse
+from coordinator.membership import Rules
+from coordinator.messages import Settings
+from coordinator.rpc import PortInUse
+from coordinator.server import Coordinator
+
+logger = logging.getLogger("coordinator")
+
+
+def rules_of(config: CoordinatorConfig) -> Rules:
+    """What the membership state machine needs to know of the settings."""
+    mesh = config.mesh
+    local = 0 if mesh.headless else mesh.data_parallel_size_local or 0
+    start = mesh.data_parallel_start_rank or 0
+    return Rules(
+        size=mesh.data_parallel_size,
+        reserved=tuple(range(start, start + local)),
+        settings=msgspec.json.decode(config.settings, type=Settings) if config.settings else None,
+    )
+
+
+async def serve(config: CoordinatorConfig) -> int:
+    """Run until SIGTERM or SIGINT."""
+    mesh = config.mesh
+    try:
+        coordinator = Coordinator(
+            endpoint(mesh.data_parallel_address, mesh.data_parallel_rpc_port), rules_of(config)
+        )
+    except PortInUse as error:
+        logger.error("%s with --data-parallel-rpc-port", error)
+        return process.EXIT_FAILED
+    logger.info("listening on %s", coordinator.endpoint)
+    task = asyncio.ensure_future(coordinator.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        logger.info("ends")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        CoordinatorConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m coordinator",
+        description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
+    )
+    process.set_up("Coordinator", config.log_level)
+    return uvloop.run(serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

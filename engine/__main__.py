@@ -1,0 +1,243 @@
+"""``python -m engine``: one headless instance. Registers, loads, serves routers, drains, leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+
+from coordinator import process
+from coordinator.client import Membership, RegistrationRefused, StartupTimeout
+from coordinator.config import endpoint, is_loopback
+from coordinator.flags import parse
+from coordinator.messages import Load, Register, Settings, State
+from coordinator.rpc import PortInUse
+from engine.checkpoint import CheckpointError, ModelInfo
+from engine.config import InstanceConfig
+from engine.core import EngineCore
+from engine.executor import make_executor
+from engine.executor.base import Executor
+from engine.server import Server
+from engine.settings import adopt, ignored_when_joining, resolve
+from engine.step import ModelFacts
+from parallel.topology import threads_per_worker, usable_cores
+
+logger = logging.getLogger("engine")
+
+
+class Ended(Exception):
+    """The instance ends early; carries the exit status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Instance:
+    """One instance from registration to its end."""
+
+    def __init__(self, config: InstanceConfig) -> None:
+        self._mesh = config.mesh
+        self._config = config.engine
+        self._name = uuid.uuid4().hex[:12]
+        self._server: Server | None = None
+        self._stop_signals = 0
+        self._announced_draining = False
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            Ended: it could not start, or may not go on.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop_signal)
+        settings = self._own_settings()
+        membership = self._register(settings)
+        try:
+            info = self._settle(membership)
+            self._serve(membership, info)
+        finally:
+            membership.leave()
+        if membership.refusal is not None:
+            raise Ended(process.EXIT_REFUSED, f"the mesh refused this instance: {membership.refusal}")
+
+    # ---- joining
+
+    def _own_settings(self) -> Settings | None:
+        """What this instance was told about the model; None to learn it from the mesh."""
+        if self._config.model.model is None:
+            ignored = ignored_when_joining(self._config)
+            if ignored:
+                logger.warning(
+                    "%s ignored: without a MODEL of its own an instance takes them from the mesh",
+                    ", ".join(ignored),
+                )
+            return None
+        return resolve(self._config)[1]
+
+    def _register(self, settings: Settings | None) -> Membership:
+        membership = Membership(
+            self._mesh.coordinator_endpoint,
+            Register(
+                instance=self._name,
+                rank=self._mesh.data_parallel_start_rank,
+                size=self._mesh.data_parallel_size,
+                settings=settings,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            ),
+            self._load,
+        )
+        membership.start()
+        return membership
+
+    def _settle(self, membership: Membership) -> ModelInfo:
+        """Wait for the coordinator, then take over what the mesh shares."""
+        try:
+            welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
+        except RegistrationRefused as error:
+            raise Ended(process.EXIT_REFUSED, f"the coordinator refused this instance: {error}") from error
+        except StartupTimeout as error:
+            raise Ended(process.EXIT_FAILED, str(error)) from error
+        logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
+        self._config = adopt(self._config, welcome.settings)
+        info, settings = resolve(self._config)
+        if settings.fingerprint != welcome.settings.fingerprint:
+            raise Ended(
+                process.EXIT_REFUSED,
+                f"{info.directory} (fingerprint {settings.fingerprint}) is not the model of the mesh "
+                f"({welcome.settings.model}, fingerprint {welcome.settings.fingerprint}): give MODEL",
+            )
+        return info
+
+    # ---- serving
+
+    def _serve(self, membership: Membership, info: ModelInfo) -> None:
+        began = time.monotonic()
+        executor = make_executor(self._config, info, self._threads())
+        try:
+            facts = executor.load(lambda phase: membership.update(phase=phase))
+            self._check_stopped()
+            num_blocks, max_model_len = self._size_cache(executor, facts)
+            membership.update(phase="kv cache")
+            executor.allocate(num_blocks)
+            core = EngineCore(
+                self._config, info, executor, num_blocks=num_blocks, max_model_len=max_model_len
+            )
+            self._server = Server(self._name, endpoint(self._listen_address(), 0), core)
+            membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
+            logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
+            if self._stop_signals:
+                self._server.drain(0.0)
+            self._server.run(lambda: self._on_step(membership))
+        finally:
+            executor.close()
+
+    def _on_step(self, membership: Membership) -> None:
+        """Between two steps: pass on what signals and the coordinator said meanwhile."""
+        if membership.refusal is not None and self._server is not None:
+            self._server.drain(0.0)
+        elif self._stop_signals and not self._announced_draining:
+            self._announced_draining = True
+            logger.info("draining for at most %.0f s", self._config.drain_timeout)
+            membership.update(state=State.DRAINING, phase="draining")
+
+    def _size_cache(self, executor: Executor, facts: ModelFacts) -> tuple[int, int]:
+        """Number of KV blocks, and the context length that they allow."""
+        cache, kv = self._config.cache, facts.kv
+        block_bytes = kv.bytes_per_token * cache.block_size
+        asked_len = self._config.model.max_model_len
+        assert asked_len is not None
+        if cache.num_gpu_blocks_override is not None:
+            num_blocks = cache.num_gpu_blocks_override
+        else:
+            memory = cache.kv_cache_memory_bytes or executor.free_kv_memory()
+            useful = -(-asked_len // cache.block_size) * self._config.scheduler.max_num_seqs
+            num_blocks = min(memory // block_bytes, useful)
+            if num_blocks < 1:
+                raise Ended(
+                    process.EXIT_FAILED,
+                    f"{memory / 2**20:.1f} MiB for the KV cache is too little for one block of "
+                    f"{cache.block_size} tokens ({block_bytes / 2**20:.1f} MiB): raise "
+                    "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size",
+                )
+        capacity = num_blocks * cache.block_size
+        logger.info(
+            "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",
+            facts.architecture, facts.num_parameters / 1e6, facts.weight_bytes / 2**20, facts.dtype,
+            facts.device,
+        )  # fmt: skip
+        logger.info(
+            "# KV blocks: %d, %d tokens (%.1f MiB); %.2fx the context of %d tokens",
+            num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
+        )  # fmt: skip
+        if capacity < asked_len:
+            logger.warning(
+                "the KV cache holds %d tokens, less than the context of %d: longer requests are refused; "
+                "raise --kv-cache-memory-bytes or lower --max-model-len",
+                capacity, asked_len,
+            )  # fmt: skip
+        return num_blocks, min(asked_len, capacity)
+
+    def _threads(self) -> int:
+        return self._config.device.cpu_threads or threads_per_worker(self._mesh.local_size, usable_cores())
+
+    def _listen_address(self) -> str:
+        """The address that routers elsewhere can reach: given, or of the interface towards the coordinator."""
+        if self._mesh.instance_address is not None:
+            return self._mesh.instance_address
+        target = self._mesh.data_parallel_address
+        if is_loopback(target):
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, self._mesh.data_parallel_rpc_port))
+            return str(probe.getsockname()[0])
+
+    def _load(self) -> Load:
+        return self._server.progress.load() if self._server is not None else Load()
+
+    # ---- the end
+
+    def _on_stop_signal(self, number: int, _frame: object) -> None:
+        """First signal: drain. Second: drop what is left. While loading: end at once."""
+        self._stop_signals += 1
+        if self._server is None:
+            raise Ended(0, "told to stop before it was ready")
+        self._server.drain(self._config.drain_timeout if self._stop_signals == 1 else 0.0)
+
+    def _check_stopped(self) -> None:
+        if self._stop_signals:
+            raise Ended(0, "told to stop before it was ready")
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        InstanceConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m engine",
+        description="One headless instance of a Lockstep mesh.",
+    )
+    rank = config.mesh.data_parallel_start_rank
+    process.set_up("Engine" if rank is None else f"Engine_{rank}", config.log_level)
+    try:
+        Instance(config).run()
+    except Ended as ended:
+        logger.log(logging.ERROR if ended.status else logging.INFO, "%s", ended)
+        return ended.status
+    except (CheckpointError, PortInUse) as error:
+        logger.error("%s", error)
+        return process.EXIT_FAILED
+    except MemoryError:
+        logger.error("out of memory: lower --kv-cache-memory-bytes or --max-num-batched-tokens")
+        return process.EXIT_FAILED
+    logger.info("ends")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

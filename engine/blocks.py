@@ -1,0 +1,110 @@
+"""The blocks of the paged KV cache: who holds which, and which known prefixes they keep (pure).
+
+A block holds the keys and values of ``block_size`` tokens. A full block is named by a hash over its
+tokens, the hash of the block before it and the request's cache salt, so equal hashes mean equal
+contexts from the first token on (the scheme of vLLM's automatic prefix caching). Freed blocks keep
+their content until they are needed again, oldest first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+BlockHash = bytes
+
+HASH_BYTES = 16
+
+
+def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") -> BlockHash:
+    """The name of a full block. ``salt`` keeps requests with different salts apart.
+
+    BLAKE2b with 128 bits: nobody can craft a collision to read another request's context.
+    """
+    digest = hashlib.blake2b(parent or salt.encode(), digest_size=HASH_BYTES)
+    digest.update(b"|" if parent else b"#")
+    digest.update(array("I", tokens).tobytes())
+    return digest.digest()
+
+
+class BlockPool:
+    """Fixed number of blocks with reference counts, a least-recently-used free list and a prefix index."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._caching = enable_prefix_caching
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[BlockHash, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.num_used} of {self.num_blocks} used, {len(self._block_of)} known>"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest known prefix. They are not held yet: see :meth:`hold`."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_beside(self, blocks: Sequence[int]) -> int:
+        """Free blocks that remain if these are held."""
+        return len(self._free) - sum(self._references[block] == 0 for block in blocks)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Take a reference to each (known) block."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int] | None:
+        """``count`` blocks with no content, the longest unused first; None if there are not enough."""
+        if count > len(self._free):
+            return None
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Say that a held block is full and what it contains. If another block has the same content,
+        that one stays the known one."""
+        if self._caching and block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block of a request, given in order: the tail of a context is reused
+        before its head, which other prompts are more likely to share."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} released twice"
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]

@@ -1,0 +1,147 @@
+"""The step of one instance: take requests in, schedule, execute, hand tokens out. No sockets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from engine.blocks import BlockPool
+from engine.checkpoint import ModelInfo
+from engine.config import EngineConfig
+from engine.executor.base import Executor
+from engine.messages import Delta, Refused, Report, Submit
+from engine.request import Request, from_submit
+from engine.sampling import BadParameter
+from engine.scheduler import Outcome, Scheduler, SchedulerRules
+
+Peer = bytes
+
+
+class EngineCore:
+    """Requests of all routers, in one batch."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        executor: Executor,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._executor = executor
+        self._max_model_len = max_model_len
+        self._pool = BlockPool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            SchedulerRules(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                block_size=config.cache.block_size,
+                enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+                long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            ),
+            self._pool,
+        )
+        self._arrivals = 0
+
+    def __repr__(self) -> str:
+        return f"<EngineCore {self.scheduler!r}>"
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, peer: Peer, submit: Submit) -> Refused | None:
+        """Queue a request of a router, or say why not."""
+        if self.scheduler.num_waiting >= self._config.scheduler.max_num_queued_reqs:
+            return Refused(submit.request, "the instance's queue is full", retry=True)
+        problem = self._problem_with(submit)
+        if problem is not None:
+            return Refused(submit.request, problem, retry=False)
+        request = self._request_of(peer, submit)
+        problem = self.scheduler.problem_with(request)
+        if problem is not None:
+            return Refused(submit.request, problem, retry=False)
+        self.scheduler.add(request)
+        return None
+
+    def abort(self, peer: Peer, numbers: list[int]) -> None:
+        """Forget some requests of a router; those not known are ignored."""
+        for number in numbers:
+            self.scheduler.abort((peer, number))
+
+    def abort_all(self, peer: Peer) -> int:
+        """Forget all requests of a router that is gone; returns how many."""
+        numbers = [request.key[1] for request in self.scheduler.requests if request.key[0] == peer]
+        self.abort(peer, numbers)
+        return len(numbers)
+
+    def step(self) -> dict[Peer, list[Delta]]:
+        """Run one step; the new tokens by router. Empty if nothing could run."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return {}
+        result = self._executor.execute(step)
+        deltas: dict[Peer, list[Delta]] = defaultdict(list)
+        for outcome in self.scheduler.update(step, result):
+            deltas[outcome.request.key[0]].append(_delta(outcome))
+        return deltas
+
+    def report(self, last_dispatch: int, bad_messages: int) -> Report:
+        """The state after the last step."""
+        return Report(
+            last_dispatch=last_dispatch,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            waiting_tokens=self.scheduler.num_waiting_tokens,
+            blocks_used=self._pool.num_used,
+            blocks_total=self._pool.num_blocks,
+            counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
+        )
+
+    def _problem_with(self, submit: Submit) -> str | None:
+        num_prompt = len(submit.prompt_ids)
+        if num_prompt == 0:
+            return "the prompt is empty"
+        if num_prompt >= self._max_model_len:
+            return f"the prompt has {num_prompt} tokens; the context length is {self._max_model_len}"
+        vocab_size = self._info.vocab_size
+        ids = (submit.prompt_ids, submit.output_ids)
+        if any(min(part) < 0 or max(part) >= vocab_size for part in ids if part):
+            return f"a token id is outside the vocabulary of {vocab_size}"
+        if submit.params.max_tokens is not None and len(submit.output_ids) >= submit.params.max_tokens:
+            return "the request was complete already"
+        try:
+            submit.params.check(vocab_size=vocab_size, max_logprobs=vocab_size)
+        except BadParameter as error:
+            return str(error)
+        return None
+
+    def _request_of(self, peer: Peer, submit: Submit) -> Request:
+        self._arrivals += 1
+        if self._config.scheduler.scheduling_policy == "fcfs":
+            submit = msgspec.structs.replace(submit, priority=0)
+        return from_submit(
+            submit,
+            peer,
+            arrival=self._arrivals,
+            eos_ids=self._info.eos_token_ids,
+            max_model_len=self._max_model_len,
+        )
+
+
+def _delta(outcome: Outcome) -> Delta:
+    request = outcome.request
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+    return Delta(
+        request=request.key[1],
+        token_ids=[outcome.token_id],
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=request.num_cached,
+    )

@@ -1,0 +1,117 @@
+"""One request on an instance: its tokens, how far they are computed, and the blocks they stand in."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.blocks import BlockHash, hash_block
+from engine.messages import FinishReason, Submit, TokenLogprobs
+from engine.sampling import SamplingParams
+
+RequestKey = tuple[bytes, int]
+"""The router's connection, and the router's number of the request."""
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+def stream_seed(seed: int, sample_index: int) -> int:
+    """The seed of one of the ``n`` samples; sample 0 uses the request's own."""
+    return (seed + sample_index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+
+
+@dataclass(eq=False)
+class Request:
+    """State of a request; changed by the scheduler only."""
+
+    key: RequestKey
+    request_id: str
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_prompt: int
+    stop_ids: frozenset[int]
+    """End-of-sequence (unless ignored) and the request's own stop tokens."""
+    max_output: int
+    """Output tokens after which it ends, the context length considered."""
+    num_emitted: int
+    """Output tokens that the router already has."""
+    arrival: int
+    """Order of arrival on this instance."""
+    priority: int = 0
+    cache_salt: str = ""
+    status: Status = Status.WAITING
+    slot: int | None = None
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache, or will be after the step in flight."""
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Of the full blocks of ``token_ids``, as far as they were needed."""
+    num_named: int = 0
+    """Blocks of this request that the pool knows by hash."""
+    num_cached: int = 0
+    """Prompt tokens found in the cache at first admission."""
+    was_admitted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.status.name.lower()} "
+            f"{self.num_computed}/{len(self.token_ids)} computed, {len(self.blocks)} blocks>"
+        )
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: lower goes first."""
+        return (self.priority, self.arrival)
+
+    def hashes_up_to(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """Hashes of the first ``num_blocks`` full blocks, computed once."""
+        while len(self.hashes) < num_blocks:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else None
+            self.hashes.append(
+                hash_block(parent, self.token_ids[start : start + block_size], self.cache_salt)
+            )
+        return self.hashes[:num_blocks]
+
+
+def from_submit(
+    submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
+) -> Request:
+    """A request as it comes from a router."""
+    params = submit.params
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids.update(eos_ids)
+    room = max_model_len - len(submit.prompt_ids)
+    return Request(
+        key=(peer, submit.request),
+        request_id=submit.request_id,
+        params=params,
+        seed=stream_seed(submit.seed, submit.sample_index),
+        token_ids=submit.prompt_ids + submit.output_ids,
+        num_prompt=len(submit.prompt_ids),
+        stop_ids=frozenset(stop_ids),
+        max_output=room if params.max_tokens is None else min(params.max_tokens, room),
+        num_emitted=len(submit.output_ids),
+        arrival=arrival,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
+    )

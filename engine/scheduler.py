@@ -1,0 +1,330 @@
+"""What goes into the next step (pure: no sockets, no clock, no torch).
+
+Iteration-level scheduling (Orca) with chunked prefill (Sarathi-Serve) over a paged KV cache: each step
+takes every running request's next token first, then chunks of prompts, within a budget of tokens.
+When blocks run out, the request that would go last gives its blocks back and is computed again later.
+Order is arrival, or (priority, arrival).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from engine.blocks import BlockPool
+from engine.messages import Counters, FinishReason, TokenLogprobs
+from engine.request import Request, RequestKey, Status
+from engine.step import Admit, Row, Sampled, Step, StepResult
+
+PROMPT_LOGPROBS_CHUNK = 256
+"""Tokens per step of a prompt whose log-probabilities are wanted: each needs a row of logits."""
+
+
+class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one instance."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a step did to one request. ``request.finish_reason`` says whether it has ended."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Scheduler:
+    """Owns the requests of an instance and the block pool."""
+
+    def __init__(self, rules: SchedulerRules, pool: BlockPool) -> None:
+        self._rules = rules
+        self._pool = pool
+        self._requests: dict[RequestKey, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._by_slot: dict[int, Request] = {}
+        self._free_slots = list(range(rules.max_num_seqs))[::-1]
+        self._waiting_tokens = 0
+        self._generated = 0
+        self._prompt_tokens = 0
+        self._preemptions = 0
+        self._cache_queries = 0
+        self._cache_hits = 0
+        self._steps = 0
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
+
+    # ---- requests come and go
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens still to compute of requests that wait, and of prompts that are partly computed."""
+        return self._waiting_tokens + sum(
+            request.num_uncomputed for request in self._running if request.num_uncomputed > 1
+        )
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def counters(self) -> Counters:
+        """Totals so far; ``bad_messages`` is the server's."""
+        return Counters(
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generated,
+            preemptions=self._preemptions,
+            prefix_cache_queries=self._cache_queries,
+            prefix_cache_hits=self._cache_hits,
+            steps=self._steps,
+        )
+
+    def problem_with(self, request: Request) -> str | None:
+        """Why a request can never run here, None if it can."""
+        most_tokens = request.num_prompt + request.max_output
+        if request.max_output < 1:
+            return f"the prompt has {request.num_prompt} tokens, which leaves no room to generate"
+        capacity = self._pool.num_blocks * self._rules.block_size
+        if most_tokens > capacity:
+            return f"the request may need {most_tokens} tokens, but the KV cache holds only {capacity}"
+        budget = self._rules.max_num_batched_tokens
+        if not self._rules.enable_chunked_prefill and most_tokens > budget:
+            return (
+                f"the request may need {most_tokens} tokens in one step, more than the budget of {budget}, "
+                "and chunked prefill is off"
+            )
+        return None
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`problem_with` has nothing against."""
+        assert request.key not in self._requests, f"{request!r} was added twice"
+        self._requests[request.key] = request
+        self._enqueue(request)
+
+    def abort(self, key: RequestKey) -> bool:
+        """Forget a request, wherever it is; False if it is not here (any more)."""
+        request = self._requests.get(key)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    # ---- one step
+
+    def schedule(self) -> Step | None:
+        """Choose the rows of the next step; None if nothing can run."""
+        budget = self._rules.max_num_batched_tokens
+        rows: list[Row] = []
+        scheduled: set[int] = set()
+        preempted = False
+        for request in self._decodes_then_prefills():
+            if request.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            count = self._chunk(request, budget)
+            if count == 0:
+                continue
+            new_blocks, victims = self._grow(request, request.num_computed + count, scheduled)
+            preempted |= victims > 0
+            if new_blocks is None:
+                continue
+            assert request.slot is not None
+            scheduled.add(request.slot)
+            rows.append(self._row(request, count, new_blocks))
+            budget -= count
+        admits: list[Admit] = []
+        if not preempted:
+            for admit, row in self._admissions(budget):
+                admits.append(admit)
+                rows.append(row)
+        if not rows:
+            return None
+        self._steps += 1
+        rows.sort(key=lambda row: row.count > 1)
+        return Step(admits=admits, rows=rows)
+
+    def update(self, step: Step, result: StepResult) -> list[Outcome]:
+        """Take in what a step sampled; returns the requests that got a token."""
+        outcomes = []
+        for row, sampled in zip(step.rows, result.sampled, strict=True):
+            request = self._by_slot.get(row.slot)
+            if request is None:
+                continue  # aborted while the step ran
+            if sampled.prompt_logprobs and request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(sampled.prompt_logprobs)
+            if sampled.token_id is not None:
+                outcomes.append(self._append(request, sampled, sampled.token_id))
+        return outcomes
+
+    # ---- helpers of schedule
+
+    def _decodes_then_prefills(self) -> list[Request]:
+        """Requests that need one token come before partly computed prompts, so that a long prompt never
+        starves them; in order otherwise."""
+        return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Tokens of this request that fit into what is left of the budget."""
+        count = min(request.num_uncomputed, budget)
+        threshold = self._rules.long_prefill_token_threshold
+        if threshold:
+            count = min(count, threshold)
+        if request.prompt_logprobs is not None and request.num_computed < request.num_prompt:
+            count = min(count, PROMPT_LOGPROBS_CHUNK)
+        if not self._rules.enable_chunked_prefill and count < request.num_uncomputed:
+            return 0
+        return count
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._rules.block_size)
+
+    def _grow(self, request: Request, num_tokens: int, scheduled: set[int]) -> tuple[list[int] | None, int]:
+        """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
+        and are not yet in this step if need be. None if it must wait; it may be preempted itself."""
+        needed = self._blocks_for(num_tokens) - len(request.blocks)
+        victims = 0
+        while (new_blocks := self._pool.take(needed)) is None:
+            victim = next(
+                (other for other in reversed(self._running) if other.slot not in scheduled), request
+            )
+            if victim is request and request.num_uncomputed > 1 and scheduled:
+                return None, victims  # those in this step will end or give way; keep what is computed
+            self._preempt(victim)
+            victims += 1
+            if victim is request:
+                return None, victims
+        request.blocks += new_blocks
+        return new_blocks, victims
+
+    def _row(self, request: Request, count: int, new_blocks: list[int]) -> Row:
+        assert request.slot is not None
+        row = Row(
+            slot=request.slot,
+            start=request.num_computed,
+            count=count,
+            new_blocks=new_blocks,
+            sample=count == request.num_uncomputed,
+        )
+        request.num_computed += count
+        self._name_full_blocks(request)
+        return row
+
+    def _name_full_blocks(self, request: Request) -> None:
+        """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
+        before it reads any, so another row of the same step may already share them."""
+        num_full = request.num_computed // self._rules.block_size
+        hashes = request.hashes_up_to(num_full, self._rules.block_size)
+        for index in range(request.num_named, num_full):
+            self._pool.name(request.blocks[index], hashes[index])
+        request.num_named = max(request.num_named, num_full)
+
+    def _admissions(self, budget: int) -> Iterator[tuple[Admit, Row]]:
+        """Waiting requests that fit, in order; the first that does not fit ends it."""
+        while self._waiting and self._free_slots and budget > 0:
+            request = self._waiting[0]
+            known = self._known_prefix(request)
+            request.num_computed = len(known) * self._rules.block_size
+            count = self._chunk(request, budget)
+            in_all = self._blocks_for(len(request.token_ids))
+            if count == 0 or self._pool.num_free_beside(known) < in_all - len(known):
+                request.num_computed = 0
+                return
+            self._pool.hold(known)
+            taken = self._pool.take(self._blocks_for(request.num_computed + count) - len(known))
+            assert taken is not None
+            yield self._admit(request, known, taken), self._row(request, count, request.blocks[:])
+            budget -= count
+
+    def _known_prefix(self, request: Request) -> list[int]:
+        """Cached blocks this request can start from. At least one token is left to compute, and prompts
+        whose log-probabilities are wanted are computed whole."""
+        if request.prompt_logprobs is not None:
+            return []
+        num_full = (len(request.token_ids) - 1) // self._rules.block_size
+        return self._pool.find_prefix(request.hashes_up_to(num_full, self._rules.block_size))
+
+    def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
+        self._waiting.pop(0)
+        self._waiting_tokens -= len(request.token_ids)
+        insort(self._running, request, key=lambda other: other.order)
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        self._by_slot[request.slot] = request
+        request.blocks = known + taken
+        request.num_named = len(known)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            self._prompt_tokens += request.num_prompt
+            self._cache_queries += request.num_prompt
+            self._cache_hits += request.num_cached
+        return Admit(
+            slot=request.slot,
+            token_ids=request.token_ids[:],
+            num_prompt=request.num_prompt,
+            params=request.params,
+            seed=request.seed,
+            stop_ids=tuple(sorted(request.stop_ids)),
+        )
+
+    # ---- changes of state
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        insort(self._waiting, request, key=lambda other: other.order)
+        self._waiting_tokens += len(request.token_ids)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, to be computed again; a known prefix may spare part of it."""
+        self._preemptions += 1
+        self._vacate(request)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        self._enqueue(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back the slot and the blocks of a running request."""
+        assert request.slot is not None
+        self._running.remove(request)
+        del self._by_slot[request.slot]
+        self._free_slots.append(request.slot)
+        self._pool.release(request.blocks)
+        request.slot, request.blocks = None, []
+        request.num_computed = request.num_named = 0
+
+    def _append(self, request: Request, sampled: Sampled, token_id: int) -> Outcome:
+        request.token_ids.append(token_id)
+        self._generated += 1
+        if token_id in request.stop_ids and request.num_output >= request.params.min_tokens:
+            request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
+            self._finish(request, FinishReason.STOP)
+        elif request.num_output >= request.max_output:
+            self._finish(request, FinishReason.LENGTH)
+        return Outcome(request, token_id, sampled.logprobs)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+        else:
+            self._waiting.remove(request)
+            self._waiting_tokens -= len(request.token_ids)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        del self._requests[request.key]

@@ -1,0 +1,213 @@
+"""An instance as its routers see it: the socket, the step loop, draining."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from coordinator.messages import Load
+from coordinator.rpc import Listener, Peer
+from engine.core import EngineCore
+from engine.messages import (
+    Abort,
+    Attach,
+    Attached,
+    Delta,
+    Refused,
+    Report,
+    Submit,
+    ToInstance,
+    Tokens,
+    ToRouter,
+)
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT = 0.1
+"""Seconds that an idle loop sleeps at most; a message ends it at once."""
+REPORT_INTERVAL = 0.25
+"""Seconds between reports to routers that get no tokens; sent only when something changed."""
+ROUTER_TIMEOUT = 10.0
+"""A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
+RATE_WINDOW = 2.0
+"""Seconds over which the token rate is told."""
+
+
+class _Router(msgspec.Struct):
+    """What the instance remembers of one router."""
+
+    name: str
+    heard_at: float
+    last_dispatch: int = 0
+    reported: Report | None = None
+    reported_at: float = 0.0
+
+
+class Progress:
+    """Step count and token rate, read by the membership thread while steps run."""
+
+    def __init__(self, blocks_total: int) -> None:
+        self._blocks_total = blocks_total
+        self._stepped_at = time.monotonic()
+        self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
+        self._report: Report | None = None
+
+    def stepped(self, report: Report) -> None:
+        """After each step, and when work arrives at an idle instance."""
+        self._stepped_at = time.monotonic()
+        self._report = report
+        self._window.append((self._stepped_at, report.counters.generation_tokens))
+        while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
+            self._window.pop(0)
+
+    def load(self) -> Load:
+        report, now = self._report, time.monotonic()
+        if report is None:
+            return Load(blocks_total=self._blocks_total)
+        busy = report.running + report.waiting > 0
+        (began, before), (ended, after) = self._window[0], self._window[-1]
+        fresh = now - ended < RATE_WINDOW and after > before
+        return Load(
+            running=report.running,
+            waiting=report.waiting,
+            blocks_used=report.blocks_used,
+            blocks_total=report.blocks_total,
+            tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
+            steps=report.counters.steps,
+            stalled_for=now - self._stepped_at if busy else 0.0,
+        )
+
+
+class Server:
+    """Binds at once; :meth:`run` steps until it is told to stop and has drained."""
+
+    def __init__(self, instance: str, address: str, core: EngineCore) -> None:
+        self._instance = instance
+        self._core = core
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._listener: Listener[ToInstance, ToRouter] = Listener(
+            self._context, address, ToInstance, name="instance"
+        )
+        self._routers: dict[Peer, _Router] = {}
+        self._draining = threading.Event()
+        self._drain_until = 0.0
+        self.progress = Progress(core.report(0, 0).blocks_total)
+
+    @property
+    def endpoint(self) -> str:
+        """Where routers connect, with the real port."""
+        return self._listener.endpoint
+
+    def drain(self, timeout: float) -> None:
+        """Finish what is here within ``timeout`` seconds, take nothing new, then let :meth:`run` return."""
+        self._drain_until = time.monotonic() + timeout
+        self._draining.set()
+
+    def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
+        """The step loop; ``between_steps`` is called once a turn."""
+        while True:
+            between_steps()
+            self._take_in()  # 1. requests and aborts that came meanwhile
+            if self._core.has_work:
+                deltas = self._core.step()  # 2. one forward pass
+                self._hand_out(deltas)  # 3. its tokens, one message per router
+                self.progress.stepped(self._report(0))
+            if self._draining.is_set() and self._drained():
+                break
+            if not self._core.has_work:
+                self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
+                self._listener.wait(IDLE_WAIT)
+        self._listener.close()
+        self._context.term()
+
+    # ---- in
+
+    def _take_in(self) -> None:
+        had_work = self._core.has_work
+        while (received := self._listener.receive()) is not None:
+            peer, message = received
+            router = self._router(peer)
+            match message:
+                case Attach(name):
+                    router.name = name
+                case Submit():
+                    router.last_dispatch = max(router.last_dispatch, message.request)
+                    self._submit(peer, message)
+                case Abort(numbers):
+                    self._core.abort(peer, numbers)
+        self._forget_silent_routers()
+        if self._core.has_work and not had_work:
+            self.progress.stepped(self._report(0))
+
+    def _router(self, peer: Peer) -> _Router:
+        """The record of a connection. A new one is told so: what its router had here before, over a
+        connection that broke, is lost to it."""
+        router = self._routers.get(peer)
+        if router is None:
+            router = self._routers[peer] = _Router("?", time.monotonic())
+            self._listener.send(peer, Attached(self._instance))
+        router.heard_at = time.monotonic()
+        return router
+
+    def _submit(self, peer: Peer, message: Submit) -> None:
+        if self._draining.is_set():
+            refused: Refused | None = Refused(message.request, "the instance is draining", retry=True)
+        else:
+            refused = self._core.submit(peer, message)
+        if refused is not None:
+            self._listener.send(peer, refused)
+
+    def _forget_silent_routers(self) -> None:
+        limit = time.monotonic() - ROUTER_TIMEOUT
+        for peer in [peer for peer, router in self._routers.items() if router.heard_at < limit]:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        router = self._routers.pop(peer)
+        lost = self._core.abort_all(peer)
+        if lost:
+            logger.warning("router %s is gone; its %d requests are dropped", router.name, lost)
+
+    # ---- out
+
+    def _report(self, last_dispatch: int) -> Report:
+        return self._core.report(last_dispatch, self._listener.bad_messages)
+
+    def _hand_out(self, deltas: dict[Peer, list[Delta]]) -> None:
+        for peer, of_router in deltas.items():
+            self._send(peer, of_router)
+        self._report_changes()
+
+    def _send(self, peer: Peer, deltas: list[Delta]) -> None:
+        router = self._routers[peer]
+        report = self._report(router.last_dispatch)
+        if not self._listener.send(peer, Tokens(deltas, report)):
+            self._forget(peer)
+            return
+        router.reported, router.reported_at = report, time.monotonic()
+
+    def _report_changes(self) -> None:
+        """Reports to those who got no tokens lately."""
+        now = time.monotonic()
+        for peer, router in list(self._routers.items()):
+            if now - router.reported_at >= REPORT_INTERVAL and router.reported != self._report(
+                router.last_dispatch
+            ):
+                self._send(peer, [])
+
+    # ---- the end
+
+    def _drained(self) -> bool:
+        if not self._core.has_work:
+            return True
+        if time.monotonic() < self._drain_until:
+            return False
+        logger.warning("the drain deadline is over: %r is left to the routers", self._core)
+        for peer in list(self._routers):
+            self._core.abort_all(peer)
+        return True

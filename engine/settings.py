@@ -1,0 +1,100 @@
+"""From what the user asked for to what an instance runs with (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from coordinator.messages import Settings
+from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
+from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+
+
+def resolve(config: EngineConfig) -> tuple[ModelInfo, Settings]:
+    """Find the model and settle every setting that depends on it.
+
+    Raises:
+        CheckpointError: the model is not there or cannot be served as asked.
+    """
+    model = config.model
+    info = read_model_info(find_model(model.model, model.revision))
+    settings = Settings(
+        model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
+        revision=model.revision,
+        served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
+        fingerprint=fingerprint(Path(info.directory)),
+        dtype=_dtype(model.dtype, info),
+        max_model_len=_context_length(model.max_model_len, info),
+        block_size=config.cache.block_size,
+        vocab_size=info.vocab_size,
+        tensor_parallel_size=config.device.tensor_parallel_size,
+        pipeline_parallel_size=config.device.pipeline_parallel_size,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    scheduler = config.scheduler
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < settings.max_model_len:
+        raise CheckpointError(
+            f"without chunked prefill a whole prompt must fit one step: raise --max-num-batched-tokens to "
+            f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
+        )
+    return info, settings
+
+
+def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
+    """This instance's settings with all that the mesh shares taken from the mesh."""
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(
+            config.model,
+            model=config.model.model or settings.model,
+            revision=config.model.revision or settings.revision,
+            served_model_name=settings.served_model_name,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+        ),
+        cache=msgspec.structs.replace(config.cache, block_size=settings.block_size),
+        scheduler=msgspec.structs.replace(
+            config.scheduler,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+        ),
+        device=msgspec.structs.replace(
+            config.device,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            pipeline_parallel_size=settings.pipeline_parallel_size,
+        ),
+    )
+
+
+def ignored_when_joining(config: EngineConfig) -> list[str]:
+    """Flags that an instance without a model of its own gave in vain: the mesh decides them."""
+    given = {
+        "--dtype": config.model.dtype != ModelConfig().dtype,
+        "--max-model-len": config.model.max_model_len is not None,
+        "--served-model-name": bool(config.model.served_model_name),
+        "--block-size": config.cache.block_size != CacheConfig().block_size,
+        "--max-num-seqs": config.scheduler.max_num_seqs != SchedulerConfig().max_num_seqs,
+        "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens
+        != SchedulerConfig().max_num_batched_tokens,
+        "-tp": config.device.tensor_parallel_size != DeviceConfig().tensor_parallel_size,
+        "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
+    }
+    return [name for name, was_given in given.items() if was_given]
+
+
+def _dtype(asked: str, info: ModelInfo) -> str:
+    return {"auto": info.dtype, "half": "float16", "float": "float32"}.get(asked, asked)
+
+
+def _context_length(asked: int | None, info: ModelInfo) -> int:
+    if asked is None or asked == -1:
+        return info.context_length
+    if asked < 1:
+        raise CheckpointError(f"--max-model-len must be positive (or -1 for what fits), not {asked}")
+    if asked > info.context_length:
+        raise CheckpointError(
+            f"--max-model-len {asked} is more than the model's context of {info.context_length} tokens"
+        )
+    return asked

@@ -1,0 +1,237 @@
+"""A transformers causal language model, read from a local directory and checked before it serves.
+
+The model code is transformers' own; what is ours is that its attention goes through
+``engine.attention`` and that a model which would not be computed correctly is refused here, by name
+of what is missing, instead of served wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.attention.probe import probe_layers, verify
+from engine.checkpoint import CheckpointError, ModelInfo
+from engine.config import ModelConfig
+
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""How transformers' MoE layers multiply (see ``docs`` of its experts interface): tokens sorted by expert,
+one product per expert that has any. Measured on CPU against ``batched_mm`` (copies the weights of each
+chosen expert) and ``eager`` (a Python loop): never the slowest, and the fastest from 8 tokens on."""
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "dense", "sparse"}
+RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}
+
+HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+"""Buffers that old versions of transformers saved and the model computes by itself."""
+TEXT_PART = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Names in a checkpoint with other modalities -> names in its language model alone."""
+OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run packed steps."""
+
+    module: Any
+    """The transformers model, in evaluation mode."""
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    """Width of the logits."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+
+
+def load_model(
+    info: ModelInfo, settings: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> LoadedModel:
+    """Read a checkpoint, or make random weights of its shape, and find out what its layers cache.
+
+    Raises:
+        CheckpointError: it cannot be served; the message names what is missing.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    config = _read_config(info, settings)
+    model_class, config, is_part = _model_class(info, config)
+    _check_supported(info, config, model_class)
+    dummy = settings.load_format == "dummy"
+    if dummy:
+        module = _make_dummy(config, dtype, settings.trust_remote_code)
+    else:
+        module = _read_weights(info, settings, model_class, config, dtype, is_part)
+    module = module.to(device).eval().requires_grad_(False)
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    _fix_rope_scaling(module, settings.max_model_len or info.context_length)
+    with torch.inference_mode():
+        vocab_size, layers = probe_layers(module, info.architecture, info.context_length)
+        if not dummy:
+            verify(module, info.architecture, layers, vocab_size, dtype)
+    return LoadedModel(module, layers, vocab_size, dtype, device)
+
+
+def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
+    try:
+        return AutoConfig.from_pretrained(
+            info.directory, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        raise CheckpointError(
+            f"{info.architecture}: this version of transformers has no model type {info.model_type!r} "
+            f"(or cannot read its config.json). Upgrade transformers, or pass --trust-remote-code if the "
+            f"checkpoint brings its own code. transformers says: {_first_line(error)}"
+        ) from error
+
+
+def _model_class(info: ModelInfo, config: Any) -> tuple[Any, Any, bool]:
+    """The class to load, the config it takes, and whether it is the language part of a larger model."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in getattr(
+        config, "auto_map", {}
+    ):
+        return AutoModelForCausalLM, config, False
+    text_config = config.get_text_config(decoder=True)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    if found is None:
+        raise CheckpointError(
+            f"{info.architecture}: transformers has no causal language model for model type "
+            f"{text_config.model_type!r}; only models that AutoModelForCausalLM can load are served"
+        )
+    is_part = text_config is not config
+    if not is_part and found.__name__ != info.architecture and info.architecture.startswith(_family(found)):
+        raise CheckpointError(
+            f"{info.architecture} is not a causal language model: transformers would load this model type as "
+            f"{found.__name__}, whose output layer the checkpoint does not have"
+        )
+    return found, text_config, is_part
+
+
+def _family(model_class: Any) -> str:
+    return re.sub(r"(For[A-Z]\w+|LMHeadModel)$", "", str(model_class.__name__))
+
+
+def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
+    name = info.architecture
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name} is an encoder-decoder model: only decoder-only models are served")
+    layer_types = set(getattr(config, "layer_types", None) or ()) | set(
+        getattr(config, "layers_block_type", None) or ()
+    )
+    recurrent = sorted(layer_types & RECURRENT_LAYER_TYPES)
+    if recurrent or getattr(model_class, "_is_stateful", False):
+        what = f"layers of type {', '.join(recurrent)}" if recurrent else "layers with a recurrent state"
+        raise CheckpointError(f"{name} has {what}: it needs a recurrent state cache, which is not built")
+    unknown = sorted(layer_types - SUPPORTED_LAYER_TYPES - {"attention"})
+    if unknown:
+        raise CheckpointError(
+            f"{name} has layers of type {', '.join(unknown)}: only full and sliding-window attention is built"
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
+        raise CheckpointError(
+            f"{name} has weights quantised by {method}, which are not built: use a checkpoint in bfloat16, "
+            "float16 or float32"
+        )
+
+
+def _make_dummy(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    with torch.random.fork_rng(devices=[]):  # all instances make the same weights
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _read_weights(
+    info: ModelInfo, settings: ModelConfig, model_class: Any, config: Any, dtype: torch.dtype, is_part: bool
+) -> Any:
+    options: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
+    if is_part:
+        options["key_mapping"] = TEXT_PART
+    try:
+        module, report = model_class.from_pretrained(
+            info.directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{info.architecture}: transformers cannot load {info.directory}: {_first_line(error)}"
+        ) from error
+    unexpected = [key for key in report["unexpected_keys"] if not HARMLESS_TENSORS.search(key)]
+    if is_part:
+        unexpected = [key for key in unexpected if not OTHER_MODALITIES.search(key)]
+    for keys, problem in ((report["missing_keys"], "lacks"), (unexpected, "has")):
+        if keys:
+            names = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
+            raise CheckpointError(
+                f"{info.architecture}: {info.directory} {problem} {len(keys)} tensor(s) that this model does "
+                f"{'' if problem == 'lacks' else 'not '}need: {names}"
+            )
+    return module
+
+
+def _fix_rope_scaling(module: Any, max_len: int) -> None:
+    """Choose length-dependent rotary frequencies once, for the longest request that is served.
+
+    transformers chooses them in each call from the largest position in the batch, so that a request's
+    numbers would depend on its neighbours. vLLM fixes them in the same way.
+    """
+    for rotary in module.modules():
+        rope_types = getattr(rotary, "rope_type", None)
+        if rope_types is None or not hasattr(rotary, "config"):
+            continue
+        by_layer_type = rope_types if isinstance(rope_types, dict) else {None: rope_types}
+        changing = {
+            key: kind for key, kind in by_layer_type.items() if kind == "longrope" or "dynamic" in kind
+        }
+        if not changing:
+            continue
+        device = next(rotary.buffers()).device
+        for key in changing:
+            options = {} if key is None else {"layer_type": key}
+            rotary(
+                torch.zeros(1, device=device), torch.tensor([[max(max_len, 1) - 1]], device=device), **options
+            )
+        fixed = {key: "fixed" if key in changing else kind for key, kind in by_layer_type.items()}
+        rotary.rope_type = fixed if isinstance(rope_types, dict) else fixed[None]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__

@@ -1,0 +1,28 @@
+"""``python -m router``: the OpenAI-compatible endpoint of a mesh."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from coordinator import process
+from coordinator.flags import parse
+from router.config import RouterConfig
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        RouterConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m router",
+        description="The OpenAI-compatible endpoint of a Lockstep mesh.",
+    )
+    process.set_up("Router", config.log_level)
+    from router.server import serve  # after the flags: --help needs no HTTP server
+
+    return uvloop.run(serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""The mesh behind this router: connections to all instances, and the requests in flight.
+
+What to do is decided in :mod:`router.pool`, :mod:`router.policy` and :mod:`router.ledger`; this file
+moves messages. One connection per instance carries requests out and, once per step, tokens in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import zmq.asyncio
+
+from coordinator.client import Watcher
+from coordinator.messages import Settings, View
+from coordinator.rpc import AsyncConnection, OtherProtocol
+from engine.checkpoint import CheckpointError, find_model
+from engine.messages import (
+    Abort,
+    Attach,
+    Attached,
+    Delta,
+    Refused,
+    Report,
+    ToInstance,
+    Tokens,
+    ToRouter,
+)
+from router import policy
+from router.ledger import MAX_ATTEMPTS, Entry, Ledger, failure
+from router.mesh import MeshError, Prompt, ServedModel
+from router.pool import Instance, Pool
+
+logger = logging.getLogger(__name__)
+
+ATTACH_INTERVAL = 1.0
+"""Seconds between two signs of life to an instance."""
+RETRY_AFTER = 1
+"""Seconds that clients are asked to wait when nobody can take their request."""
+
+
+class Stream:
+    """The deltas of one request, as its HTTP handler reads them."""
+
+    def __init__(self, client: MeshClient, entry: Entry) -> None:
+        self._client = client
+        self._entry = entry
+        self._deltas: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    def push(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._arrived.set()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while True:
+            while self._deltas:
+                delta = self._deltas.popleft()
+                self._ended = delta.finish_reason is not None
+                yield delta
+                if self._ended:
+                    return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        self._client.forget(self._entry)
+
+
+class _Link:
+    """The connection to one instance and the tasks that serve it."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        connection: AsyncConnection[ToRouter, ToInstance],
+        tasks: list[asyncio.Task[None]],
+    ) -> None:
+        self.instance = instance
+        self.connection = connection
+        self.tasks = tasks
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        self.connection.close(linger_ms=0)
+
+
+class MeshClient:
+    """The real :class:`router.mesh.Mesh`."""
+
+    def __init__(self, coordinator: str, *, model_directory: Path | None = None) -> None:
+        self._context = zmq.asyncio.Context()
+        self._name = f"router-{uuid.uuid4().hex[:8]}"
+        self._watcher = Watcher(coordinator, self._name, self._context)
+        self._model_directory = model_directory
+        self._model: ServedModel | None = None
+        self._pool = Pool()
+        self._ledger = Ledger()
+        self._links: dict[str, _Link] = {}
+        self._streams: dict[Entry, Stream] = {}
+        self._orphans: list[Entry] = []
+        self._resumes = 0
+
+    def __repr__(self) -> str:
+        return f"<MeshClient {self._pool!r} {self._ledger!r}>"
+
+    async def run(self) -> None:
+        """Follow the coordinator's view until cancelled."""
+        try:
+            await self._watcher.run(self._on_view)
+        finally:
+            for link in self._links.values():
+                link.close()
+            self._context.term()
+
+    # ---- what the HTTP layer asks
+
+    @property
+    def model(self) -> ServedModel | None:
+        return self._model
+
+    @property
+    def healthy(self) -> bool:
+        return bool(policy.eligible([instance.candidate() for instance in self._pool]))
+
+    @property
+    def view(self) -> View | None:
+        """The world as the coordinator last told it."""
+        return self._watcher.view
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_resumes(self) -> int:
+        """Requests that went on at another instance so far."""
+        return self._resumes
+
+    def reports(self) -> Mapping[int, Report]:
+        """The newest report of each instance, by rank."""
+        return {instance.rank: instance.report for instance in self._pool if instance.report is not None}
+
+    def generate(self, prompt: Prompt) -> Stream:
+        """Send a request to the best instance, or to the one it names.
+
+        Raises:
+            MeshError: nobody can take it (503), or the rank it names does not exist (400).
+        """
+        entry = Entry(prompt)
+        instance = self._choose(entry)
+        stream = self._streams[entry] = Stream(self, entry)
+        self._dispatch(entry, instance)
+        return stream
+
+    def forget(self, entry: Entry) -> None:
+        """The client is gone or has all it wants: abort the request where it runs."""
+        self._streams.pop(entry, None)
+        if entry in self._orphans:
+            self._orphans.remove(entry)
+        address = self._ledger.drop(entry)
+        if address is not None and address[0] in self._links:
+            self._links[address[0]].connection.send(Abort([address[1]]))
+
+    # ---- choosing
+
+    def _choose(self, entry: Entry) -> Instance:
+        instances = {instance.rank: instance for instance in self._pool}
+        pinned = entry.prompt.rank
+        if pinned is not None and pinned not in instances:
+            ranks = ", ".join(map(str, sorted(instances))) or "none"
+            raise MeshError(
+                400,
+                "BadRequestError",
+                f"there is no instance with data-parallel rank {pinned}; ranks now: {ranks}",
+                param="X-data-parallel-rank",
+            )
+        candidates = [
+            instance.candidate() for rank, instance in instances.items() if pinned is None or rank == pinned
+        ]
+        able = policy.eligible(candidates, entry.failed_ranks)
+        if not able:
+            raise MeshError(
+                503,
+                "ServiceUnavailableError",
+                self._why_nobody(pinned),
+                retry_after=RETRY_AFTER,
+            )
+        return instances[policy.pick(able, entry.work).rank]
+
+    def _why_nobody(self, pinned: int | None) -> str:
+        if pinned is not None:
+            return f"instance {pinned} takes no requests now"
+        view = self.view
+        waiting_for = view.waiting_for if view else "the coordinator"
+        return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+
+    def _dispatch(self, entry: Entry, instance: Instance) -> None:
+        number = instance.dispatch(entry.work)
+        self._ledger.place(entry, instance.name, number)
+        if not self._links[instance.name].connection.send(entry.submit(number)):
+            self._give_up(entry, "the instance's queue is full")
+
+    def _resume(self, entry: Entry, failed: Instance) -> None:
+        """Go on elsewhere from what the client already has; wait for an instance if there is none."""
+        entry.failed_ranks |= {failed.rank}
+        if entry.attempts >= MAX_ATTEMPTS:
+            self._give_up(entry, f"lost its instance {entry.attempts} times")
+            return
+        self._resumes += 1
+        if entry.prompt.rank is not None and self._pool.with_rank(entry.prompt.rank) is None:
+            self._give_up(entry, f"instance {entry.prompt.rank}, which was asked for, is gone")
+            return
+        try:
+            instance = self._choose(entry)
+        except MeshError:
+            self._ledger.drop(entry)
+            self._orphans.append(entry)
+            return
+        self._dispatch(entry, instance)
+
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        self._ledger.drop(entry)
+        stream = self._streams.pop(entry, None)
+        if stream is not None:
+            stream.push(failure(reason))
+
+    # ---- the world changes
+
+    def _on_view(self, view: View) -> None:
+        if self._model is None and view.settings is not None:
+            self._model = self._learn_model(view.settings)
+        changes = self._pool.apply(view)
+        for instance in changes.added:
+            self._connect(instance)
+        for instance in changes.removed:
+            self._disconnect(instance)
+        self._place_orphans()
+
+    def _learn_model(self, settings: Settings) -> ServedModel | None:
+        try:
+            directory = self._model_directory or find_model(settings.model, settings.revision)
+        except CheckpointError as error:
+            logger.error("the router needs the model's tokenizer, but %s; give --tokenizer", error)
+            return None
+        return ServedModel(
+            names=settings.served_model_name,
+            directory=str(directory),
+            vocab_size=settings.vocab_size,
+            max_model_len=settings.max_model_len,
+        )
+
+    def _connect(self, instance: Instance) -> None:
+        logger.info("instance %d at %s", instance.rank, instance.member.address)
+        connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
+            self._context, instance.member.address, ToRouter, name=f"instance {instance.rank}"
+        )
+        tasks = [
+            asyncio.create_task(self._receive(instance, connection)),
+            asyncio.create_task(self._attach(connection)),
+        ]
+        self._links[instance.name] = _Link(instance, connection, tasks)
+
+    def _disconnect(self, instance: Instance) -> None:
+        self._links.pop(instance.name).close()
+        lost = list(self._ledger.of_instance(instance.name))
+        logger.info("instance %d is gone; %d requests go on elsewhere", instance.rank, len(lost))
+        for entry in lost:
+            self._resume(entry, instance)
+
+    def _place_orphans(self) -> None:
+        """Requests that waited for an instance to come."""
+        while self._orphans:
+            try:
+                instance = self._choose(self._orphans[0])
+            except MeshError:
+                return
+            self._dispatch(self._orphans.pop(0), instance)
+
+    # ---- one connection
+
+    async def _attach(self, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
+        while True:
+            connection.send(Attach(self._name))
+            await asyncio.sleep(ATTACH_INTERVAL)
+
+    async def _receive(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                try:
+                    message = await connection.receive()
+                except OtherProtocol as error:
+                    logger.error("instance %d cannot be used: %s", instance.rank, error)
+                    return
+                match message:
+                    case Tokens(deltas, report):
+                        instance.take_report(report)
+                        for delta in deltas:
+                            self._pass_on(instance, delta)
+                    case Refused():
+                        self._on_refused(instance, message)
+                    case Attached():
+                        self._on_attached(instance)
+
+    def _pass_on(self, instance: Instance, delta: Delta) -> None:
+        taken = self._ledger.take(instance.name, delta)
+        if taken is None:
+            return
+        entry, delta = taken
+        ended = delta.finish_reason is not None
+        stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
+        if stream is not None:
+            stream.push(delta)
+
+    def _on_refused(self, instance: Instance, refused: Refused) -> None:
+        entry = self._ledger.find(instance.name, refused.request)
+        if entry is None:
+            return
+        if refused.retry:
+            self._resume(entry, instance)
+        else:
+            self._give_up(entry, refused.reason)
+
+    def _on_attached(self, instance: Instance) -> None:
+        """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
+        instance.attached = True
+        lost = list(self._ledger.of_instance(instance.name))
+        for entry in lost:
+            number = entry.address[1] if entry.address else 0
+            self._links[instance.name].connection.send(Abort([number]))
+            self._resume(entry, instance)
+        self._place_orphans()

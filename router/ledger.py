@@ -1,0 +1,105 @@
+"""What a router remembers of the requests in flight (pure).
+
+The router owns a request until its last token is delivered: from an entry any instance can finish it.
+Each try has an address, (instance, dispatch number); what comes in under an address that is no longer
+the entry's is late and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.messages import Delta, FinishReason, Submit
+from router.mesh import Prompt
+
+Address = tuple[str, int]
+"""Instance name, dispatch number there."""
+
+MAX_ATTEMPTS = 8
+"""Tries of one request before its client is told; only a mesh that keeps losing instances gets there."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request in flight."""
+
+    prompt: Prompt
+    address: Address | None = None
+    attempts: int = 0
+    emitted: list[int] = field(default_factory=list)
+    """Every output token already passed on, over all attempts."""
+    num_deltas: int = 0
+    failed_ranks: frozenset[int] = frozenset()
+
+    def submit(self, number: int) -> Submit:
+        """The message that makes an instance go on where the last one stopped."""
+        return Submit(
+            request=number,
+            request_id=self.prompt.request_id,
+            prompt_ids=self.prompt.prompt_ids,
+            params=self.prompt.params,
+            seed=self.prompt.seed,
+            sample_index=self.prompt.sample_index,
+            output_ids=self.emitted,
+            priority=self.prompt.priority,
+            cache_salt=self.prompt.cache_salt,
+        )
+
+    @property
+    def work(self) -> int:
+        """Tokens to compute before the next one comes out."""
+        return len(self.prompt.prompt_ids) + len(self.emitted)
+
+
+class Ledger:
+    """All entries, by the address of their current try."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Address, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"<Ledger {len(self)} in flight>"
+
+    def place(self, entry: Entry, instance: str, number: int) -> None:
+        """A new try begins; the one before, if any, is void."""
+        self.drop(entry)
+        entry.address, entry.attempts = (instance, number), entry.attempts + 1
+        self._entries[entry.address] = entry
+
+    def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
+        """Book a delta; None if it belongs to no current try. An entry whose last delta this is leaves."""
+        entry = self._entries.get((instance, delta.request))
+        if entry is None:
+            return None
+        if entry.num_deltas and delta.prompt_logprobs is not None:
+            delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
+        entry.emitted += delta.token_ids
+        entry.num_deltas += 1
+        if delta.finish_reason is not None:
+            self.drop(entry)
+        return entry, delta
+
+    def find(self, instance: str, number: int) -> Entry | None:
+        return self._entries.get((instance, number))
+
+    def of_instance(self, instance: str) -> Iterator[Entry]:
+        """Requests whose current try is at an instance."""
+        return iter([entry for (name, _), entry in self._entries.items() if name == instance])
+
+    def drop(self, entry: Entry) -> Address | None:
+        """Forget an entry; the address of the try that this ends, if it had one."""
+        address, entry.address = entry.address, None
+        if address is not None:
+            del self._entries[address]
+        return address
+
+
+def failure(message: str) -> Delta:
+    """The last delta of a request that nobody can finish."""
+    return Delta(request=0, token_ids=[], finish_reason=FinishReason.ERROR, error=message)

@@ -1,0 +1,80 @@
+"""``lockstep status``: the world as a table."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from coordinator import process
+from coordinator.client import fetch_view
+from coordinator.config import MeshConfig
+from coordinator.flags import flag, parse
+from coordinator.messages import Member, View
+
+
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Status."""
+
+    mesh: MeshConfig = MeshConfig()
+    json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
+    timeout: Annotated[float, flag(help="Seconds to wait for the coordinator.")] = 5.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        StatusConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep status",
+        description="Show the instances of a mesh as its coordinator knows them.",
+    )
+    endpoint = config.mesh.coordinator_endpoint
+    try:
+        view = asyncio.run(fetch_view(endpoint, config.timeout))
+    except TimeoutError:
+        print(
+            f"lockstep status: no coordinator answers at {endpoint}: is it running? see -dpa and -dpp",
+            file=sys.stderr,
+        )
+        return process.EXIT_FAILED
+    if config.json:
+        print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
+    else:
+        Console().print(as_table(view))
+    return 0
+
+
+def as_table(view: View) -> Table:
+    """One row per instance."""
+    model = view.settings.served_model_name[0] if view.settings else "no model yet"
+    missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
+    table = Table(title=f"{model}: epoch {view.epoch}, {len(view.members)} instances{missing}")
+    for name in ("rank", "state", "epoch", "running", "waiting", "KV use", "tokens/s", "address", "process"):
+        table.add_column(name, justify="left" if name in ("state", "address", "process") else "right")
+    for member in view.members:
+        table.add_row(*_row(member, view.epoch))
+    return table
+
+
+def _row(member: Member, epoch: int) -> list[str]:
+    load = member.load
+    state = (
+        str(member.state) if member.phase in ("serving", member.state) else f"{member.state}: {member.phase}"
+    )
+    if load.stalled_for > 5.0:
+        state += f" (no step for {load.stalled_for:.0f} s)"
+    return [
+        str(member.rank),
+        state,
+        str(epoch),
+        str(load.running),
+        str(load.waiting),
+        f"{load.blocks_used / load.blocks_total:.1%}" if load.blocks_total else "-",
+        f"{load.tokens_per_second:.1f}",
+        member.address or "-",
+        f"{member.host}:{member.pid}",
+    ]

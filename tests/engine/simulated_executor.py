@@ -1,0 +1,98 @@
+"""An executor without a model, whose tokens depend on every cached position that a row may read.
+
+The "keys and values" of a position are a digest of the token there and of all before it; the next token
+is a digest of what the block table shows. A wrong block, a stale one, or one shared by mistake changes
+the output, so comparing with :func:`expected_output` proves the scheduler and the block pool right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from engine.messages import TokenLogprobs
+from engine.step import Sampled, Step, StepResult
+
+VOCAB = 50
+
+
+def _digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")
+
+
+def next_token(token_ids: list[int]) -> int:
+    """What the simulated model says after a context."""
+    state = 0
+    for position, token in enumerate(token_ids):
+        state = _digest(state, position, token)
+    return state % VOCAB
+
+
+def expected_output(prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+class SimulatedExecutor:
+    """Checks every step while it runs it."""
+
+    def __init__(self, *, block_size: int, max_tokens: int, max_rows: int) -> None:
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._max_rows = max_rows
+        self._tokens: dict[int, list[int]] = {}
+        self._prompts: dict[int, int] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._wants_prompt_logprobs: dict[int, bool] = {}
+        self._cache: dict[tuple[int, int], int] = {}
+        self.num_steps = 0
+        self.computed_tokens = 0
+
+    def execute(self, step: Step) -> StepResult:
+        self.num_steps += 1
+        self.computed_tokens += step.num_tokens
+        assert 0 < step.num_tokens <= self._max_tokens
+        assert 0 < len(step.rows) <= self._max_rows
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        assert [row.count > 1 for row in step.rows] == sorted(row.count > 1 for row in step.rows)
+        for admit in step.admits:
+            self._tokens[admit.slot] = list(admit.token_ids)
+            self._prompts[admit.slot] = admit.num_prompt
+            self._tables[admit.slot] = []
+            self._wants_prompt_logprobs[admit.slot] = admit.params.prompt_logprobs is not None
+        for row in step.rows:
+            self._tables[row.slot] += row.new_blocks
+        self._write(step)
+        return StepResult([self._sample(row.slot, row.start, row.count, row.sample) for row in step.rows])
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self._block_size)
+        return self._tables[slot][index], offset
+
+    def _write(self, step: Step) -> None:
+        """All rows write before any reads, as each layer does; a position builds on the one before it."""
+        written: dict[tuple[int, int], int] = {}
+        for row in sorted(step.rows, key=lambda row: row.start):
+            for position in range(row.start, row.start + row.count):
+                before = 0 if position == 0 else self._cache[self._place(row.slot, position - 1)]
+                place = self._place(row.slot, position)
+                assert place not in written, "two rows write one place"
+                value = _digest(before, position, self._tokens[row.slot][position])
+                written[place] = self._cache[place] = value
+
+    def _sample(self, slot: int, start: int, count: int, sample: bool) -> Sampled:
+        ids = self._tokens[slot]
+        assert sample == (start + count == len(ids))
+        state = 0
+        for position, token in enumerate(ids[: start + count]):
+            state = _digest(state, position, token)
+            assert self._cache[self._place(slot, position)] == state, "a row reads what is not its context"
+        prompt_logprobs = None
+        if self._wants_prompt_logprobs[slot]:
+            last = min(start + count, self._prompts[slot] - 1)
+            prompt_logprobs = [TokenLogprobs(ids[p], -1.0, 1, [], []) for p in range(start + 1, last + 1)]
+        token = state % VOCAB if sample else None
+        if token is not None:
+            ids.append(token)
+        return Sampled(slot=slot, token_id=token, prompt_logprobs=prompt_logprobs)

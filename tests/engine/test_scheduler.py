@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.blocks import BlockPool
+from engine.messages import FinishReason, Submit
+from engine.request import Request, Status, from_submit, stream_seed
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler, SchedulerRules
+from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+
+PEER = b"router"
+EOS = VOCAB + 1  # never sampled
+
+
+class Bench:
+    """A scheduler with a simulated model behind it."""
+
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, budget: int = 32, **rules: object
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            SchedulerRules(
+                max_num_seqs=max_seqs,
+                max_num_batched_tokens=budget,
+                block_size=block_size,
+                **rules,  # type: ignore[arg-type]
+            ),
+            self.pool,
+        )
+        self.executor = SimulatedExecutor(block_size=block_size, max_tokens=budget, max_rows=max_seqs)
+        self.requests: dict[int, Request] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self._arrivals = 0
+
+    def add(self, prompt: list[int], max_tokens: int = 5, **fields: object) -> int:
+        self._arrivals += 1
+        params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
+        submit = Submit(
+            request=self._arrivals,
+            request_id=f"r{self._arrivals}",
+            prompt_ids=prompt,
+            params=params,  # type: ignore[arg-type]
+            seed=0,
+            **fields,  # type: ignore[arg-type]
+        )
+        request = from_submit(submit, PEER, arrival=self._arrivals, eos_ids=(EOS,), max_model_len=10_000)
+        assert self.scheduler.problem_with(request) is None
+        self.scheduler.add(request)
+        self.requests[self._arrivals] = request
+        self.outputs[self._arrivals] = []
+        return self._arrivals
+
+    def step(self) -> int:
+        """Run one step; the number of its tokens, 0 if nothing could run."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return 0
+        for outcome in self.scheduler.update(step, self.executor.execute(step)):
+            self.outputs[outcome.request.key[1]].append(outcome.token_id)
+        return step.num_tokens
+
+    def finish(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            assert self.step() > 0, f"stuck: {self.scheduler!r}"
+        assert not self.scheduler.has_work
+        assert self.pool.num_used == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.num_waiting_tokens == 0
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCAB) for i in range(count)]
+
+
+def test_a_request_runs_to_its_length() -> None:
+    bench = Bench()
+    number = bench.add(tokens(1, 10), max_tokens=6)
+    bench.finish()
+    assert bench.outputs[number] == expected_output(tokens(1, 10), 6)
+    assert bench.requests[number].finish_reason is FinishReason.LENGTH
+
+
+def test_decodes_come_before_a_long_prompt() -> None:
+    bench = Bench(budget=8)
+    short = [bench.add(tokens(seed, 3)) for seed in range(2)]
+    bench.step()
+    bench.add(tokens(9, 40))
+    for _ in range(3):
+        before = [len(bench.outputs[number]) for number in short]
+        assert bench.step() == 8
+        assert [len(bench.outputs[number]) for number in short] == [count + 1 for count in before]
+    bench.finish()
+
+
+def test_a_long_prompt_is_split_and_gives_the_same() -> None:
+    prompt = tokens(3, 100)
+    outputs = []
+    for budget in (7, 32, 200):
+        bench = Bench(budget=budget)
+        number = bench.add(prompt, max_tokens=4)
+        bench.finish()
+        outputs.append(bench.outputs[number])
+        assert bench.executor.num_steps == -(-100 // budget) + 3
+    assert outputs == [expected_output(prompt, 4)] * 3
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    bench = Bench(budget=200)
+    prompt = tokens(4, 40)
+    bench.add(prompt)
+    bench.finish()
+    computed = bench.executor.computed_tokens
+    again = bench.add(prompt)
+    bench.finish()
+    assert bench.executor.computed_tokens - computed == 4 + 4  # the last block of the prompt, 4 decodes
+    assert bench.requests[again].num_cached == 36
+    counters = bench.scheduler.counters()
+    assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (80, 36)
+
+
+def test_samples_of_one_prompt_share_it_within_a_step() -> None:
+    bench = Bench(budget=200)
+    prompt = tokens(5, 40)
+    numbers = [bench.add(prompt, sample_index=index) for index in range(4)]
+    assert bench.step() == 40 + 3 * 4
+    bench.finish()
+    assert [bench.outputs[number] for number in numbers] == [expected_output(prompt, 5)] * 4
+
+
+def test_salts_keep_caches_apart() -> None:
+    bench = Bench(budget=200)
+    prompt = tokens(6, 40)
+    bench.add(prompt, cache_salt="a")
+    bench.finish()
+    other = bench.add(prompt, cache_salt="b")
+    bench.finish()
+    assert bench.requests[other].num_cached == 0
+
+
+def test_when_blocks_run_out_the_last_one_gives_way_and_loses_nothing() -> None:
+    bench = Bench(num_blocks=12, block_size=4, budget=64)
+    numbers = [bench.add(tokens(seed, 9), max_tokens=20) for seed in range(4)]
+    bench.finish()
+    assert bench.scheduler.counters().preemptions > 0
+    for seed, number in enumerate(numbers):
+        assert bench.outputs[number] == expected_output(tokens(seed, 9), 20)
+
+
+def test_the_first_request_is_never_preempted() -> None:
+    bench = Bench(num_blocks=10, block_size=4, budget=64)
+    first = bench.add(tokens(0, 9), max_tokens=25)
+    for seed in range(1, 4):
+        bench.add(tokens(seed, 9), max_tokens=20)
+    steps = 0
+    while bench.requests[first].status is not Status.FINISHED:
+        bench.step()
+        steps += 1
+    assert steps == 25
+
+
+def test_abort_in_every_phase_frees_everything() -> None:
+    for steps in range(12):
+        bench = Bench(num_blocks=8, block_size=4, budget=8, max_seqs=2)
+        numbers = [bench.add(tokens(seed, 11), max_tokens=6) for seed in range(3)]
+        for _ in range(steps):
+            bench.step()
+        for number in numbers:
+            bench.scheduler.abort((PEER, number))
+            assert not bench.scheduler.abort((PEER, number)), "twice is harmless and says so"
+        assert bench.pool.num_used == 0
+        assert not bench.scheduler.has_work
+        assert bench.scheduler.schedule() is None
+
+
+def test_stop_tokens_and_minimum() -> None:
+    prompt = tokens(7, 5)
+    output = expected_output(prompt, 8)
+    stop = output[3]
+    at_least = output.index(stop) + 2
+    later = [index for index, token in enumerate(output) if token == stop and index + 1 >= at_least]
+    bench = Bench()
+    number = bench.add(prompt, params=SamplingParams(max_tokens=8, stop_token_ids=(stop,)))
+    other = bench.add(prompt, params=SamplingParams(max_tokens=8, stop_token_ids=(stop,), min_tokens=at_least))
+    bench.finish()
+    assert bench.outputs[number] == output[: output.index(stop) + 1]
+    assert bench.requests[number].stop_reason == stop
+    assert bench.requests[number].finish_reason is FinishReason.STOP
+    assert len(bench.outputs[other]) == (later[0] + 1 if later else 8)
+
+
+def test_a_resumed_request_goes_on_where_it_was() -> None:
+    prompt = tokens(8, 10)
+    output = expected_output(prompt, 9)
+    bench = Bench()
+    number = bench.add(prompt, max_tokens=9, output_ids=output[:4])
+    bench.finish()
+    assert bench.outputs[number] == output[4:]
+
+
+def test_prompt_logprobs_cover_the_prompt_once() -> None:
+    for budget in (5, 64):
+        bench = Bench(budget=budget)
+        prompt = tokens(10, 23)
+        number = bench.add(prompt, params=SamplingParams(max_tokens=2, prompt_logprobs=0))
+        bench.finish()
+        got = bench.requests[number].prompt_logprobs
+        assert got is not None
+        assert got[0] is None
+        assert [entry.token_id for entry in got[1:] if entry] == prompt[1:]
+
+
+def test_priority_goes_first() -> None:
+    bench = Bench(max_seqs=1)
+    bench.add(tokens(1, 4))
+    late = bench.add(tokens(2, 4), priority=5)
+    urgent = bench.add(tokens(3, 4), priority=-1)
+    bench.step()
+    assert bench.requests[urgent].status is Status.RUNNING
+    bench.finish()
+    assert bench.requests[late].status is Status.FINISHED
+
+
+def test_without_chunked_prefill_prompts_run_whole() -> None:
+    bench = Bench(budget=32, enable_chunked_prefill=False)
+    numbers = [bench.add(tokens(seed, 20), max_tokens=3) for seed in range(3)]
+    assert bench.step() == 20
+    bench.finish()
+    assert [bench.outputs[number] for number in numbers] == [
+        expected_output(tokens(seed, 20), 3) for seed in range(3)
+    ]
+
+
+def test_what_can_never_run_is_said() -> None:
+    bench = Bench(num_blocks=2, block_size=4)
+    submit = Submit(
+        request=1, request_id="r", prompt_ids=[1] * 6, params=SamplingParams(max_tokens=6), seed=0
+    )
+    request = from_submit(submit, PEER, arrival=1, eos_ids=(), max_model_len=100)
+    assert bench.scheduler.problem_with(request) == (
+        "the request may need 12 tokens, but the KV cache holds only 8"
+    )
+
+
+def test_streams_of_samples_differ() -> None:
+    assert stream_seed(7, 0) == 7
+    assert len({stream_seed(7, index) for index in range(100)}) == 100
+    assert 0 <= stream_seed(2**63 - 1, 99) < 2**64
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_blocks=st.integers(10, 30),
+    block_size=st.sampled_from([1, 2, 4]),
+    budget=st.integers(6, 40),
+    max_seqs=st.integers(1, 6),
+    threshold=st.sampled_from([0, 3]),
+)
+def test_any_load_gives_what_each_request_gives_alone(
+    seed: int, num_blocks: int, block_size: int, budget: int, max_seqs: int, threshold: int
+) -> None:
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        budget=max(budget, max_seqs),
+        max_seqs=max_seqs,
+        long_prefill_token_threshold=threshold,
+    )
+    capacity = num_blocks * block_size
+    wanted: dict[int, tuple[list[int], int]] = {}
+    aborted = set()
+    for _ in range(rng.randrange(1, 25)):
+        if rng.random() < 0.5:
+            length = rng.randrange(1, max(2, capacity - 2))
+            prompt = tokens(rng.randrange(3), length)  # few seeds, so that prefixes repeat
+            most = rng.randrange(1, max(2, min(12, capacity - length + 1)))
+            wanted[bench.add(prompt, max_tokens=most)] = (prompt, most)
+        elif wanted and rng.random() < 0.2:
+            victim = rng.choice(list(wanted))
+            if bench.scheduler.abort((PEER, victim)):
+                aborted.add(victim)
+        else:
+            bench.step()
+    bench.finish()
+    for number, (prompt, most) in wanted.items():
+        expected = expected_output(prompt, most)
+        if number in aborted:
+            assert bench.outputs[number] == expected[: len(bench.outputs[number])]
+        else:
+            assert bench.outputs[number] == expected
+
+
+@pytest.mark.parametrize("bad", [{"num_blocks": 0}])
+def test_bad_sizes(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        Bench(**bad)
