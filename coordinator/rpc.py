@@ -108,12 +108,12 @@ class _Complaints:
             logger.warning("%s: dropped a bad message (%d so far): %s", self._name, self.count, error)
 
 
-def _set_limits(socket: zmq.Socket[Any], max_bytes: int) -> None:
+def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
 
 
 def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
@@ -142,7 +142,7 @@ class Listener(Generic[In, Out]):
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._socket = context.socket(zmq.ROUTER)
-        _set_limits(self._socket, max_bytes)
+        _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
@@ -197,7 +197,7 @@ class AsyncListener(Generic[In, Out]):
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._socket = context.socket(zmq.ROUTER)
-        _set_limits(self._socket, max_bytes)
+        _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
@@ -248,7 +248,7 @@ class AsyncConnection(Generic[In, Out]):
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
-        _set_limits(self._socket, max_bytes)
+        _set_options(self._socket, endpoint, max_bytes)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._decoder: Decoder[In] = Decoder(receives)

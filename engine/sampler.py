@@ -1,0 +1,306 @@
+"""Chooses the next tokens of a step from the logits, all rows at once.
+
+The order is vLLM's: log-probabilities come from the unmodified logits; then allowed tokens, logit bias,
+minimum length, penalties, temperature, min-p, top-k, top-p, and the choice. Work that no row asks for
+is not done.
+
+Chance is a pure function of (seed, position, token): each token that may be chosen runs an exponential
+race, its clock set by a hash of the three, at a speed of its probability, and the first one home is
+chosen. The result is distributed as it should be, and when rounding shifts the probabilities by some
+epsilon (another batch, another instance) the winner changes with a chance of that order only. Inverting
+a cumulative sum with one number per row would be cheaper, but moves the border between any two tokens
+by the errors of all tokens before them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import Int64s
+from engine.messages import TokenLogprobs
+from engine.sampling import SamplingParams
+
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Rows are raced and normalised in chunks of about this size: on CPU, what stays in the cache."""
+NUCLEUS_WIDTH = 1024
+"""Top-p looks at this many of the most likely tokens before it sorts the whole vocabulary (CPU)."""
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One token to choose."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    """Of the token to choose, in its request."""
+    token_ids: Int64s
+    """Prompt and output so far."""
+    num_prompt: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Choose a token for each row of logits [rows, vocabulary]; the logits are not changed.
+
+    Returns:
+        [rows] int64, on the device of the logits.
+    """
+    shaped = shape_logits(logits, rows)
+    if all(row.params.greedy for row in rows):
+        return shaped.argmax(dim=-1)
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    kinds: tuple[tuple[Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor], list[int]], ...] = (
+        (_greedy, [i for i, row in enumerate(rows) if row.params.greedy]),
+        (_draw, [i for i, row in enumerate(rows) if not row.params.greedy and not _truncates(row.params)]),
+        (
+            _draw_truncated,
+            [i for i, row in enumerate(rows) if not row.params.greedy and _truncates(row.params)],
+        ),
+    )
+    for choose, indices in kinds:
+        if len(indices) == len(rows):
+            return choose(shaped.float(), rows)
+        if indices:
+            places = torch.tensor(indices, device=logits.device)
+            picked = choose(shaped.index_select(0, places).float(), [rows[i] for i in indices])
+            chosen.index_copy_(0, places, picked)
+    return chosen
+
+
+def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Logits after all that precedes temperature: a changed copy in float32, or the same if none asks."""
+    allowed = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
+    biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
+    too_short = [i for i, row in enumerate(rows) if _is_too_short(row)]
+    penalised = [i for i, row in enumerate(rows) if row.params.shapes_logits_by_history]
+    if not (allowed or biased or too_short or penalised):
+        return logits
+    shaped = logits.to(torch.float32, copy=True)
+    device = logits.device
+    if allowed:
+        where = _pairs(device, allowed, (rows[i].params.allowed_token_ids or () for i in allowed))
+        kept = shaped[where]
+        shaped[torch.tensor(allowed, device=device)] = NEVER
+        shaped[where] = kept
+    if biased:
+        where = _pairs(device, biased, (rows[i].params.logit_bias for i in biased))
+        values = [bias for i in biased for bias in rows[i].params.logit_bias.values()]
+        shaped[where] += torch.tensor(values, dtype=torch.float32, device=device)
+    if too_short:
+        stops = ([token for token in rows[i].stop_ids if token < shaped.shape[1]] for i in too_short)
+        shaped[_pairs(device, too_short, stops)] = NEVER
+    if penalised:
+        places = torch.tensor(penalised, device=device)
+        shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised])
+    return shaped
+
+
+def _is_too_short(row: SampleRow) -> bool:
+    if row.num_output >= row.params.min_tokens or not row.stop_ids:
+        return False
+    allowed = row.params.allowed_token_ids  # something must stay possible
+    return allowed is None or not set(allowed) <= set(row.stop_ids)
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def _pairs(
+    device: torch.device, rows: Sequence[int], tokens: Iterable[Iterable[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column indices of the given tokens of each row."""
+    lists = [list(each) for each in tokens]
+    repeated = np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in lists])
+    flat = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
+    return torch.from_numpy(repeated).to(device), torch.from_numpy(flat).to(device)
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Repetition over prompt and output (multiplies), presence and frequency over output (subtract)."""
+    device = logits.device
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+    seen[_history(device, [row.token_ids for row in rows])] = True
+    counts = torch.zeros_like(logits)
+    outputs = _history(device, [row.token_ids[row.num_prompt :] for row in rows])
+    counts.index_put_(outputs, torch.ones((), device=device), accumulate=True)
+    repetition = _column(device, [row.params.repetition_penalty for row in rows])
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    logits -= _column(device, [row.params.frequency_penalty for row in rows]) * counts
+    logits -= _column(device, [row.params.presence_penalty for row in rows]) * (counts > 0)
+    return logits
+
+
+def _history(device: torch.device, histories: Sequence[Int64s]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(histories)).to(device)
+
+
+def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+
+def _greedy(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """From the whole vocabulary, in chunks of rows."""
+    vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)[None]
+    step = max(CHUNK_ELEMENTS[logits.device.type] // logits.shape[1], 1)
+    winners = []
+    for begin in range(0, len(rows), step):
+        part = rows[begin : begin + step]
+        scaled = _scale(logits[begin : begin + step], part)
+        winners.append(_race(scaled, vocabulary, part))
+    return torch.cat(winners)
+
+
+def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """From the most likely tokens: top-k, then top-p of what is left."""
+    scaled = _scale(logits, rows)
+    vocab_size = scaled.shape[1]
+    limits = torch.tensor(
+        [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows], device=logits.device
+    )[:, None]
+    top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=logits.device)[
+        :, None
+    ]
+    width = vocab_size
+    if all(row.params.top_k > 0 for row in rows):
+        width = min(max(row.params.top_k for row in rows), vocab_size)
+    elif logits.device.type == "cpu":
+        width = min(NUCLEUS_WIDTH, vocab_size)
+    values, tokens, short = _truncate(scaled, limits, top_p, width)
+    # Whether the tokens looked at hold enough: asked on CPU only, elsewhere the answer would have to be
+    # waited for, and there the width is that of the vocabulary.
+    if width < vocab_size and logits.device.type == "cpu" and bool(short.any()):
+        values, tokens, _ = _truncate(scaled, limits, top_p, vocab_size)
+    winner = _race(values, tokens.int(), rows)
+    return tokens.gather(1, winner[:, None])[:, 0]
+
+
+def _truncate(
+    scaled: torch.Tensor, limits: torch.Tensor, top_p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ``width`` most likely tokens, those beyond top-k or top-p made impossible.
+
+    Returns:
+        Logits and token ids, [rows, width], most likely first; and [rows], whether more tokens would be needed.
+    """
+    if width == scaled.shape[1]:
+        values, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+    else:
+        values, tokens = scaled.topk(width, dim=-1)
+    places = torch.arange(width, device=scaled.device)
+    values = values.masked_fill(places >= limits, NEVER)
+    total = torch.where(
+        limits < scaled.shape[1],
+        torch.logsumexp(values, dim=-1, keepdim=True),
+        torch.logsumexp(scaled, dim=-1, keepdim=True),
+    )
+    probabilities = (values - total).double().exp()
+    covered = probabilities.cumsum(dim=-1)
+    before = covered - probabilities
+    values = values.masked_fill((before >= top_p) & (places > 0), NEVER)
+    short = (limits[:, 0] > width) & (covered[:, -1] < top_p[:, 0])
+    return values, tokens, short
+
+
+def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Temperature and min-p. The best token gets 0, so that no temperature overflows."""
+    best = logits.amax(dim=-1, keepdim=True)
+    scaled = (logits - best) / _column(logits.device, [row.params.temperature for row in rows])
+    if any(row.params.min_p > 0.0 for row in rows):
+        shares = [row.params.min_p for row in rows]
+        lowest = torch.tensor(shares, dtype=torch.float32, device=logits.device).log()[:, None]
+        scaled = scaled.masked_fill(scaled < lowest, NEVER)
+    return scaled
+
+
+def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """The column of the winner of each row: scaled logits [rows, n], token ids [rows or 1, n] int32."""
+    clocks = _exponentials(tokens, [row.seed for row in rows], [row.position for row in rows])
+    return scaled.exp().div_(clocks).argmax(dim=-1)
+
+
+def _exponentials(tokens: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Exponentially distributed numbers > 0, a function of (seed, position, token)."""
+    keys = torch.from_numpy(_row_keys(seeds, positions)).to(tokens.device)
+    hashed = _mix(_mix(tokens * _GOLDEN_32 + keys[:, :1]) + keys[:, 1:])
+    # 31 bits as a number in (0, 1), precise near 0: the first home is decided by the smallest ones.
+    uniform = (hashed & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _row_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
+    """[rows, 2] 32-bit keys of (seed, position), by two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
+    key = _split_mix(np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64))
+    key = _split_mix(key ^ np.array(positions, dtype=np.uint64))
+    return key.view(np.int32).reshape(-1, 2)
+
+
+def _split_mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+_GOLDEN_32 = 0x9E3779B9 - (1 << 32)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """The 32-bit finaliser of MurmurHash3 (Appleby 2011), in wrapping int32; changes ``bits`` in place."""
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= 0x85EBCA6B - (1 << 32)
+    bits ^= (bits >> 13) & 0x7FFFF
+    bits *= 0xC2B2AE35 - (1 << 32)
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits
+
+
+def logprob_table(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Log-probabilities of logits [rows, vocabulary] as they are; targets [rows] are the tokens that stand there.
+
+    Returns:
+        [rows, 3 + 2 * num_top] float64 (which holds token ids exactly): target, its log-probability, its
+        rank, then the ``num_top`` best ids and their log-probabilities.
+    """
+    step = max(CHUNK_ELEMENTS[logits.device.type] // logits.shape[1], 1)
+    parts = []
+    for begin in range(0, logits.shape[0], step):
+        target = targets[begin : begin + step, None]
+        logprobs = torch.log_softmax(logits[begin : begin + step].float(), dim=-1)
+        own = logprobs.gather(1, target)
+        rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+        best, best_ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+        columns = (target, own, rank, best_ids, best)
+        parts.append(torch.cat([column.double() for column in columns], dim=-1))
+    return torch.cat(parts)
+
+
+def read_logprobs(line: npt.NDArray[np.float64], num_top: int) -> TokenLogprobs:
+    """One line of :func:`logprob_table`, of which the ``num_top`` best are wanted."""
+    made = (len(line) - 3) // 2
+    wanted = min(num_top, made)
+    return TokenLogprobs(
+        token_id=int(line[0]),
+        logprob=float(line[1]),
+        rank=int(line[2]),
+        top_ids=[int(token) for token in line[3 : 3 + wanted]],
+        top_logprobs=line[3 + made : 3 + made + wanted].tolist(),
+    )

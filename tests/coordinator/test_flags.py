@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator import flags
+from router.config import ServeConfig
+
+
+def parse(*argv: str) -> ServeConfig:
+    return flags.parse(ServeConfig, argv, prog="serve", description="")
+
+
+def test_vllm_spellings() -> None:
+    config = parse(
+        "/m", "-dp", "4", "-dpl", "2", "-dpr", "2", "-dpa", "127.0.0.1", "-dpp", "62300", "--headless",
+        "--max-model-len", "8K", "--kv-cache-memory-bytes", "2g", "--no-enable-prefix-caching",
+        "--served-model-name", "a", "b",
+    )  # fmt: skip
+    assert config.engine.model.model == "/m"
+    assert (config.mesh.data_parallel_size, config.mesh.local_size) == (4, 2)
+    assert config.mesh.data_parallel_start_rank == 2
+    assert config.mesh.coordinator_endpoint == "tcp://127.0.0.1:62300"
+    assert config.mesh.headless
+    assert config.engine.model.max_model_len == 8192
+    assert config.engine.cache.kv_cache_memory_bytes == 2 * 10**9
+    assert not config.engine.cache.enable_prefix_caching
+    assert config.engine.model.served_model_name == ("a", "b")
+
+
+@pytest.mark.parametrize("spelling", ["-dpr", "-dpn", "--data-parallel-rank", "--data-parallel-start-rank"])
+def test_both_spellings_of_the_rank(spelling: str) -> None:
+    assert parse("-dp", "2", spelling, "1", "--headless").mesh.data_parallel_start_rank == 1
+
+
+def test_local_instances() -> None:
+    assert parse().mesh.local_size == 1
+    assert parse("-dp", "3").mesh.local_size == 3
+    assert parse("-dp", "3", "-dpr", "1", "--headless").mesh.local_size == 1
+    assert parse("-dp", "3", "-dpl", "0").mesh.local_size == 0
+    assert parse("--headless").mesh.local_size == 1
+
+
+def test_rendered_flags_give_the_same_config() -> None:
+    config = parse("/m", "-dp", "2", "--headless", "--dtype", "bfloat16", "--api-key", "x y", "--seed", "-5")
+    assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
+
+
+def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("model: /m\ndata-parallel-size: 4\nmax-model-len: 8k\nenable_prefix_caching: false\n")
+    config = parse("--config", str(file), "-dp", "2")
+    assert config.engine.model.model == "/m"
+    assert config.mesh.data_parallel_size == 2
+    assert config.engine.model.max_model_len == 8000
+    assert not config.engine.cache.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-dp", "0"], "--data-parallel-size: Expected `int` >= 1"),
+        (["-dp", "x"], "--data-parallel-size must be a number, not 'x'"),
+        (["-dp", "2", "-dpr", "2"], "rank 2 is out of range: with -dp 2 ranks are 0 to 1"),
+        (["-dp", "4", "-dpl", "2", "-dpr", "3"], "need ranks up to 4, but -dp 4 has ranks 0 to 3"),
+        (["-dp", "2", "-dpl", "3"], "-dpl 3 local instances are more than -dp 2 in all"),
+        (["--headless", "-dpl", "0"], "--headless with -dpl 0 starts nothing"),
+        (["-dpa", "10.0.0.1"], "--insecure-mesh"),
+        (["-tp", "2"], "sharding inside an instance is not built yet"),
+        (["--max-model-len", "8q"], "--max-model-len must be a number like 8192, 8k or 8K, not '8q'"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--max-num-batched-tokens", "4"], "must be at least --max-num-seqs 128"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--config", "/nowhere.yaml"], "there is no such file"),
+    ],
+)
+def test_wrong_settings_end_with_a_clear_message(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense: 1", "unknown setting 'nonsense'"),
+        ("[1, 2]", "must hold settings"),
+        ("a: [", "is not valid YAML"),
+        ("dtype: int3", "--dtype must be one of auto, float32"),
+        ("data-parallel-size: two", "--data-parallel-size must be a number, not 'two'"),
+    ],
+)
+def test_wrong_files_too(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        parse("--config", str(file))
+    assert message in capsys.readouterr().err

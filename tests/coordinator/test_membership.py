@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coordinator.membership import Instruction, Membership, Note, Rules, Send
+from coordinator.messages import (
+    Beat,
+    FromCoordinator,
+    Heartbeat,
+    Leave,
+    Load,
+    Refused,
+    Register,
+    Settings,
+    State,
+    Unknown,
+    View,
+    Wait,
+    Watch,
+    Welcome,
+)
+
+SETTINGS = Settings(
+    model="m",
+    revision=None,
+    served_model_name=("m",),
+    fingerprint="abc",
+    dtype="float32",
+    max_model_len=128,
+    block_size=16,
+    vocab_size=100,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    max_num_batched_tokens=64,
+    max_num_seqs=8,
+)
+
+
+def register(instance: str, rank: int | None = None, **fields: object) -> Register:
+    return Register(
+        **{  # type: ignore[arg-type]
+            "instance": instance,
+            "rank": rank,
+            "size": None,
+            "settings": SETTINGS,
+            "host": "h",
+            "pid": 1,
+            **fields,
+        }
+    )
+
+
+def heartbeat(instance: str, state: State = State.READY, address: str = "tcp://a:1") -> Heartbeat:
+    return Heartbeat(instance=instance, state=state, phase="serving", address=address, load=Load())
+
+
+def to(peer: bytes, instructions: list[Instruction]) -> list[FromCoordinator]:
+    return [item.message for item in instructions if isinstance(item, Send) and item.peer == peer]
+
+
+def joined(membership: Membership, instance: str, rank: int | None = None, now: float = 0.0) -> int:
+    (welcome,) = to(instance.encode(), membership.handle(instance.encode(), register(instance, rank), now))
+    assert isinstance(welcome, Welcome), welcome
+    return welcome.rank
+
+
+def test_any_rank_is_the_lowest_free_one_that_nobody_reserved() -> None:
+    membership = Membership(Rules(size=4, reserved=(0, 1)))
+    assert joined(membership, "a") == 2
+    assert joined(membership, "b") == 3
+    assert joined(membership, "c") == 4, "the mesh grows beyond -dp"
+    assert joined(membership, "head", 0) == 0
+
+
+def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
+    membership = Membership(Rules(size=2))
+    joined(membership, "a", 0)
+    assert membership.view().epoch == 0
+    assert to(b"a", membership.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 1.5)) == [Beat(1)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 2.0)) == [Beat(1)]
+    joined(membership, "b", 1)
+    membership.handle(b"b", heartbeat("b"), 2.0)
+    assert membership.view().epoch == 2
+    membership.handle(b"b", heartbeat("b", State.DRAINING), 3.0)
+    assert membership.view().epoch == 3
+    membership.handle(b"b", Leave("b"), 3.0)
+    assert membership.view().epoch == 3, "a draining instance was out of the world already"
+    assert repr(membership) == "<Membership epoch 3 [0:ready] 0 watchers>"
+
+
+def test_watchers_get_the_view_at_once_and_on_every_change() -> None:
+    membership = Membership(Rules(size=1))
+    (view,) = to(b"w", membership.handle(b"w", Watch("router"), 0.0))
+    assert isinstance(view, View)
+    assert view.waiting_for == "rank 0 to register"
+    (view,) = to(b"w", membership.handle(b"a", register("a", 0), 0.0))
+    assert isinstance(view, View)
+    assert view.waiting_for == "rank 0 (starting)"
+    (view,) = to(b"w", membership.handle(b"a", heartbeat("a"), 1.0))
+    assert isinstance(view, View)
+    assert (view.waiting_for, view.members[0].address, view.epoch) == ("", "tcp://a:1", 1)
+    assert to(b"w", membership.handle(b"a", heartbeat("a"), 2.0)) == [], "nothing new, nothing pushed"
+    membership.tick(20.0)
+    assert to(b"w", membership.handle(b"b", register("b", 1), 21.0)) == [], "a silent watcher is forgotten"
+
+
+def test_a_silent_instance_is_taken_out_and_told_when_it_comes_back() -> None:
+    membership = Membership(Rules(size=2, member_timeout=5.0, loading_timeout=30.0))
+    joined(membership, "a", 0)
+    membership.handle(b"a", heartbeat("a"), 1.0)
+    joined(membership, "slow", 1, now=1.0)
+    assert membership.tick(6.0) == []
+    notes = [item for item in membership.tick(6.5) if isinstance(item, Note)]
+    assert notes == [Note("instance 0 taken out: silent for 5.5 s", warning=True)]
+    assert [member.rank for member in membership.view().members] == [1], "loading may be silent for longer"
+    assert membership.view().epoch == 2
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 7.0)) == [Unknown()]
+    assert joined(membership, "a", 0, now=7.0) == 0
+
+
+def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
+    membership = Membership(Rules(size=2))
+    joined(membership, "a", 0)
+    membership.handle(b"a", heartbeat("a"), 1.0)
+    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
+    assert isinstance(answer, Wait)
+    membership.handle(b"a", heartbeat("a"), 1.5)
+    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.6))
+    assert answer == Refused("rank 0 is taken by h (pid 1): choose another, or none")
+
+
+def test_a_rank_whose_holder_died_goes_to_the_newcomer() -> None:
+    membership = Membership(Rules(size=2, member_timeout=5.0))
+    joined(membership, "a", 0)
+    membership.handle(b"a", heartbeat("a"), 1.0)
+    for now in (2.0, 4.0, 6.0):
+        (answer,) = to(b"b", membership.handle(b"b", register("b", 0), now))
+        assert isinstance(answer, Wait)
+        membership.tick(now)
+    membership.tick(6.1)
+    assert joined(membership, "b", 0, now=6.2) == 0
+
+
+def test_registering_twice_is_harmless() -> None:
+    membership = Membership(Rules(size=2))
+    assert joined(membership, "a") == 0
+    assert joined(membership, "a") == 0
+    assert len(membership.view().members) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (register("b", size=3), "-dp 3 differs from the mesh's -dp 2: start all parts with the same -dp"),
+        (register("b", -1), "rank -1 is negative"),
+        (register("b", 5, size=2), "rank 5 is out of range: with -dp 2 ranks are 0 to 1"),
+        (
+            register("b", settings=msgspec.structs.replace(SETTINGS, dtype="bfloat16", block_size=8)),
+            "this instance differs from the mesh: --dtype is bfloat16, the mesh has float32; "
+            "--block-size is 8, the mesh has 16",
+        ),
+        (
+            register("b", settings=msgspec.structs.replace(SETTINGS, model="other", fingerprint="def")),
+            "this instance differs from the mesh: model is other (fingerprint def), "
+            "the mesh has m (fingerprint abc)",
+        ),
+    ],
+)
+def test_who_does_not_fit_is_refused_with_the_difference(message: Register, reason: str) -> None:
+    membership = Membership(Rules(size=2))
+    joined(membership, "a", 0)
+    assert to(b"b", membership.handle(b"b", message, 0.0)) == [Refused(reason)]
+    assert len(membership.view().members) == 1, "nobody else notices"
+
+
+def test_settings_that_need_not_agree_may_differ() -> None:
+    membership = Membership(Rules(size=2, settings=SETTINGS))
+    other = msgspec.structs.replace(SETTINGS, model="/elsewhere/m", max_num_seqs=99)
+    (answer,) = to(b"a", membership.handle(b"a", register("a", settings=other), 0.0))
+    assert isinstance(answer, Welcome)
+    assert answer.settings == SETTINGS
+
+
+def test_an_instance_without_a_model_waits_for_one_that_brings_it() -> None:
+    membership = Membership(Rules())
+    assert to(b"b", membership.handle(b"b", register("b", settings=None), 0.0)) == [
+        Wait("no instance has brought a model yet")
+    ]
+    joined(membership, "a")
+    (answer,) = to(b"b", membership.handle(b"b", register("b", settings=None), 1.0))
+    assert isinstance(answer, Welcome)
+    assert (answer.rank, answer.settings) == (1, SETTINGS)
+
+
+def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -> None:
+    membership = Membership(Rules(size=2))
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.0)) == [Unknown()]
+    membership.handle(b"a", register("a", 1, epoch=7), 0.1)
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8)]
+    assert [member.rank for member in membership.view().members] == [1]

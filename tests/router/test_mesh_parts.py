@@ -1,0 +1,149 @@
+"""The pure parts of the mesh client: pool, policy, ledger."""
+
+from __future__ import annotations
+
+from coordinator.messages import Load, Member, State, View
+from engine.messages import Counters, Delta, FinishReason, Report
+from engine.sampling import SamplingParams
+from router import policy
+from router.ledger import Entry, Ledger
+from router.mesh import Prompt
+from router.policy import Candidate
+from router.pool import Instance, Pool
+
+
+def member(name: str, rank: int, state: State = State.READY, address: str = "tcp://a:1") -> Member:
+    return Member(
+        instance=name, rank=rank, state=state, phase="serving", address=address, host="h", pid=1, load=Load()
+    )
+
+
+def view(*members: Member) -> View:
+    return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
+
+
+def report(last_dispatch: int, running: int = 0, waiting: int = 0, waiting_tokens: int = 0) -> Report:
+    return Report(last_dispatch, running, waiting, waiting_tokens, 0, 10, Counters())
+
+
+def candidate(rank: int, **fields: object) -> Candidate:
+    return Candidate(
+        **{  # type: ignore[arg-type]
+            "rank": rank,
+            "ready": True,
+            "stalled_for": 0.0,
+            "waiting_tokens": 0,
+            "requests": 0,
+            "dispatches": 0,
+            **fields,
+        }
+    )
+
+
+# ---- pool
+
+
+def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
+    instance = Instance(member("a", 0))
+    numbers = [instance.dispatch(tokens) for tokens in (100, 50, 25)]
+    assert numbers == [1, 2, 3]
+    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (175, 3)
+    instance.take_report(report(2, waiting=2, waiting_tokens=150))
+    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (175, 3)
+    instance.take_report(report(3, running=3))
+    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (0, 3)
+    instance.take_report(report(3))
+    assert instance.candidate().requests == 0
+
+
+def test_the_pool_follows_the_view() -> None:
+    pool = Pool()
+    changes = pool.apply(view(member("a", 0), member("b", 1, State.LOADING, address="")))
+    assert [instance.name for instance in changes.added] == ["a"], "b cannot be reached yet"
+    pool.apply(view(member("a", 0, State.DRAINING), member("b", 1)))
+    first, second = pool
+    first.attached = second.attached = True
+    assert [first.ready, second.ready] == [False, True]
+    changes = pool.apply(view(member("b", 1), member("a2", 0)))
+    assert [instance.name for instance in changes.removed] == ["a"]
+    assert repr(pool) == "<Pool 1:ready 0:ready>"
+    restarted = pool.with_rank(0)
+    assert restarted is not None
+    assert restarted.name == "a2"
+
+
+# ---- policy
+
+
+def test_only_ready_moving_instances_are_eligible() -> None:
+    candidates = [candidate(0, ready=False), candidate(1, stalled_for=60.0), candidate(2), candidate(3)]
+    assert [c.rank for c in policy.eligible(candidates)] == [2, 3]
+    assert [c.rank for c in policy.eligible(candidates, frozenset({2}))] == [3]
+    assert [c.rank for c in policy.eligible(candidates, frozenset({2, 3}))] == [2, 3], "better than nobody"
+
+
+def test_the_least_loaded_wins_and_equals_take_turns() -> None:
+    assert policy.pick([candidate(0, requests=1), candidate(1)], 10).rank == 1
+    assert policy.pick([candidate(0, waiting_tokens=10), candidate(1, waiting_tokens=500)], 10).rank == 0
+    assert policy.pick([candidate(0, dispatches=3), candidate(1, dispatches=2)], 10).rank == 1
+    assert policy.pick([candidate(1), candidate(0)], 10).rank == 0
+
+
+def test_scores_lie_between_zero_and_one() -> None:
+    for tokens in (0, 1, 10**6):
+        for requests in (0, 1000):
+            score = policy.load_score(candidate(0, waiting_tokens=tokens, requests=requests), 1)
+            assert 0.0 < score < 1.0
+
+
+def test_a_burst_spreads_evenly_without_any_report() -> None:
+    instances = [Instance(member(f"i{rank}", rank), attached=True) for rank in range(3)]
+    for _ in range(30):
+        best = policy.pick([instance.candidate() for instance in instances], 100)
+        instances[best.rank].dispatch(100)
+    assert [instance.last_dispatch for instance in instances] == [10, 10, 10]
+
+
+# ---- ledger
+
+
+def entry() -> Entry:
+    return Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+
+
+def test_a_request_resumes_from_what_was_passed_on() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    assert ledger.take("a", Delta(1, [10])) is not None
+    assert ledger.take("a", Delta(1, [11])) is not None
+    ledger.place(request, "b", 7)
+    submit = request.submit(7)
+    assert (submit.request, submit.prompt_ids, submit.output_ids, submit.seed) == (7, [1, 2, 3], [10, 11], 9)
+    assert request.work == 5
+    assert ledger.take("a", Delta(1, [99])) is None, "a late answer of the lost instance"
+    taken = ledger.take("b", Delta(7, [12], FinishReason.LENGTH))
+    assert taken is not None
+    assert request.emitted == [10, 11, 12]
+    assert len(ledger) == 0
+
+
+def test_dropping_tells_where_to_abort() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 4)
+    assert list(ledger.of_instance("a")) == [request]
+    assert ledger.find("a", 4) is request
+    assert ledger.drop(request) == ("a", 4)
+    assert ledger.drop(request) is None
+    assert repr(ledger) == "<Ledger 0 in flight>"
+
+
+def test_prompt_logprobs_are_told_once() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    first = ledger.take("a", Delta(1, [10], prompt_logprobs=[None]))
+    assert first is not None
+    assert first[1].prompt_logprobs == [None]
+    ledger.place(request, "b", 1)
+    second = ledger.take("b", Delta(1, [11], prompt_logprobs=[None]))
+    assert second is not None
+    assert second[1].prompt_logprobs is None
