@@ -21,7 +21,13 @@ class Bench:
     """A scheduler with a simulated model behind it."""
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, budget: int = 32, **rules: object
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_seqs: int = 8,
+        budget: int = 32,
+        **rules: object,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
@@ -188,7 +194,9 @@ def test_stop_tokens_and_minimum() -> None:
     later = [index for index, token in enumerate(output) if token == stop and index + 1 >= at_least]
     bench = Bench()
     number = bench.add(prompt, params=SamplingParams(max_tokens=8, stop_token_ids=(stop,)))
-    other = bench.add(prompt, params=SamplingParams(max_tokens=8, stop_token_ids=(stop,), min_tokens=at_least))
+    other = bench.add(
+        prompt, params=SamplingParams(max_tokens=8, stop_token_ids=(stop,), min_tokens=at_least)
+    )
     bench.finish()
     assert bench.outputs[number] == output[: output.index(stop) + 1]
     assert bench.requests[number].stop_reason == stop

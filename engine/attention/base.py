@@ -1,0 +1,131 @@
+"""The contract between model layers and the paged KV cache.
+
+transformers calls one registered function per attention layer; everything that function needs about
+the step reaches it as one keyword argument, the :class:`AttentionPlan`, which the runner builds once
+per step. A backend is a file in this folder that implements :class:`PagedAttention`; nothing else
+knows how the cache is laid out.
+
+Tokens of a step are packed: row after row, no padding. Each row is a run of consecutive positions of
+one request, whose earlier positions are in the cache already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PLAN_KEYWORD = "attention_plan"
+"""Name under which the plan travels through ``model(...)`` to the attention function."""
+
+IMPLEMENTATION = "lockstep"
+"""Name of our function in transformers' attention registry."""
+
+LAYER_ATTRIBUTE = "lockstep_layer"
+"""Attribute of an attention module: its index among the cached layers."""
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps per token, and how far back it looks."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    """A query at position q sees keys k with q - window < k <= q; None: all k <= q."""
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of one step, in the order in which their tokens are packed (host arrays)."""
+
+    starts: Int64s
+    """[rows] position of each row's first token."""
+    counts: Int64s
+    """[rows] tokens of each row. Rows of one token come first."""
+    block_tables: Int32s
+    """[rows, width] KV blocks of each row's request; entries beyond its last block are arbitrary."""
+    positions: Int64s
+    """[tokens] position of each packed token in its request."""
+    num_single: int
+    """How many leading rows have exactly one token."""
+
+
+class AttentionPlan(Protocol):
+    """One step's view of the cache: built once, used by every layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store this step's keys and values of ``layer``, then attend over each row's context.
+
+        Args:
+            layer: index into the layer shapes that the backend was made with.
+            query: [heads, tokens, key_dim]; heads are grouped by KV head (head = kv_head * group + g).
+            key: [kv_heads, tokens, key_dim].
+            value: [kv_heads, tokens, value_dim].
+            scale: factor on the products of queries and keys.
+            softcap: if given, scaled products s become softcap * tanh(s / softcap).
+            sinks: [heads]; if given, a logit per head that takes part in the softmax and adds nothing.
+
+        Returns:
+            [tokens, heads, value_dim]
+        """
+        ...
+
+
+class PagedAttention(Protocol):
+    """A KV cache and the attention over it, on one device. Made with the layers' shapes."""
+
+    def plan(self, rows: PackedRows) -> AttentionPlan:
+        """Prepare a step. Two steps may not be computed at the same time."""
+        ...
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' models call: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out.
+
+    Windows and causality come from the plan. transformers builds no mask for an implementation that
+    has no mask builder of the same name, so none is expected.
+    """
+    assert attention_mask is None, "transformers built a mask for the paged attention"
+    plan: AttentionPlan = kwargs[PLAN_KEYWORD]
+    attended = plan.attend(
+        getattr(module, LAYER_ATTRIBUTE),
+        query[0],
+        key[0],
+        value[0],
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return attended.unsqueeze(0), None

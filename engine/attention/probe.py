@@ -1,0 +1,192 @@
+"""Asks a loaded transformers model about its attention layers, and checks our attention against its own.
+
+``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes:
+what each layer would cache, and which mask transformers would have built for it. ``verify`` runs a
+short scenario (prefill in chunks, decode, two requests packed) through the paged attention and
+compares with transformers' eager attention, so that a model whose layers mix tokens in a way that we
+do not know of is refused rather than served wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention import make_attention
+from engine.attention.base import (
+    IMPLEMENTATION,
+    LAYER_ATTRIBUTE,
+    PLAN_KEYWORD,
+    LayerShape,
+    PackedRows,
+)
+from engine.checkpoint import CheckpointError
+
+PROBE_IMPLEMENTATION = "lockstep-probe"
+PROBE_TOKENS = 3
+NOT_CAUSAL = -1
+NO_WINDOW = 0
+
+BLOCK_SIZE = 4
+FIRST, SECOND = 11, 6
+"""Lengths of the two requests of ``verify``."""
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.3}
+"""Relative difference of a token's logits, median over tokens. Coarse: a wrong mask or a lost position
+gives 1; in 16 bits, a near-tie between experts may give a few tenths on some tokens."""
+
+
+def probe_layers(module: Any, name: str, context_length: int) -> tuple[int, tuple[LayerShape, ...]]:
+    """The width of the logits, and what each attention layer caches, in the order of calls.
+
+    Numbers the attention modules (``LAYER_ATTRIBUTE``) and leaves the model on our implementation.
+
+    Raises:
+        CheckpointError: a layer does something that the paged attention does not do.
+    """
+    notes: list[tuple[Any, LayerShape | None]] = []
+    far = 2 * max(context_length, 1 << 14)
+
+    def note(
+        attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        window = NOT_CAUSAL if mask is None else int(mask.flatten()[0])
+        shape = None
+        if window != NOT_CAUSAL:
+            shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window or None)
+        notes.append((attention, shape))
+        return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask_note(
+        *, mask_function: Callable[..., Any], q_length: int, kv_length: int, **_: Any
+    ) -> torch.Tensor:
+        return torch.full((1, 1, q_length, kv_length), _window(mask_function, far))
+
+    AttentionInterface.register(PROBE_IMPLEMENTATION, note)
+    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, mask_note)
+    module.set_attn_implementation(PROBE_IMPLEMENTATION)
+    try:
+        tokens = torch.arange(PROBE_TOKENS, device=module.device).unsqueeze(0)
+        logits = module(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+    return logits.shape[-1], _number_layers(module, name, notes)
+
+
+def _window(mask_function: Callable[..., Any], far: int) -> int:
+    """The window of a mask function, NO_WINDOW if it is plain causal, NOT_CAUSAL if it is neither.
+
+    Mask functions work on indices, so they can be asked about positions far beyond the probe.
+    """
+    zero = torch.zeros((), dtype=torch.int64)
+    windows = []
+    for query in (far, far - far // 3 - 1):
+        keys = torch.arange(query + 2)
+        visible = mask_function(zero, zero, torch.tensor(query), keys).expand(len(keys))
+        count = int(visible.sum())
+        if not bool(visible[query - count + 1 : query + 1].all()):
+            return NOT_CAUSAL
+        windows.append(NO_WINDOW if count == query + 1 else count)
+    return windows[0] if windows[0] == windows[1] else NOT_CAUSAL
+
+
+def _number_layers(
+    module: Any, name: str, notes: list[tuple[Any, LayerShape | None]]
+) -> tuple[LayerShape, ...]:
+    if not notes:
+        raise CheckpointError(
+            f"{name}: its attention does not go through transformers' attention interface "
+            "(AttentionInterface), so it cannot be paged"
+        )
+    names = {id(part): path for path, part in module.named_modules()}
+    shapes: list[LayerShape] = []
+    seen: set[int] = set()
+    for attention, shape in notes:
+        path = names.get(id(attention), type(attention).__name__)
+        if id(attention) in seen:
+            raise CheckpointError(f"{name}: {path} attends more than once per token, which is not built")
+        if shape is None:
+            raise CheckpointError(
+                f"{name}: {path} uses a mask that is neither causal nor a causal sliding window, "
+                "or builds it in its own way"
+            )
+        seen.add(id(attention))
+        setattr(attention, LAYER_ATTRIBUTE, len(shapes))
+        shapes.append(shape)
+    _check_all_layers_attend(module, name, seen)
+    return tuple(shapes)
+
+
+def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:
+    """Every element of the list of decoder layers must contain a module that attended."""
+    for path, stack in module.named_modules():
+        if not isinstance(stack, torch.nn.ModuleList):
+            continue
+        attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in stack]
+        if any(attends) and not all(attends):
+            idle = [index for index, does in enumerate(attends) if not does]
+            raise CheckpointError(
+                f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
+                f"{path}.{idle[0]} ({type(stack[idle[0]]).__name__}): what it keeps between tokens is not known"
+            )
+
+
+def verify(
+    module: Any, name: str, layers: tuple[LayerShape, ...], vocab_size: int, dtype: torch.dtype
+) -> None:
+    """Compare packed, chunked, paged steps with transformers' eager attention on whole sequences.
+
+    Raises:
+        CheckpointError: they disagree.
+    """
+    ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
+    module.set_attn_implementation("eager")
+    try:
+        expected = torch.cat([_alone(module, ids[:FIRST]), _alone(module, ids[FIRST:])])
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+    cache = make_attention(layers, num_blocks=8, block_size=BLOCK_SIZE, dtype=dtype, device=module.device)
+    tables = np.array([[5, 1, 6, 0], [2, 7, 3, 0]], dtype=np.int32)
+    found = torch.empty_like(expected)
+    first, second = 0, FIRST  # where each request's tokens begin in ids
+    steps = [  # [(request, start, count)]: chunked prefill, then decode beside prefill
+        [(1, 0, 2), (0, 0, 5)],
+        [(1, 2, 1), (0, 5, 5)],
+        [(0, 10, 1), (1, 3, 3)],
+    ]
+    for rows in steps:
+        places = np.concatenate(
+            [np.arange(start, start + count) + (first, second)[request] for request, start, count in rows]
+        )
+        starts = np.array([start for _, start, _ in rows])
+        counts = np.array([count for _, _, count in rows])
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+        packed = PackedRows(
+            starts, counts, tables[[request for request, _, _ in rows]], positions, int(counts[0] == 1)
+        )
+        indices = torch.from_numpy(places).to(module.device)
+        output = module(
+            input_ids=ids[indices].unsqueeze(0),
+            position_ids=torch.from_numpy(positions).to(module.device).unsqueeze(0),
+            use_cache=False,
+            **{PLAN_KEYWORD: cache.plan(packed)},
+        )
+        found[indices] = output.logits[0].float()
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
+    if not difference <= TOLERANCE.get(dtype, 0.3):
+        raise CheckpointError(
+            f"{name}: with paged attention its output differs from transformers' own by {difference:.0%}. It "
+            "seems to mix tokens in a way that is not built; it would be served wrong"
+        )
+
+
+def _alone(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(len(ids), device=ids.device)
+    output = module(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+    return torch.as_tensor(output.logits[0].float())

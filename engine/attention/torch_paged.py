@@ -1,0 +1,389 @@
+"""Paged attention in plain torch: gather the context, then scaled dot products. Runs on any device.
+
+Per layer the cache is a tensor [slots, kv_heads, dim] for keys and one for values; slot = block *
+block_size + offset. Rows of one token (decode) are computed together over their gathered, padded
+contexts; longer rows one by one, cut into tiles so that no mask grows with the square of a prompt.
+Grouped query heads are the query axis of the product (decode) or share keys by stride 0 (prefill), so
+keys are never copied per head. Layers with different windows get different views of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.attention.base import Int64s, LayerShape, PackedRows
+
+MASK_ELEMENTS = 1 << 22
+"""Largest mask of a tile; longer rows are cut into more tiles."""
+SCORE_ELEMENTS = 1 << 24
+"""Largest product of queries and keys held at once where no fused kernel does the work."""
+MIN_TILE = 64
+GROUP_BLOCKS = 32
+"""Padding (in blocks) that is worth another kernel call to avoid."""
+
+
+@dataclass(frozen=True)
+class _Singles:
+    """Some of the one-token rows, of similar length, as one padded batch."""
+
+    rows: torch.Tensor | None
+    """[batch] their places in the step; None: the first ``batch`` rows."""
+    batch: int
+    blocks: torch.Tensor
+    """[batch * blocks per row] what to gather."""
+    mask: torch.Tensor
+    """[batch, 1, 1, gathered tokens per row], 0 or -inf."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries of one long row and the part of its gathered context that they can see."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
+    """[queries, keys], 0 or -inf; None: plain causal, queries and keys being the same positions."""
+
+
+@dataclass(frozen=True)
+class _LongRow:
+    tokens: slice
+    blocks: torch.Tensor | None
+    """What to gather; None: the context is the row itself."""
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True)
+class _View:
+    """A step as seen by the layers of one window."""
+
+    singles: list[_Singles]
+    long_rows: list[_LongRow]
+
+
+class TorchPagedAttention:
+    """The KV cache of one model on one device. Implements ``base.PagedAttention``."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.dtype = dtype
+        self.windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
+        self.window_of = [self.windows.index(layer.window) for layer in layers]
+        slots = num_blocks * block_size
+        # Zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN.
+        self.keys = [
+            torch.zeros(slots, layer.kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
+        ]
+        self.values = [
+            torch.zeros(slots, layer.kv_heads, layer.value_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        slots = self.keys[0].shape[0] if self.keys else 0
+        return (
+            f"TorchPagedAttention(layers={len(self.keys)}, blocks={slots // self.block_size}, "
+            f"block_size={self.block_size}, windows={self.windows}, {self.dtype}, {self.device})"
+        )
+
+    def plan(self, rows: PackedRows) -> TorchAttentionPlan:
+        """Build the index tensors and masks of a step; see ``base.PagedAttention``."""
+        row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
+        blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + rows.positions % self.block_size
+        longest = int((rows.starts + rows.counts).max(initial=0))
+        builder = _ViewBuilder(rows, self.block_size, self.dtype, self.device)
+        views: dict[int | None, _View] = {}
+        view_of_window = []
+        for window in self.windows:
+            effective = window if window is not None and window < longest else None
+            if effective not in views:
+                views[effective] = builder.view(effective)
+            view_of_window.append(views[effective])
+        return TorchAttentionPlan(
+            self, torch.from_numpy(slots).to(self.device), [view_of_window[index] for index in self.window_of]
+        )
+
+    def gather(self, cache: torch.Tensor, blocks: torch.Tensor, name: str) -> torch.Tensor:
+        """[len(blocks) * block_size, kv_heads, dim] of a layer's cache, valid until the next gather.
+
+        The result lives in a buffer that is kept: fresh memory of this size costs more (page faults)
+        than the copy.
+        """
+        kv_heads, dim = cache.shape[1:]
+        width = self.block_size * kv_heads * dim
+        size = blocks.shape[0] * width
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < size:
+            scratch = torch.empty(size + size // 4, dtype=self.dtype, device=self.device)
+            self._scratch[name] = scratch
+        gathered = scratch[:size].view(-1, width)
+        torch.index_select(cache.view(-1, width), 0, blocks, out=gathered)
+        return gathered.view(-1, kv_heads, dim)
+
+
+class _ViewBuilder:
+    """Makes the views of one step; masks of equal shape are made once."""
+
+    def __init__(self, rows: PackedRows, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = rows
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self.first_tokens = np.cumsum(rows.counts) - rows.counts
+
+    def view(self, window: int | None) -> _View:
+        num_rows, num_single = len(self.rows.starts), self.rows.num_single
+        singles = [self._singles(group, window) for group in self._single_groups(window)]
+        long_rows = [self._long_row(row, window) for row in range(num_single, num_rows)]
+        return _View(singles, long_rows)
+
+    def _first_blocks(self, positions: Int64s, window: int | None) -> Int64s:
+        """The first block that a query at each position can see into."""
+        if window is None:
+            return np.zeros_like(positions)
+        return np.maximum(positions - window + 1, 0) // self.block_size
+
+    def _single_groups(self, window: int | None) -> list[Int64s]:
+        """One-token rows, grouped so that padding to the longest of a group wastes little."""
+        if not self.rows.num_single:
+            return []
+        positions = self.rows.starts[: self.rows.num_single]
+        num_blocks = positions // self.block_size + 1 - self._first_blocks(positions, window)
+        order = np.argsort(-num_blocks, kind="stable")
+        lengths = num_blocks[order]
+        groups, begin = [], 0
+        for end in range(1, len(order)):
+            padding = int(lengths[begin] - lengths[end]) * (len(order) - end)
+            if 2 * lengths[end] <= lengths[begin] and padding > GROUP_BLOCKS:
+                groups.append(np.sort(order[begin:end]))
+                begin = end
+        groups.append(np.sort(order[begin:]))
+        return groups
+
+    def _singles(self, group: Int64s, window: int | None) -> _Singles:
+        positions = self.rows.starts[group]
+        first_blocks = self._first_blocks(positions, window)
+        last_blocks = positions // self.block_size
+        width = int((last_blocks - first_blocks).max()) + 1
+        # Rows with fewer blocks repeat their last one: masked, and never another request's memory.
+        columns = np.minimum(first_blocks[:, None] + np.arange(width), last_blocks[:, None])
+        blocks = self.rows.block_tables[group[:, None], columns]
+        key_positions = first_blocks[:, None] * self.block_size + np.arange(width * self.block_size)
+        visible = key_positions <= positions[:, None]
+        if window is not None:
+            visible &= key_positions > positions[:, None] - window
+        all_rows = len(group) == self.rows.num_single
+        return _Singles(
+            rows=None if all_rows else torch.from_numpy(group).to(self.device),
+            batch=len(group),
+            blocks=torch.from_numpy(blocks.reshape(-1)).to(self.device),
+            mask=self._additive(visible)[:, None, None, :],
+        )
+
+    def _long_row(self, row: int, window: int | None) -> _LongRow:
+        start, count = int(self.rows.starts[row]), int(self.rows.counts[row])
+        first_token = int(self.first_tokens[row])
+        own = start == 0  # the whole context is in this step: nothing to gather
+        first_block = 0 if window is None else max(start - window + 1, 0) // self.block_size
+        blocks = None
+        if not own:
+            table = self.rows.block_tables[row, first_block : (start + count - 1) // self.block_size + 1]
+            blocks = torch.from_numpy(table).to(self.device)
+        tiles = self._tiles(start, count, 0 if own else first_block * self.block_size, window)
+        return _LongRow(slice(first_token, first_token + count), blocks, tiles)
+
+    def _tiles(self, start: int, count: int, context_start: int, window: int | None) -> list[_Tile]:
+        if start == 0 and (window is None or count <= window):
+            return [_Tile(slice(0, count), slice(0, count), None)]
+        tile = max(MASK_ELEMENTS // (start + count), MIN_TILE)
+        if window is not None:
+            tile = min(tile, max(window, MIN_TILE))
+        tiles = []
+        for begin in range(0, count, tile):
+            end = min(begin + tile, count)
+            first_key = context_start
+            if window is not None:
+                first_key = max(first_key, start + begin - window + 1)
+            mask = self.tile_mask(end - begin, start + end - first_key, start + begin - first_key, window)
+            keys = slice(first_key - context_start, start + end - context_start)
+            tiles.append(_Tile(slice(begin, end), keys, mask))
+        return tiles
+
+    def tile_mask(self, num_queries: int, num_keys: int, offset: int, window: int | None) -> torch.Tensor:
+        """Query i stands at position offset + i of the keys."""
+        shape = (num_queries, num_keys, offset, window)
+        if shape not in self.masks:
+            queries = np.arange(offset, offset + num_queries)[:, None]
+            keys = np.arange(num_keys)[None, :]
+            visible = keys <= queries
+            if window is not None:
+                visible &= keys > queries - window
+            self.masks[shape] = self._additive(visible)
+        return self.masks[shape]
+
+    def _additive(self, visible: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
+        """Additive, in the model's type: a boolean mask would be converted again in every layer."""
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(torch.from_numpy(~visible).to(self.device), float("-inf"))
+
+
+class TorchAttentionPlan:
+    """One step over a :class:`TorchPagedAttention`. Implements ``base.AttentionPlan``."""
+
+    def __init__(self, cache: TorchPagedAttention, slots: torch.Tensor, views: list[_View]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._views = views
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``base.AttentionPlan.attend``."""
+        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
+        heads, tokens, _ = query.shape
+        kv_heads, value_dim = cached_values.shape[1:]
+        token_keys, token_values = key.transpose(0, 1), value.transpose(0, 1)
+        cached_keys.index_copy_(0, self._slots, token_keys)
+        cached_values.index_copy_(0, self._slots, token_values)
+        attended = query.new_empty(tokens, heads, value_dim)
+        attention = _Attention(kv_heads, heads // kv_heads, scale, softcap, sinks)
+        view = self._views[layer]
+        for singles in view.singles:
+            batch, rows = singles.batch, singles.rows
+            keys = self._cache.gather(cached_keys, singles.blocks, "keys")
+            values = self._cache.gather(cached_values, singles.blocks, "values")
+            queries = query.transpose(0, 1)
+            queries = queries[:batch] if rows is None else queries.index_select(0, rows)
+            result = attention.singles(
+                queries,
+                keys.view(batch, -1, *keys.shape[1:]),
+                values.view(batch, -1, *values.shape[1:]),
+                singles.mask,
+            )
+            if rows is None:
+                attended[:batch] = result
+            else:
+                attended.index_copy_(0, rows, result)
+        for row in view.long_rows:
+            if row.blocks is None:
+                keys, values = token_keys[row.tokens], token_values[row.tokens]
+            else:
+                keys = self._cache.gather(cached_keys, row.blocks, "keys")
+                values = self._cache.gather(cached_values, row.blocks, "values")
+            queries, results = query[:, row.tokens], attended[row.tokens]
+            for tile in row.tiles:
+                results[tile.queries] = attention.tile(
+                    queries[:, tile.queries], keys[tile.keys], values[tile.keys], tile.mask
+                )
+        return attended
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The arithmetic of one layer, over contexts already gathered."""
+
+    kv_heads: int
+    group: int
+    """Query heads per KV head."""
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def singles(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [batch, heads, dim], keys and values [batch, length, kv_heads, dim] -> [batch, heads, dim]."""
+        batch, heads, dim = queries.shape
+        grouped = queries.reshape(batch, self.kv_heads, self.group, dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if self.softcap is None and self.sinks is None:
+            attended = self._fused(grouped, keys, values, mask)
+        else:
+            sinks = None if self.sinks is None else self.sinks.view(self.kv_heads, self.group, 1)
+            attended = self._plain(grouped, keys, values, mask, sinks)
+        return attended.reshape(batch, heads, -1)
+
+    def tile(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """queries [heads, queries, dim], keys and values [length, kv_heads, dim] -> [queries, heads, dim]."""
+        heads, num_queries, dim = queries.shape
+        grouped = queries.reshape(self.kv_heads, self.group, num_queries, dim)
+        keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]
+        if self.softcap is None and self.sinks is None:
+            keys = keys.expand(-1, self.group, -1, -1)
+            values = values.expand(-1, self.group, -1, -1)
+            attended = self._fused(grouped, keys, values, mask)
+        else:
+            if mask is None:
+                unseen = torch.full((num_queries, num_queries), float("-inf"), device=queries.device)
+                mask = unseen.triu_(1)
+            step = max(SCORE_ELEMENTS // (self.group * mask.numel()), 1)
+            parts = []
+            for head in range(0, self.kv_heads, step):
+                part = slice(head, head + step)
+                sinks = None
+                if self.sinks is not None:
+                    sinks = self.sinks.view(self.kv_heads, self.group, 1, 1)[part]
+                parts.append(self._plain(grouped[part], keys[part], values[part], mask, sinks))
+            attended = torch.cat(parts)
+        return attended.reshape(heads, num_queries, -1).transpose(0, 1)
+
+    def _fused(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        value_dim = values.shape[-1]
+        if value_dim != keys.shape[-1]:  # the fused kernels want one size
+            values = F.pad(values, (0, keys.shape[-1] - value_dim))
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
+        return attended[..., :value_dim]
+
+    def _plain(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What no fused kernel does: soft-capped scores, sinks. Leading dims of the tensors broadcast."""
+        scores = torch.matmul(queries, keys.transpose(-1, -2)).float() * self.scale
+        if self.softcap is not None:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        scores += mask
+        if sinks is None:
+            weights = torch.softmax(scores, dim=-1)
+        else:
+            # The sink takes part in the normalisation only: a larger denominator.
+            sinks = sinks.float()
+            peak = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+            weights = (scores - peak).exp_()
+            weights /= weights.sum(dim=-1, keepdim=True) + (sinks - peak).exp()
+        return torch.matmul(weights.to(values.dtype), values)

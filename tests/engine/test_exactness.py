@@ -1,0 +1,164 @@
+"""The whole engine against transformers' ``generate``, token for token, for every family.
+
+32 requests of mixed length at once, prompts cut into small chunks, a prefix that is found in the cache,
+and a KV cache so small that requests are preempted: none of it may change a greedy float32 output.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.checkpoint import read_model_info
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor import make_executor
+from engine.executor.base import Executor
+from engine.messages import Counters, Submit
+from engine.sampling import SamplingParams
+from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
+
+PEER = b"router"
+NUM_REQUESTS = 32
+BLOCK_SIZE = 4
+SHARED = [random.Random(0).randrange(3, VOCAB) for _ in range(17)]
+
+
+def prompts() -> list[list[int]]:
+    """Mixed lengths, a third of them with a common beginning."""
+    rng = random.Random(1)
+    return [
+        (SHARED if index % 3 == 0 else []) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+def output_length(index: int) -> int:
+    return 5 + index % 14
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def executor(model_directory: Path) -> Iterator[Executor]:
+    config = EngineConfig(
+        model=ModelConfig(model=str(model_directory), dtype="float32"), cache=CacheConfig(block_size=BLOCK_SIZE)
+    )
+    executor = make_executor(config, read_model_info(model_directory), 1)
+    executor.load(lambda _phase: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def reference(model_directory: Path) -> list[list[int]]:
+    """What transformers generates for each prompt alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    outputs = []
+    for index, prompt in enumerate(prompts()):
+        generated = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=output_length(index),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
+        )
+        outputs.append(generated[0, len(prompt) :].tolist())
+    return outputs
+
+
+def run(
+    executor: Executor,
+    directory: Path,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    *,
+    num_blocks: int,
+    budget: int,
+    together: bool = True,
+) -> tuple[list[list[int]], Counters]:
+    """Outputs of all requests, sent at once or each after the one before has ended."""
+    core = EngineCore(
+        EngineConfig(
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 32)),
+        ),
+        read_model_info(directory),
+        executor,
+        num_blocks=num_blocks,
+        max_model_len=512,
+    )
+    executor.allocate(num_blocks)
+    outputs: dict[int, list[int]] = {index: [] for index in range(len(texts))}
+    for index, (text, param) in enumerate(zip(texts, params, strict=True)):
+        submit = Submit(request=index, request_id=str(index), prompt_ids=text, params=param, seed=index)
+        assert core.submit(PEER, submit) is None
+        while core.has_work and not together:
+            _collect(core, outputs)
+    while core.has_work:
+        _collect(core, outputs)
+    assert core.report(0, 0).blocks_used == 0
+    return [outputs[index] for index in range(len(texts))], core.scheduler.counters()
+
+
+def _collect(core: EngineCore, outputs: dict[int, list[int]]) -> None:
+    for delta in core.step().get(PEER, []):
+        outputs[delta.request] += delta.token_ids
+
+
+def greedy() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.0, max_tokens=output_length(index), ignore_eos=True)
+        for index in range(NUM_REQUESTS)
+    ]
+
+
+def test_greedy_ids_equal_transformers(
+    executor: Executor, model_directory: Path, reference: list[list[int]]
+) -> None:
+    roomy, counters = run(executor, model_directory, greedy(), prompts(), num_blocks=600, budget=512)
+    assert roomy == reference
+    assert counters.preemptions == 0
+    assert counters.prefix_cache_hits > 0, "the shared beginning was not found"
+
+
+def test_chunks_and_preemption_change_nothing(
+    executor: Executor, model_directory: Path, reference: list[list[int]]
+) -> None:
+    tight, counters = run(executor, model_directory, greedy(), prompts(), num_blocks=24, budget=12)
+    assert tight == reference
+    assert counters.preemptions > 0, "the cache was not small enough to prove anything"
+
+
+def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(executor: Executor, model_directory: Path) -> None:
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            top_p=0.95 if index % 2 else 1.0,
+            top_k=40 if index % 3 == 0 else 0,
+            repetition_penalty=1.2 if index % 4 == 0 else 1.0,
+            max_tokens=output_length(index),
+            ignore_eos=True,
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    alone, _ = run(
+        executor, model_directory, params, prompts(), num_blocks=600, budget=512, together=False
+    )
+    together, _ = run(executor, model_directory, params, prompts(), num_blocks=600, budget=512)
+    tight, counters = run(executor, model_directory, params, prompts(), num_blocks=24, budget=12)
+    assert together == alone
+    assert tight == alone
+    assert counters.preemptions > 0
+    assert len({tuple(output[:5]) for output in alone}) > NUM_REQUESTS // 2, "the samples do not vary"
