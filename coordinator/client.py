@@ -63,6 +63,7 @@ class Membership:
         self._welcome: Welcome | None = None
         self._refusal: str | None = None
         self._epoch = register.epoch
+        self._neighbours = 1
         self._waits_for = f"the coordinator at {endpoint}"
         self._progress_at = time.monotonic()
         self._answered = threading.Event()
@@ -99,6 +100,11 @@ class Membership:
     def refusal(self) -> str | None:
         """Why the coordinator no longer wants this instance (its rank went to another meanwhile)."""
         return self._refusal
+
+    @property
+    def neighbours(self) -> int:
+        """Instances on this host, this one included."""
+        return self._neighbours
 
     def update(
         self, *, state: State | None = None, phase: str | None = None, address: str | None = None
@@ -172,8 +178,8 @@ class Membership:
                         self._waits_for, self._progress_at = reason, time.monotonic()
                 case Refused(reason):
                     self._refuse(reason)
-                case Beat(epoch):
-                    self._epoch = epoch
+                case Beat(epoch, neighbours):
+                    self._epoch, self._neighbours = epoch, neighbours
                 case Unknown():
                     self._register_again()
                 case View():

@@ -258,7 +258,7 @@ class Membership:
         if was_ready != (record.state is State.READY):
             self._epoch += 1
             yield Note(f"instance {record.rank} is {record.state}; epoch {self._epoch}")
-        yield Send(peer, Beat(self._epoch))
+        yield Send(peer, Beat(self._epoch, self._neighbours(record)))
         if changed:
             yield from self._publish()
 
@@ -288,6 +288,9 @@ class Membership:
 
     def _by_instance(self, instance: str) -> _Record | None:
         return next((record for record in self._records.values() if record.instance == instance), None)
+
+    def _neighbours(self, record: _Record) -> int:
+        return sum(other.host == record.host for other in self._records.values())
 
     def _waiting_for(self) -> str:
         if self._size is None:

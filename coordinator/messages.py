@@ -171,6 +171,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Answer to a heartbeat: the coordinator lives, and this is the epoch."""
 
     epoch: int
+    neighbours: int
+    """Instances on the asking one's host, itself included: they share its cores."""
 
 
 FromCoordinator = Welcome | Wait | Refused | Unknown | View | Beat

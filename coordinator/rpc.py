@@ -12,9 +12,11 @@ asyncio programs the others.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -129,6 +131,12 @@ def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def _at_once(sent: Awaitable[Any]) -> None:
+    """The outcome of a non-blocking send, whose future is done when it is returned."""
+    assert isinstance(sent, asyncio.Future)
+    sent.result()
+
+
 class Listener(Generic[In, Out]):
     """The bound end for a loop that must not wait: ``receive`` returns at once."""
 
@@ -223,8 +231,8 @@ class AsyncListener(Generic[In, Out]):
 
     def send(self, peer: Peer, message: Out) -> bool:
         """Queue a message; False if the peer is gone or does not keep up."""
-        try:  # the future of a non-blocking send is done at once
-            self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK).result()
+        try:
+            _at_once(self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK))
         except zmq.ZMQError as error:
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
@@ -279,8 +287,8 @@ class AsyncConnection(Generic[In, Out]):
 
     def send(self, message: Out) -> bool:
         """Queue a message; False if the queue is full."""
-        try:  # the future of a non-blocking send is done at once
-            self._socket.send(encode(message), zmq.NOBLOCK).result()
+        try:
+            _at_once(self._socket.send(encode(message), zmq.NOBLOCK))
         except zmq.Again:
             return False
         return True

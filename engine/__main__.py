@@ -44,7 +44,9 @@ class Instance:
         self._mesh = config.mesh
         self._config = config.engine
         self._name = uuid.uuid4().hex[:12]
+        self._executor: Executor | None = None
         self._server: Server | None = None
+        self._threads = 0
         self._stop_signals = 0
         self._announced_draining = False
 
@@ -63,6 +65,7 @@ class Instance:
             self._serve(membership, info)
         finally:
             membership.leave()
+        self._share_cores(membership)
         if membership.refusal is not None:
             raise Ended(process.EXIT_REFUSED, f"the mesh refused this instance: {membership.refusal}")
 
@@ -119,11 +122,12 @@ class Instance:
 
     def _serve(self, membership: Membership, info: ModelInfo) -> None:
         began = time.monotonic()
-        executor = make_executor(self._config, info, self._threads())
+        self._share_cores(membership)
+        executor = self._executor = make_executor(self._config, info, self._threads)
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
-            num_blocks, max_model_len = self._size_cache(executor, facts)
+            num_blocks, max_model_len = self._size_cache(executor, facts, membership.neighbours)
             membership.update(phase="kv cache")
             executor.allocate(num_blocks)
             core = EngineCore(
@@ -140,6 +144,7 @@ class Instance:
 
     def _on_step(self, membership: Membership) -> None:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
+        self._share_cores(membership)
         if membership.refusal is not None and self._server is not None:
             self._server.drain(0.0)
         elif self._stop_signals and not self._announced_draining:
@@ -147,8 +152,8 @@ class Instance:
             logger.info("draining for at most %.0f s", self._config.drain_timeout)
             membership.update(state=State.DRAINING, phase="draining")
 
-    def _size_cache(self, executor: Executor, facts: ModelFacts) -> tuple[int, int]:
-        """Number of KV blocks, and the context length that they allow."""
+    def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:
+        """Number of KV blocks, and the context length that they allow. Neighbours share a host's memory."""
         cache, kv = self._config.cache, facts.kv
         block_bytes = kv.bytes_per_token * cache.block_size
         asked_len = self._config.model.max_model_len
@@ -156,7 +161,8 @@ class Instance:
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override
         else:
-            memory = cache.kv_cache_memory_bytes or executor.free_kv_memory()
+            sharers = neighbours if facts.device == "cpu" else 1
+            memory = cache.kv_cache_memory_bytes or executor.free_kv_memory() // sharers
             useful = -(-asked_len // cache.block_size) * self._config.scheduler.max_num_seqs
             num_blocks = min(memory // block_bytes, useful)
             if num_blocks < 1:
@@ -184,8 +190,17 @@ class Instance:
             )  # fmt: skip
         return num_blocks, min(asked_len, capacity)
 
-    def _threads(self) -> int:
-        return self._config.device.cpu_threads or threads_per_worker(self._mesh.local_size, usable_cores())
+    def _share_cores(self, membership: Membership) -> None:
+        """Compute threads: as asked, or this host's cores divided by the instances on it, which come and
+        go. More threads than cores would make every step tens of times slower."""
+        threads = self._config.device.cpu_threads or threads_per_worker(
+            membership.neighbours, usable_cores()
+        )
+        if threads != self._threads:
+            self._threads = threads
+            logger.info("computes with %d thread%s", threads, "s" * (threads > 1))
+            if self._executor is not None:
+                self._executor.set_threads(threads)
 
     def _listen_address(self) -> str:
         """The address that routers elsewhere can reach: given, or of the interface towards the coordinator."""

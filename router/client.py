@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from coordinator.client import Watcher
-from coordinator.messages import Settings, View
+from coordinator.messages import Settings, State, View
 from coordinator.rpc import AsyncConnection, OtherProtocol
 from engine.checkpoint import CheckpointError, find_model
 from engine.messages import (
@@ -32,7 +33,7 @@ from engine.messages import (
     ToRouter,
 )
 from router import policy
-from router.ledger import MAX_ATTEMPTS, Entry, Ledger, failure
+from router.ledger import MAX_ATTEMPTS, Entry, Ledger
 from router.mesh import MeshError, Prompt, ServedModel
 from router.pool import Instance, Pool
 
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 ATTACH_INTERVAL = 1.0
 """Seconds between two signs of life to an instance."""
+ORPHAN_TIMEOUT = 60.0
+"""Seconds that a request which lost its instance waits for another one to come."""
 RETRY_AFTER = 1
 """Seconds that clients are asked to wait when nobody can take their request."""
 
@@ -52,20 +55,30 @@ class Stream:
         self._entry = entry
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
-        self._ended = False
+        self._error: MeshError | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The instance that it runs on now, None while it has none."""
+        return self._client.rank_of(self._entry)
 
     def push(self, delta: Delta) -> None:
         self._deltas.append(delta)
+        self._arrived.set()
+
+    def fail(self, error: MeshError) -> None:
+        self._error = error
         self._arrived.set()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
             while self._deltas:
                 delta = self._deltas.popleft()
-                self._ended = delta.finish_reason is not None
                 yield delta
-                if self._ended:
+                if delta.finish_reason is not None:
                     return
+            if self._error is not None:
+                raise self._error
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -149,6 +162,20 @@ class MeshClient:
         """The newest report of each instance, by rank."""
         return {instance.rank: instance.report for instance in self._pool if instance.report is not None}
 
+    def epoch(self) -> int | None:
+        """Of the newest view."""
+        return self.view.epoch if self.view else None
+
+    def instances_by_state(self) -> Mapping[str, int]:
+        """How many instances are loading, ready, draining."""
+        members = self.view.members if self.view else []
+        return {state.value: sum(member.state is state for member in members) for state in State}
+
+    def rank_of(self, entry: Entry) -> int | None:
+        """Where a request runs now."""
+        instance = self._pool.get(entry.address[0]) if entry.address else None
+        return instance.rank if instance else None
+
     def generate(self, prompt: Prompt) -> Stream:
         """Send a request to the best instance, or to the one it names.
 
@@ -188,12 +215,7 @@ class MeshClient:
         ]
         able = policy.eligible(candidates, entry.failed_ranks)
         if not able:
-            raise MeshError(
-                503,
-                "ServiceUnavailableError",
-                self._why_nobody(pinned),
-                retry_after=RETRY_AFTER,
-            )
+            raise _unavailable(self._why_nobody(pinned))
         return instances[policy.pick(able, entry.work).rank]
 
     def _why_nobody(self, pinned: int | None) -> str:
@@ -207,31 +229,34 @@ class MeshClient:
         number = instance.dispatch(entry.work)
         self._ledger.place(entry, instance.name, number)
         if not self._links[instance.name].connection.send(entry.submit(number)):
-            self._give_up(entry, "the instance's queue is full")
+            self._give_up(entry, _unavailable("the connection to the instance is full"))
 
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
         entry.failed_ranks |= {failed.rank}
         if entry.attempts >= MAX_ATTEMPTS:
-            self._give_up(entry, f"lost its instance {entry.attempts} times")
-            return
-        self._resumes += 1
-        if entry.prompt.rank is not None and self._pool.with_rank(entry.prompt.rank) is None:
-            self._give_up(entry, f"instance {entry.prompt.rank}, which was asked for, is gone")
+            self._give_up(
+                entry, _unavailable(f"{entry.attempts} instances in turn did not finish the request")
+            )
             return
         try:
             instance = self._choose(entry)
-        except MeshError:
+        except MeshError as error:
             self._ledger.drop(entry)
-            self._orphans.append(entry)
+            if error.status == 503:
+                entry.orphaned_at = time.monotonic()
+                self._orphans.append(entry)
+            else:
+                self._give_up(entry, error)
             return
+        self._resumes += 1
         self._dispatch(entry, instance)
 
-    def _give_up(self, entry: Entry, reason: str) -> None:
+    def _give_up(self, entry: Entry, error: MeshError) -> None:
         self._ledger.drop(entry)
         stream = self._streams.pop(entry, None)
         if stream is not None:
-            stream.push(failure(reason))
+            stream.fail(error)
 
     # ---- the world changes
 
@@ -278,12 +303,18 @@ class MeshClient:
 
     def _place_orphans(self) -> None:
         """Requests that waited for an instance to come."""
-        while self._orphans:
+        orphans, self._orphans = self._orphans, []
+        for entry in orphans:
             try:
-                instance = self._choose(self._orphans[0])
-            except MeshError:
-                return
-            self._dispatch(self._orphans.pop(0), instance)
+                instance = self._choose(entry)
+            except MeshError as error:
+                if time.monotonic() - entry.orphaned_at > ORPHAN_TIMEOUT:
+                    self._give_up(entry, error)
+                else:
+                    self._orphans.append(entry)
+                continue
+            self._resumes += 1
+            self._dispatch(entry, instance)
 
     # ---- one connection
 
@@ -324,10 +355,16 @@ class MeshClient:
         entry = self._ledger.find(instance.name, refused.request)
         if entry is None:
             return
-        if refused.retry:
+        if not refused.retry:
+            self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
+        elif (
+            entry.emitted
+            or instance.member.state is not State.READY
+            or entry.attempts < len(list(self._pool))
+        ):
             self._resume(entry, instance)
         else:
-            self._give_up(entry, refused.reason)
+            self._give_up(entry, _unavailable(refused.reason))
 
     def _on_attached(self, instance: Instance) -> None:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
@@ -338,3 +375,7 @@ class MeshClient:
             self._links[instance.name].connection.send(Abort([number]))
             self._resume(entry, instance)
         self._place_orphans()
+
+
+def _unavailable(message: str) -> MeshError:
+    return MeshError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from coordinator import process
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, MeshConfig, is_loopback
 from coordinator.flags import to_argv
 from coordinator.messages import Settings
 from engine.config import InstanceConfig
@@ -62,7 +62,7 @@ def process_table(config: ServeConfig, settings: Settings | None, cores: int) ->
     table: list[ProcessSpec] = []
     if not mesh.headless:
         table.append(_coordinator(config, settings))
-    threads = config.engine.device.cpu_threads or threads_per_worker(mesh.local_size, cores)
+    threads = config.engine.device.cpu_threads or threads_per_worker(_instances_here(mesh), cores)
     first = mesh.data_parallel_start_rank
     if first is None and not mesh.headless:
         first = 0
@@ -71,6 +71,12 @@ def process_table(config: ServeConfig, settings: Settings | None, cores: int) ->
     if not mesh.headless:
         table.append(_router(config))
     return table
+
+
+def _instances_here(mesh: MeshConfig) -> int:
+    """Instances that will share this host's cores, as far as the flags tell."""
+    everywhere = mesh.data_parallel_size or 1
+    return max(mesh.local_size, everywhere if is_loopback(mesh.data_parallel_address) else 1)
 
 
 def _coordinator(config: ServeConfig, settings: Settings | None) -> ProcessSpec:
@@ -100,10 +106,7 @@ def _engine(config: ServeConfig, rank: int | None, threads: int) -> ProcessSpec:
         mesh=msgspec.structs.replace(
             config.mesh, data_parallel_start_rank=rank, data_parallel_size_local=None, headless=False
         ),
-        engine=msgspec.structs.replace(
-            config.engine,
-            device=msgspec.structs.replace(config.engine.device, cpu_threads=threads),
-        ),
+        engine=config.engine,
         log_level=config.log_level,
     )
     return ProcessSpec(

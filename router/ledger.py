@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import Delta, FinishReason, Submit
+from engine.messages import Delta, Submit
 from router.mesh import Prompt
 
 Address = tuple[str, int]
@@ -33,6 +33,8 @@ class Entry:
     """Every output token already passed on, over all attempts."""
     num_deltas: int = 0
     failed_ranks: frozenset[int] = frozenset()
+    orphaned_at: float = 0.0
+    """When it was left without an instance that could take it."""
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -98,8 +100,3 @@ class Ledger:
         if address is not None:
             del self._entries[address]
         return address
-
-
-def failure(message: str) -> Delta:
-    """The last delta of a request that nobody can finish."""
-    return Delta(request=0, token_ids=[], finish_reason=FinishReason.ERROR, error=message)

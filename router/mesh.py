@@ -63,6 +63,11 @@ class Prompt(msgspec.Struct, frozen=True):
 class Generation(Protocol):
     """One sample in flight. Iterating ends after the delta that has a finish_reason."""
 
+    @property
+    def rank(self) -> int | None:
+        """The instance that it runs on now, None while it has none (for metrics)."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from coordinator.rpc import OtherProtocol
 from router.app import make_app
 from router.client import MeshClient
 from router.config import RouterConfig
+from router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class PatientProtocol(HttpToolsProtocol):
         self.loop.call_later(self.head_timeout, self._close_if_silent)
 
     def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        no_request_yet: bool = getattr(self, "cycle", None) is None
+        if no_request_yet and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -74,9 +76,14 @@ async def serve(config: RouterConfig) -> int:
         model_directory=Path(http.tokenizer) if http.tokenizer else None,
     )
     PatientProtocol.head_timeout = http.request_timeout
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(mesh, http),
+            make_app(
+                mesh,
+                http,
+                Metrics(mesh, reports=mesh.reports, epoch=mesh.epoch, instances=mesh.instances_by_state),
+            ),
             http=PatientProtocol,
             loop="none",
             lifespan="off",

@@ -16,6 +16,9 @@ from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
 from coordinator.messages import Member, View
 
+MIN_WIDTH = 100
+"""Columns that the table needs; a pipe says that it has 80."""
+
 
 class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Status."""
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if config.json:
         print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
     else:
-        Console().print(as_table(view))
+        Console(width=max(Console().width, MIN_WIDTH)).print(as_table(view))
     return 0
 
 
@@ -53,8 +56,10 @@ def as_table(view: View) -> Table:
     model = view.settings.served_model_name[0] if view.settings else "no model yet"
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
     table = Table(title=f"{model}: epoch {view.epoch}, {len(view.members)} instances{missing}")
-    for name in ("rank", "state", "epoch", "running", "waiting", "KV use", "tokens/s", "address", "process"):
-        table.add_column(name, justify="left" if name in ("state", "address", "process") else "right")
+    for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "address"):
+        table.add_column(
+            name, justify="left" if name in ("state", "load", "address") else "right", no_wrap=True
+        )
     for member in view.members:
         table.add_row(*_row(member, view.epoch))
     return table
@@ -71,10 +76,12 @@ def _row(member: Member, epoch: int) -> list[str]:
         str(member.rank),
         state,
         str(epoch),
-        str(load.running),
-        str(load.waiting),
+        f"{load.running} running, {load.waiting} waiting",
         f"{load.blocks_used / load.blocks_total:.1%}" if load.blocks_total else "-",
         f"{load.tokens_per_second:.1f}",
         member.address or "-",
-        f"{member.host}:{member.pid}",
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

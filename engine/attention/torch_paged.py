@@ -9,6 +9,7 @@ keys are never copied per head. Layers with different windows get different view
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,14 +85,8 @@ class TorchPagedAttention:
         self.windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
         self.window_of = [self.windows.index(layer.window) for layer in layers]
         slots = num_blocks * block_size
-        # Zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN.
-        self.keys = [
-            torch.zeros(slots, layer.kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
-        ]
-        self.values = [
-            torch.zeros(slots, layer.kv_heads, layer.value_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
+        self.keys = [_zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
+        self.values = [_zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
         self._scratch: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
@@ -317,7 +312,7 @@ class _Attention:
     def singles(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """queries [batch, heads, dim], keys and values [batch, length, kv_heads, dim] -> [batch, heads, dim]."""
+        """queries [batch, heads, dim], keys and values [batch, length, kv_heads, dim] to [batch, heads, dim]."""
         batch, heads, dim = queries.shape
         grouped = queries.reshape(batch, self.kv_heads, self.group, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -357,9 +352,9 @@ class _Attention:
     def _fused(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        value_dim = values.shape[-1]
-        if value_dim != keys.shape[-1]:  # the fused kernels want one size
-            values = F.pad(values, (0, keys.shape[-1] - value_dim))
+        key_dim, value_dim = keys.shape[-1], values.shape[-1]
+        if value_dim < key_dim:  # the fused kernels want one size
+            values = F.pad(values, (0, key_dim - value_dim))
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
@@ -387,3 +382,12 @@ class _Attention:
             weights = (scores - peak).exp_()
             weights /= weights.sum(dim=-1, keepdim=True) + (sinks - peak).exp()
         return torch.matmul(weights.to(values.dtype), values)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN. On CPU the pages come
+    from calloc, so that a large cache costs neither time nor memory until it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

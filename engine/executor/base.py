@@ -34,6 +34,10 @@ class Executor(Protocol):
         """Run one step and wait for it. Running the same step again gives the same result."""
         ...
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many CPU threads from the next step on."""
+        ...
+
     def close(self) -> None:
         """End the workers."""
         ...

@@ -75,7 +75,8 @@ class UniExecutor:
         held = torch.cuda.memory_reserved(self._model.device)
         peak = torch.cuda.max_memory_reserved(self._model.device)
         used_by_others = total - free - held
-        return max(0, int(total * self._config.cache.gpu_memory_utilization) - used_by_others - peak)
+        budget = int(total * self._config.cache.gpu_memory_utilization)
+        return max(0, budget - int(used_by_others + peak))
 
     def _run_largest_step(self) -> None:
         """One prompt as long as the token budget, so that the allocator has seen its largest step."""
@@ -122,6 +123,11 @@ class UniExecutor:
         """See ``executor.base.Executor``."""
         assert self._runner is not None, "allocate() comes first"
         return self._runner.run(step)
+
+    def set_threads(self, threads: int) -> None:
+        """See ``executor.base.Executor``."""
+        self._threads = threads
+        torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Let go of the weights and the cache."""

@@ -77,9 +77,9 @@ def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
     membership = Membership(Rules(size=2))
     joined(membership, "a", 0)
     assert membership.view().epoch == 0
-    assert to(b"a", membership.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0)]
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 1.5)) == [Beat(1)]
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 2.0)) == [Beat(1)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0, 1)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 1.5)) == [Beat(1, 1)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 2.0)) == [Beat(1, 1)]
     joined(membership, "b", 1)
     membership.handle(b"b", heartbeat("b"), 2.0)
     assert membership.view().epoch == 2
@@ -198,5 +198,5 @@ def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -
     membership = Membership(Rules(size=2))
     assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.0)) == [Unknown()]
     membership.handle(b"a", register("a", 1, epoch=7), 0.1)
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8)]
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8, 1)]
     assert [member.rank for member in membership.view().members] == [1]
