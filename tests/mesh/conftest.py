@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mesh.harness import Command, Ports, serve
+
+
+class Mesh(Ports):
+    """A running mesh of two instances on the shipped model."""
+
+    command: Command
+
+
+@pytest.fixture(scope="session")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """`serve -dp 2` in float32, with a KV cache small enough that its use shows."""
+    ports = Mesh()
+    log: Path = tmp_path_factory.mktemp("mesh") / "serve.log"
+    flags = ["--num-gpu-blocks-override", "600", "--dtype", "float32", "--max-num-seqs", "64"]
+    with serve(log, "-dp", "2", *ports.head(), *flags, "--request-timeout", "5") as command:
+        command.wait_for("2 instances ready")
+        ports.command = command
+        yield ports
+        assert command.stop() == 0
+        assert "Traceback" not in command.log

@@ -1,0 +1,118 @@
+"""A tiny model's text side, and a real HTTP server in front of a scripted mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import uvicorn
+import uvloop
+
+from router.app import make_app
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.metrics import Metrics
+from router.text_model import TextModel, load_text_model
+from router.tokens import Tokenizer
+from tests.router import tiny_tokenizer
+from tests.router.fake_mesh import FakeMesh, saying
+
+MAX_MODEL_LEN = 256
+VOCAB_SIZE = 512
+"""More than the tokenizer has, as padded models do."""
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def served(model_directory: Path) -> ServedModel:
+    return ServedModel(("tiny", "other/name"), str(model_directory), VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="session")
+def text_model(served: ServedModel) -> TextModel:
+    return load_text_model(served, HttpConfig())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(text_model: TextModel) -> Tokenizer:
+    return text_model.tokenizer
+
+
+class Server:
+    """A running endpoint."""
+
+    def __init__(self, mesh: FakeMesh, metrics: Metrics, port: int) -> None:
+        self.mesh = mesh
+        self.metrics = metrics
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx2.Client(base_url=self.url, timeout=10, trust_env=False)
+
+    def post(self, path: str, body: object) -> httpx2.Response:
+        return self.client.post(path, json=body)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def wait_until_idle(self) -> None:
+        """Everything that was asked of the mesh is closed, and no request is counted as running."""
+        wait_for(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
+    """uvicorn on a free loopback port, in a thread of its own."""
+    metrics = Metrics(mesh)
+    listener = socket.create_server(("127.0.0.1", 0))
+    settings = uvicorn.Config(
+        make_app(mesh, config, metrics), http="httptools", loop="none", lifespan="off", log_config=None
+    )
+    uvicorn_server = uvicorn.Server(settings)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(uvicorn_server.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    server = Server(mesh, metrics, listener.getsockname()[1])
+    try:
+        wait_for(lambda: uvicorn_server.started)
+        yield server
+    finally:
+        server.client.close()
+        uvicorn_server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="session")
+def shared_server(served: ServedModel, tokenizer: Tokenizer) -> Iterator[Server]:
+    with serving(FakeMesh(served, saying([])), HttpConfig(max_request_bytes=1024**2)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Server, tokenizer: Tokenizer) -> Iterator[Server]:
+    """Says " Hello world!"; what a test started must have ended when it ends."""
+    shared_server.mesh.reset(saying(tokenizer.encode(" Hello world!", add_special_tokens=False)))
+    yield shared_server
+    shared_server.wait_until_idle()

@@ -1,0 +1,118 @@
+"""A mesh without instances: it says what a test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from engine.messages import Delta, FinishReason, TokenLogprobs
+from router.mesh import MeshError, Prompt, ServedModel
+
+Script = Callable[[Prompt], Sequence[Delta]]
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Made up, but consistent: the token stands at rank 2 behind its successor."""
+    top = [token_id + 1, token_id, token_id + 2][:num_top]
+    return TokenLogprobs(token_id, -1.5, 2, top, [-0.5, -1.5, -2.5][:num_top])
+
+
+def saying(token_ids: Sequence[int], reason: FinishReason = FinishReason.LENGTH) -> Script:
+    """One delta per token, as many as asked for; log-probabilities when asked for."""
+
+    def script(prompt: Prompt) -> list[Delta]:
+        params = prompt.params
+        count = min(len(token_ids), params.max_tokens or len(token_ids))
+        deltas = []
+        for position, token_id in enumerate(token_ids[:count]):
+            is_last = position == count - 1
+            wants_prompt = position == 0 and params.prompt_logprobs is not None
+            deltas.append(
+                Delta(
+                    request=1,
+                    token_ids=[token_id],
+                    finish_reason=(reason if count == len(token_ids) else FinishReason.LENGTH)
+                    if is_last
+                    else None,
+                    logprobs=None if params.logprobs is None else [logprobs_of(token_id, params.logprobs)],
+                    prompt_logprobs=[
+                        None,
+                        *(logprobs_of(id, params.prompt_logprobs or 0) for id in prompt.prompt_ids[1:]),
+                    ]
+                    if wants_prompt
+                    else None,
+                    num_cached_tokens=3 if position == 0 else 0,
+                )
+            )
+        return deltas
+
+    return script
+
+
+def failing(message: str, after: Sequence[int] = ()) -> Script:
+    """Tokens, then an error."""
+
+    def script(prompt: Prompt) -> list[Delta]:
+        tokens = [Delta(1, [token_id]) for token_id in after]
+        return [*tokens, Delta(1, [], FinishReason.ERROR, error=message)]
+
+    return script
+
+
+class FakeGeneration:
+    """Follows the script; without a last delta it hangs until it is closed."""
+
+    def __init__(self, mesh: FakeMesh, prompt: Prompt, deltas: Sequence[Delta]) -> None:
+        self._mesh = mesh
+        self._deltas = deltas
+        self.prompt = prompt
+        self.is_closed = False
+
+    @property
+    def rank(self) -> int | None:
+        return self.prompt.rank or 0
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        for delta in self._deltas:
+            await asyncio.sleep(self._mesh.delay)
+            yield delta
+            if delta.finish_reason is not None:
+                return
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeMesh:
+    """A :class:`router.mesh.Mesh`. ``script`` may be changed at any time."""
+
+    def __init__(self, model: ServedModel | None, script: Script) -> None:
+        self.model = model
+        self.healthy = True
+        self.script = script
+        self.delay = 0.0
+        self.refusal: MeshError | None = None
+        self.refuse_after = 0
+        """How many samples are taken before ``refusal``."""
+        self.generations: list[FakeGeneration] = []
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [generation.prompt for generation in self.generations]
+
+    @property
+    def num_open(self) -> int:
+        return sum(not generation.is_closed for generation in self.generations)
+
+    def reset(self, script: Script) -> None:
+        self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
+        self.healthy = True
+        self.generations.clear()
+
+    def generate(self, prompt: Prompt) -> FakeGeneration:
+        if self.refusal is not None and len(self.generations) >= self.refuse_after:
+            raise self.refusal
+        generation = FakeGeneration(self, prompt, self.script(prompt))
+        self.generations.append(generation)
+        return generation

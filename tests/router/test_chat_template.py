@@ -1,0 +1,206 @@
+"""Messages to prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router import chat_template
+from router.chat_template import ChatTemplate, ChatTemplateError, load_chat_templates
+from router.tokens import Tokenizer, load_tokenizer
+from tests.router import tiny_tokenizer
+
+STRINGS = tiny_tokenizer.TEMPLATE
+PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+USER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+TWO_PARTS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<bos>"})
+
+
+def test_render() -> None:
+    assert template(STRINGS).render(USER) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template(STRINGS).render(USER, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert template("{{ bos_token }}{{ x }}{{ tools }}").render(USER, variables={"x": 1}) == "<bos>1None"
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (STRINGS, TWO_PARTS, "<|im_start|>user\na\nb<|im_end|>\n"),
+        (PARTS, TWO_PARTS, "[a][b]"),
+        (PARTS, USER, "[hi]"),
+        (BOTH, TWO_PARTS, "[a][b]"),
+        (BOTH, USER, "hi"),
+        (BOTH, [{"role": "user", "content": ["x", {"text": "y"}]}], "[x][y]"),
+        (BOTH, [{"role": "assistant", "content": None}], ""),
+        (BOTH, [{"role": "assistant"}], ""),
+        (BOTH, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "[no]"),
+    ],
+)
+def test_content_in_the_form_that_the_template_takes(source: str, messages: Any, text: str) -> None:
+    assert template(source).render(messages, add_generation_prompt=False) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            [{"type": "image_url", "image_url": {"url": "http://x"}}],
+            "part of type 'image_url', but this model",
+        ),
+        ([{"type": "text"}], "a text part without text"),
+        ([{"type": "text", "text": 3}], "a text part without text"),
+        ([7], "part of type 'int'"),
+        (7, "content must be a string or a list"),
+        ({"type": "text"}, "content must be a string or a list"),
+    ],
+)
+def test_content_that_is_no_text(content: Any, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        template(STRINGS).render([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("It is", "assistant\nIt is"),
+        ("It is ", "assistant\nIt is "),
+        ([{"type": "text", "text": "It is"}], "assistant\nIt is"),
+    ],
+)
+def test_continue_final_message(content: Any, text: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    rendered = template(STRINGS).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered.endswith(text)
+
+
+def test_continue_final_message_with_a_template_that_trims() -> None:
+    source = STRINGS.replace("message.content", "message.content | trim")
+    messages = [{"role": "assistant", "content": " It is "}]
+    rendered = template(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == "<|im_start|>assistant\nIt is"
+
+
+def test_continue_final_message_needs_content() -> None:
+    with pytest.raises(ChatTemplateError, match="needs a last message with content"):
+        template(STRINGS).render([{"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+def test_what_templates_can_use() -> None:
+    assert template("{{ {'a': '<é>'} | tojson }}").render(USER) == '{"a": "<é>"}'
+    assert template("{{ [1] | tojson(indent=2) }}").render(USER) == "[\n  1\n]"
+    assert len(template("{{ strftime_now('%Y') }}").render(USER)) == 4
+    assert (
+        template("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}").render(
+            USER
+        )
+        == "01"
+    )
+    assert template("a{% generation %}b{% endgeneration %}c").render(USER) == "abc"
+    assert template("  {% if true %}\nx\n  {% endif %}\n").render(USER) == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{% for i in range(999999999) %}x{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_errors_in_templates_are_the_clients_to_see(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        template(source).render(USER)
+
+
+def test_size_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "MAX_RENDERED", 1500)
+        with pytest.raises(ChatTemplateError, match="writes too much"):
+            template(source).render(USER)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", -1.0)
+    with pytest.raises(ChatTemplateError, match="takes too long"):
+        template(source).render(USER)
+
+
+def test_tool_calls_get_their_arguments_parsed() -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments.city }}"
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
+    assert template(source).render([{"role": "assistant", "tool_calls": [call]}]) == "Ulm"
+    call["function"] = {"name": "f", "arguments": "{"}
+    with pytest.raises(ChatTemplateError, match="not valid JSON"):
+        template(source).render([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_reserved_variables() -> None:
+    with pytest.raises(ChatTemplateError, match="must not set messages"):
+        template(STRINGS).render(USER, variables={"messages": []})
+
+
+def test_where_templates_come_from(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """An override wins over chat_template.jinja, that over tokenizer_config.json."""
+
+    def text(override: str | None = None, *, tools: bool = False) -> str:
+        loaded = load_tokenizer(directory)
+        return load_chat_templates(directory, loaded, override).choose(with_tools=tools).render(USER)
+
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=named)
+    assert (text(), text(tools=True)) == ("plain", "tools")
+    (directory / "chat_template.jinja").write_text("file")
+    assert (text(), text(tools=True)) == ("file", "tools")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("more tools")
+    assert text(tools=True) == "more tools"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert text(str(tmp_path / "mine.jinja"), tools=True) == "mine"
+    assert text("{{ messages[0].role }}") == "user"
+    with pytest.raises(ChatTemplateError, match="neither a file nor Jinja text"):
+        text("nowhere.jinja")
+
+
+def test_no_template(tmp_path: Path) -> None:
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=None)
+    templates = load_chat_templates(directory, load_tokenizer(directory))
+    with pytest.raises(ChatTemplateError, match="has no chat template"):
+        templates.choose(with_tools=False)
+
+
+def test_a_template_that_does_not_compile() -> None:
+    with pytest.raises(ChatTemplateError, match="does not compile"):
+        template("{% if %}")
+
+
+def test_the_same_as_transformers() -> None:
+    """The oracle, where it is installed: same text for a template that uses all that templates use."""
+    oracle = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = (
+        "{{- bos_token }}\n{%- for message in messages %}\n  {%- if loop.first and message['role'] == 'system' %}\n"
+        "    {{- message.content | trim }}\n  {%- continue %}\n  {%- endif %}\n"
+        "{{ message['role'] + ': ' + message['content'] }}\n{%- endfor %}\n"
+        "{%- if tools %}{{ tools | tojson(indent=4) }}{% endif %}\n{% if add_generation_prompt %}\n>>\n{% endif %}"
+    )
+    messages = [{"role": "system", "content": " be <kind> "}, {"role": "user", "content": "ä & b"}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<ü>"}}]
+    expected, _ = oracle.render_jinja_template(
+        [messages], tools=tools, chat_template=source, add_generation_prompt=True, bos_token="<bos>"
+    )
+    assert template(source).render(messages, tools=tools) == expected[0]
+    assert json.dumps("ü", ensure_ascii=False) in expected[0].replace("<", "").replace(">", "")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from coordinator import flags, process
+from coordinator.config import CoordinatorConfig
+from engine.config import InstanceConfig
+from router.config import RouterConfig, ServeConfig
+from router.launch import ProcessSpec, print_table, process_table
+
+
+def table(*argv: str, cores: int = 4) -> list[ProcessSpec]:
+    return process_table(flags.parse(ServeConfig, argv, prog="serve", description=""), None, cores)
+
+
+def test_the_whole_mesh() -> None:
+    specs = table("/m", "-dp", "2", "--port", "81", "-dpp", "82")
+    assert [(spec.name, spec.role, spec.rank, spec.threads) for spec in specs] == [
+        ("Coordinator", "coordinator", None, 1),
+        ("Engine_0", "engine", 0, 2),
+        ("Engine_1", "engine", 1, 2),
+        ("Router", "router", None, 1),
+    ]
+    assert specs[0].address == "tcp://127.0.0.1:82"
+    assert specs[3].address == "http://127.0.0.1:81"
+
+
+def test_head_alone_and_headless() -> None:
+    assert [spec.role for spec in table("/m", "-dp", "2", "-dpl", "0")] == ["coordinator", "router"]
+    assert [spec.rank for spec in table("--headless", "-dp", "4", "-dpl", "2", "-dpr", "2")] == [2, 3]
+    assert [spec.rank for spec in table("--headless")] == [None]
+
+
+def test_instances_of_a_loopback_mesh_share_the_cores_also_when_started_one_by_one() -> None:
+    (spec,) = table("--headless", "-dp", "2", "-dpr", "0", cores=2)
+    assert spec.threads == 1
+    assert spec.environment()["OMP_NUM_THREADS"] == "1"
+    assert process.PARENT_VARIABLE in spec.environment()
+
+
+def test_children_understand_their_flags() -> None:
+    configs = {"coordinator": CoordinatorConfig, "engine": InstanceConfig, "router": RouterConfig}
+    for spec in table(
+        "/m", "-dp", "4", "-dpl", "2", "-dpr", "2", "--api-key", "k", "--dtype", "float32", "--log-level", "debug"
+    ):
+        config = flags.parse(configs[spec.role], spec.argv, prog=spec.role, description="")
+        assert config.log_level == "debug"
+        assert spec.command()[:4] == [sys.executable, "-P", "-m", spec.role]
+        if isinstance(config, InstanceConfig):
+            assert config.mesh.data_parallel_start_rank == spec.rank
+            assert config.engine.model.dtype == "float32"
+        if isinstance(config, RouterConfig):
+            assert config.http.api_key == ("k",)
+
+
+def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("serve m", table("/m", "-dp", "2"))
+    printed = capsys.readouterr().out
+    for word in ("serve m", "Coordinator", "Engine_1", "rank 1", "tcp://127.0.0.1:29550", "2 threads", "Router"):
+        assert word in printed

@@ -1,0 +1,402 @@
+"""Samples, merged generations, and what a stream does when things go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.messages import Delta, FinishReason
+from engine.sampling import SamplingParams
+from router.body import decoder
+from router.calls import make_samples
+from router.completions import CompletionAnswer
+from router.errors import ApiError, ClientGone
+from router.mesh import MeshError, Prompt
+from router.metrics import Metrics
+from router.openai_api import CompletionRequest
+from router.parameters import sampling_params
+from router.prompts import completion_prompts
+from router.sample import Piece, Sample, join
+from router.stops import StopStrings
+from router.streaming import Call, EventStream, merged, unless_gone, whole_answer
+from router.text_model import TextModel
+from router.tokens import Tokenizer
+from tests.router.fake_mesh import FakeMesh, Script, failing, logprobs_of, saying
+
+# ---- one sample
+
+
+def sample_of(tokenizer: Tokenizer, **params: Any) -> Sample:
+    settings = SamplingParams(**params)
+    stops = StopStrings(settings.stop) if settings.stop else None
+    return Sample(0, Prompt("id", [5], settings, 1), settings, tokenizer, stops=stops)
+
+
+def say(sample: Sample, deltas: Sequence[Delta]) -> Piece:
+    pieces = []
+    for delta in deltas:
+        pieces.append(sample.take(delta))
+        if sample.finish_reason is not None:
+            break
+    return join(pieces)
+
+
+def one_by_one(ids: Sequence[int], reason: FinishReason = FinishReason.LENGTH) -> list[Delta]:
+    return [*(Delta(1, [id]) for id in ids[:-1]), Delta(1, [ids[-1]], reason)]
+
+
+def test_text_and_ids(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello 🙂 you", add_special_tokens=False)
+    for deltas in (one_by_one(ids), [Delta(1, ids, FinishReason.LENGTH)]):
+        piece = say(sample_of(tokenizer), deltas)
+        assert (piece.text, piece.token_ids) == ("Hello 🙂 you", ids)
+        assert (piece.finish_reason, piece.stop_reason) == ("length", None)
+
+
+def test_the_token_that_stops_is_not_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello!", add_special_tokens=False)
+    stopped = Delta(1, ids, FinishReason.STOP, stop_reason=ids[-1])
+    piece = say(sample_of(tokenizer), [stopped])
+    assert (piece.text, piece.token_ids, piece.stop_reason) == ("Hello", ids, ids[-1])
+    assert say(sample_of(tokenizer, include_stop_str_in_output=True), [stopped]).text == "Hello!"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_stop_string_ends_it(tokenizer: Tokenizer, whole: bool) -> None:
+    ids = tokenizer.encode("one two three four", add_special_tokens=False)
+    deltas = [Delta(1, ids, FinishReason.LENGTH)] if whole else one_by_one(ids)
+    sample = sample_of(tokenizer, stop=(" thr",), logprobs=0)
+    piece = say(sample, deltas)
+    assert (piece.text, piece.finish_reason, piece.stop_reason) == ("one two", "stop", " thr")
+    assert tokenizer.decode(piece.token_ids).startswith("one two thr")
+    assert len(piece.token_ids) == len(piece.offsets) == sample.num_tokens < len(ids)
+    assert (
+        say(sample_of(tokenizer, stop=(" thr",), include_stop_str_in_output=True), deltas).text
+        == "one two thr"
+    )
+
+
+def test_min_tokens_disarms_stop_strings(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two one two", add_special_tokens=False)
+    half = len(tokenizer.encode("one two", add_special_tokens=False))
+    assert say(sample_of(tokenizer, stop=("two",)), one_by_one(ids)).text == "one "
+    assert say(sample_of(tokenizer, stop=("two",), min_tokens=half), one_by_one(ids)).text == "one two one "
+
+
+def test_what_is_held_back_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello Obs", add_special_tokens=False)
+    piece = say(sample_of(tokenizer, stop=("Observation",)), one_by_one(ids))
+    assert (piece.text, piece.finish_reason) == ("Hello Obs", "length")
+    emoji = tokenizer.encode("🙂", add_special_tokens=False)
+    assert say(sample_of(tokenizer), one_by_one(emoji[:2])).text == "\ufffd"
+    assert say(sample_of(tokenizer, stop=("\ufffd",)), one_by_one(emoji[:2])).finish_reason == "stop"
+
+
+def test_offsets_point_into_the_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello 🙂 you", add_special_tokens=False)
+    piece = say(sample_of(tokenizer, logprobs=0), one_by_one(ids))
+    assert piece.offsets == sorted(piece.offsets)
+    assert piece.offsets[-1] == len(piece.text) - len(tokenizer.token_text(ids[-1]))
+
+
+def test_an_error_delta_raises(tokenizer: Tokenizer) -> None:
+    sample = sample_of(tokenizer)
+    with pytest.raises(ApiError, match="out of luck") as caught:
+        sample.take(Delta(1, [], FinishReason.ERROR, error="out of luck"))
+    assert caught.value.status == 500
+    assert caught.value.headers == {"x-should-retry": "false"}
+    assert sample.finish_reason == "error"
+
+
+# ---- many generations
+
+
+def batches_of(mesh: FakeMesh, prompts: Sequence[Prompt]) -> list[list[tuple[int, Delta]]]:
+    async def run() -> list[list[tuple[int, Delta]]]:
+        generations = [mesh.generate(prompt) for prompt in prompts]
+        return [batch async for batch in merged(generations)]
+
+    return asyncio.run(run())
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"{n}", [5], SamplingParams(), 1, sample_index=n) for n in range(count)]
+
+
+def test_what_comes_together_is_merged() -> None:
+    batches = batches_of(FakeMesh(None, saying([5, 6, 7])), prompts(4))
+    assert sum(map(len, batches)) == 12
+    assert len(batches) <= 4
+    for position in range(4):
+        own = [delta.token_ids[0] for batch in batches for place, delta in batch if place == position]
+        assert own == [5, 6, 7]
+
+
+def test_an_error_of_one_comes_after_what_was_said() -> None:
+    class Broken:
+        rank = 0
+
+        async def __aiter__(self) -> Any:
+            yield Delta(1, [5])
+            raise MeshError(503, "ServiceUnavailableError", "gone")
+
+        def close(self) -> None: ...
+
+    async def run() -> None:
+        seen = []
+        with pytest.raises(MeshError, match="gone"):
+            async for batch in merged([Broken(), Broken()]):
+                seen += batch
+        assert len(seen) == 2
+
+    asyncio.run(run())
+
+
+# ---- a call
+
+
+def call_of(mesh: FakeMesh, model: TextModel, metrics: Metrics | None = None, **fields: Any) -> Call:
+    request = decoder(CompletionRequest)(msgspec.json.encode({"prompt": "Hello", "max_tokens": 50} | fields))
+    params = sampling_params(request, model, 20)
+    samples = make_samples("id", request, params, completion_prompts(request, model), model, None)
+    answer = CompletionAnswer(
+        request,
+        model.tokenizer,
+        id="id",
+        created=1,
+        model="tiny",
+        samples=samples,
+        tells_cached_tokens=False,
+    )
+    return Call(mesh, metrics or Metrics(mesh), samples, answer)
+
+
+class Client:
+    """The other end of an ASGI application."""
+
+    def __init__(self, leaves_after: int | None = None, blocks_after: int | None = None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self._leaves_after = leaves_after
+        self._blocks_after = blocks_after
+
+    async def receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if len(self.messages) == self._blocks_after:
+            await asyncio.Event().wait()
+        self.messages.append(message)
+        if len(self.messages) == self._leaves_after:
+            self.left.set()
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.messages).decode()
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.messages) and not self.messages[-1].get("more_body", True)
+
+
+async def stream(call: Call, client: Client, send_timeout: float = 60.0) -> None:
+    await EventStream(call, send_timeout=send_timeout)({}, client.receive, client.send)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    """Run it; no task may be left behind."""
+
+    async def checked() -> None:
+        await work()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(checked())
+
+
+@pytest.fixture
+def words(tokenizer: Tokenizer) -> Script:
+    return saying(tokenizer.encode(" Hello world!", add_special_tokens=False))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_to_its_end(text_model: TextModel, words: Script, n: int) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, words), Client()
+        metrics = Metrics(mesh)
+        await stream(call_of(mesh, text_model, metrics, n=n, stream=True), client)
+        assert client.messages[0]["status"] == 200
+        assert (b"content-type", b"text/event-stream; charset=utf-8") in client.messages[0]["headers"]
+        assert client.text.endswith("data: [DONE]\n\n")
+        assert client.is_complete
+        assert (mesh.num_open, metrics.in_flight) == (0, 0)
+        assert metrics.success == {("0", "length"): n}
+
+    run(work)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("leaves_after", [1, 2, 3])
+def test_a_client_that_leaves(text_model: TextModel, n: int, leaves_after: int) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, lambda _: [Delta(1, [70])] * 9), Client(leaves_after)
+        metrics = Metrics(mesh)
+        await asyncio.wait_for(stream(call_of(mesh, text_model, metrics, n=n), client), 5)
+        assert (mesh.num_open, metrics.in_flight) == (0, 0)
+        assert metrics.success == {("0", "abort"): n}
+
+    run(work)
+
+
+def test_a_client_that_does_not_read(text_model: TextModel, words: Script) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, words), Client(blocks_after=2)
+        await asyncio.wait_for(stream(call_of(mesh, text_model), client, send_timeout=0.05), 5)
+        assert (mesh.num_open, len(client.messages)) == (0, 2)
+
+    run(work)
+
+
+def test_an_error_before_the_first_token_has_its_own_status(text_model: TextModel) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, failing("out of luck")), Client()
+        with pytest.raises(ApiError, match="out of luck"):
+            await stream(call_of(mesh, text_model), client)
+        assert (mesh.num_open, client.messages) == (0, [])
+
+    run(work)
+
+
+def test_an_error_after_the_first_token_ends_the_stream(text_model: TextModel) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, failing("out of luck", after=[70])), Client()
+        metrics = Metrics(mesh)
+        await stream(call_of(mesh, text_model, metrics), client)
+        *_, error, done, end = client.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        assert msgspec.json.decode(error.removeprefix("data: "))["error"] == {
+            "message": "out of luck",
+            "type": "InternalServerError",
+            "param": None,
+            "code": 500,
+        }
+        assert client.is_complete
+        assert (mesh.num_open, metrics.success) == (0, {("0", "error"): 1})
+
+    run(work)
+
+
+def test_a_refusal_in_the_middle_closes_the_others(text_model: TextModel, words: Script) -> None:
+    async def work() -> None:
+        mesh = FakeMesh(None, words)
+        mesh.refusal, mesh.refuse_after = MeshError(503, "ServiceUnavailableError", "full"), 2
+        metrics = Metrics(mesh)
+        with pytest.raises(MeshError, match="full"):
+            await stream(call_of(mesh, text_model, metrics, n=3), Client())
+        assert (len(mesh.generations), mesh.num_open, metrics.in_flight) == (2, 0, 0)
+
+    run(work)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_cancelled_request_leaves_nothing(text_model: TextModel, streams: bool) -> None:
+    """As when the server shuts down."""
+
+    async def work() -> None:
+        mesh, client = FakeMesh(None, lambda _: [Delta(1, [70])]), Client()
+        call = call_of(mesh, text_model, n=2)
+        task = asyncio.ensure_future(stream(call, client) if streams else whole_answer(call, client.receive))
+        while len(mesh.generations) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert mesh.num_open == 0
+
+    run(work)
+
+
+def test_a_whole_answer_is_given_up_when_the_client_leaves(text_model: TextModel) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, lambda _: [Delta(1, [70])]), Client()
+        call = call_of(mesh, text_model, n=2)
+        asyncio.get_running_loop().call_later(0.02, client.left.set)
+        with pytest.raises(ClientGone):
+            await whole_answer(call, client.receive)
+        assert mesh.num_open == 0
+
+    run(work)
+
+
+def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> None:
+    class Silent:
+        rank = 0
+
+        async def __aiter__(self) -> Any:
+            return
+            yield
+
+        def close(self) -> None: ...
+
+    class SilentMesh(FakeMesh):
+        def generate(self, prompt: Prompt) -> Any:
+            return Silent()
+
+    async def work() -> None:
+        for n in (1, 2):
+            with pytest.raises(ApiError, match="without a last token"):
+                await whole_answer(call_of(SilentMesh(None, saying([])), text_model, n=n), Client().receive)
+
+    run(work)
+
+
+def test_a_stop_string_closes_its_generation_at_once(text_model: TextModel, tokenizer: Tokenizer) -> None:
+    """The instance would go on: nobody else knows stop strings."""
+
+    async def work() -> None:
+        ids = tokenizer.encode(" one two", add_special_tokens=False)
+        mesh = FakeMesh(None, lambda _: [Delta(1, [id]) for id in ids])
+        body = await whole_answer(call_of(mesh, text_model, n=2, stop=[" tw"]), Client().receive)
+        assert [choice["text"] for choice in msgspec.json.decode(body)["choices"]] == [" one", " one"]
+
+    run(work)
+
+
+def test_an_echo_alone_does_not_ask_the_mesh(text_model: TextModel, words: Script) -> None:
+    async def work() -> None:
+        for streams in (False, True):
+            mesh, client = FakeMesh(None, words), Client()
+            call = call_of(mesh, text_model, echo=True, max_tokens=0)
+            if streams:
+                await stream(call, client)
+                body = client.text.removeprefix("data: ").partition("\n")[0].encode()
+            else:
+                body = await whole_answer(call, client.receive)
+            choice = msgspec.json.decode(body)["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+            assert mesh.generations == []
+
+    run(work)
+
+
+def test_unless_gone_prefers_the_result() -> None:
+    async def work() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def result() -> int:
+            return 1
+
+        assert await unless_gone(receive, result()) == 1
+
+    run(work)
+
+
+def test_logprobs_of_the_fake_are_consistent() -> None:
+    entry = logprobs_of(5, 3)
+    assert (entry.top_ids[entry.rank - 1], entry.top_logprobs[entry.rank - 1]) == (5, entry.logprob)

@@ -1,0 +1,157 @@
+"""Text to ids and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tokens import MAX_PENDING, Detokenizer, Tokenizer, TokenizerError, load_tokenizer
+from tests.router import tiny_tokenizer
+from tests.router.tiny_tokenizer import BOS, EOS
+
+TINY = Tokenizer(tiny_tokenizer.byte_level(), {})
+PIECES = Tokenizer(tiny_tokenizer.sentence_piece(), {})
+
+
+def incremental(
+    tokenizer: Tokenizer, ids: list[int], prompt_ids: list[int] = [], **options: bool
+) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt_ids, **options)
+    return [*(detokenizer.step(id) for id in ids), detokenizer.flush()]
+
+
+def byte_id(byte: int) -> int:
+    """The token of one byte."""
+    return next(id for id in range(TINY.size) if TINY.token_bytes(id) == bytes([byte]))
+
+
+def test_encode_and_decode(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello world!", add_special_tokens=True)
+    assert ids[0] == BOS
+    assert ids[1:] == tokenizer.encode("Hello world!", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "<bos>Hello world!"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello world!"
+    assert tokenizer.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+
+@given(st.text(max_size=40))
+def test_pieces_of_text_add_up(text: str) -> None:
+    ids = TINY.encode(text, add_special_tokens=False)
+    pieces = incremental(TINY, ids)
+    assert "".join(pieces) == TINY.decode(ids)
+    assert b"".join(TINY.token_bytes(id) for id in ids).decode() == text
+    if "\ufffd" not in text:
+        assert "\ufffd" not in "".join(pieces)
+
+
+@given(st.lists(st.integers(0, TINY.size + 20), max_size=60))
+def test_any_tokens_can_be_detokenised(ids: list[int]) -> None:
+    assert "".join(incremental(TINY, ids)).count("\ufffd") <= sum(len(TINY.token_bytes(id)) for id in ids)
+
+
+@given(st.lists(st.integers(0, PIECES.size - 1), max_size=60))
+def test_any_pieces_can_be_detokenised(ids: list[int]) -> None:
+    incremental(PIECES, ids)
+
+
+def test_characters_come_out_whole() -> None:
+    ids = TINY.encode("a🙂b", add_special_tokens=False)
+    assert len(ids) == 6
+    assert incremental(TINY, ids) == ["a", "", "", "", "🙂", "b", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_shown() -> None:
+    ids = TINY.encode("a🙂", add_special_tokens=False)
+    assert incremental(TINY, ids[:3]) == ["a", "", "", "\ufffd"]
+
+
+def test_bytes_that_are_no_text_do_not_pile_up() -> None:
+    pieces = incremental(TINY, [byte_id(0x80)] * (3 * MAX_PENDING))
+    assert "".join(pieces) == "\ufffd" * (3 * MAX_PENDING)
+    assert all(len(piece) <= MAX_PENDING for piece in pieces)
+
+
+def test_special_tokens() -> None:
+    ids = TINY.encode("Hello<eos>you", add_special_tokens=False)
+    assert EOS in ids
+    assert "".join(incremental(TINY, ids, skip_special_tokens=True)) == "Helloyou"
+    assert "".join(incremental(TINY, ids, skip_special_tokens=False)) == "Hello<eos>you"
+    assert "".join(incremental(TINY, [*[EOS] * 40, *ids])) == "Helloyou"
+
+
+def test_the_prompts_tail_decides_on_a_leading_space() -> None:
+    hello, world = (PIECES.backend.token_to_id(piece) for piece in ("▁Hello", "▁world"))
+    assert "".join(incremental(PIECES, [world], [hello])) == " world"
+    assert "".join(incremental(PIECES, [world])) == "world"
+    assert PIECES.token_text(world) == " world"
+
+
+def test_byte_fallback() -> None:
+    ids = [PIECES.backend.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    assert incremental(PIECES, ids) == ["", "é", ""]
+    assert [PIECES.token_bytes(id) for id in ids] == [b"\xc3", b"\xa9"]
+    broken = [ids[0], PIECES.backend.token_to_id("!")]
+    assert "".join(incremental(PIECES, [*ids, *broken, *ids])) == "é\ufffd!é"
+
+
+def test_ids_beyond_the_tokenizer_are_silent() -> None:
+    assert TINY.token_bytes(TINY.size + 5) == b""
+    assert incremental(TINY, [TINY.size + 5, byte_id(65)]) == ["", "A", ""]
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"add_bos_token": False}, []),
+        ({"add_bos_token": True}, [BOS]),
+        ({"add_bos_token": True, "bos_token": None}, []),
+        ({}, [BOS]),
+    ],
+)
+def test_tokenizer_config_decides_on_bos(
+    tmp_path: Path, config: dict[str, object], wanted: list[int]
+) -> None:
+    tokenizer = load_tokenizer(tiny_tokenizer.write_model(tmp_path, **config))
+    ids = tokenizer.encode("you", add_special_tokens=True)
+    assert ids[: len(wanted)] == wanted
+    assert len(ids) == len(wanted) + len(tokenizer.encode("you", add_special_tokens=False))
+
+
+def test_eos_can_be_added(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_tokenizer.write_model(tmp_path, add_bos_token=False, add_eos_token=True))
+    assert tokenizer.encode("you", add_special_tokens=True)[-1] == EOS
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="has no tokenizer.json: name a directory"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    tiny_tokenizer.write_model(tmp_path)
+    for content, message in (("{", "not valid JSON"), ("[]", "no JSON object")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(TokenizerError, match=message):
+            load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(tmp_path).config == {}
+
+
+def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
+    directory = tiny_tokenizer.write_model(tmp_path)
+    saved = json.loads((directory / "tokenizer.json").read_text())
+    saved["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (directory / "tokenizer.json").write_text(json.dumps(saved))
+    assert len(load_tokenizer(directory).encode("one two three four", add_special_tokens=False)) > 2
+
+
+def test_neither_torch_nor_transformers_is_loaded() -> None:
+    code = "import sys, router.app; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
