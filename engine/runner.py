@@ -101,7 +101,8 @@ class ModelRunner:
         self._tables = _BlockTables()
 
     def __repr__(self) -> str:
-        return f"ModelRunner({type(self._model.module).__name__}, slots={len(self._slots)}, cache={self._cache!r})"
+        name = type(self._model.module).__name__
+        return f"ModelRunner({name}, slots={len(self._slots)}, cache={self._cache!r})"
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Running it again gives the same result and leaves the same state."""

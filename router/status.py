@@ -55,7 +55,8 @@ def as_table(view: View) -> Table:
     """One row per instance."""
     model = view.settings.served_model_name[0] if view.settings else "no model yet"
     missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
-    table = Table(title=f"{model}: epoch {view.epoch}, {len(view.members)} instances{missing}")
+    count = len(view.members)
+    table = Table(title=f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}")
     for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "address"):
         table.add_column(
             name, justify="left" if name in ("state", "load", "address") else "right", no_wrap=True

@@ -42,7 +42,7 @@ class LayerShape:
     """A query at position q sees keys k with q - window < k <= q; None: all k <= q."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
 
 
 @dataclass(frozen=True)

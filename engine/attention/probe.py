@@ -132,7 +132,7 @@ def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) ->
             idle = [index for index, does in enumerate(attends) if not does]
             raise CheckpointError(
                 f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
-                f"{path}.{idle[0]} ({type(stack[idle[0]]).__name__}): what it keeps between tokens is not known"
+                f"{path}.{idle[0]} ({type(stack[idle[0]]).__name__}): what it keeps between tokens is unknown"
             )
 
 

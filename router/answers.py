@@ -1,0 +1,83 @@
+"""What the two generating endpoints have in common: how pieces of samples become JSON."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from router.openai_api import PromptTokensDetails, StreamOptions, Usage
+from router.sample import Piece, Sample
+
+DONE = b"data: [DONE]\n\n"
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(content: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(content) + b"\n\n"
+
+
+class Answer(ABC):
+    """The answer to one request: as a whole, or in chunks."""
+
+    def __init__(
+        self,
+        id: str,
+        created: int,
+        model: str,
+        samples: Sequence[Sample],
+        *,
+        stream_options: StreamOptions | None,
+        tells_cached_tokens: bool,
+    ) -> None:
+        self.id = id
+        self.created = created
+        self.model = model
+        self.samples = samples
+        options = stream_options or StreamOptions()
+        self._includes_usage = options.include_usage is True
+        self._usage_in_every_chunk = options.continuous_usage_stats is True
+        self._tells_cached_tokens = tells_cached_tokens
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        """The body of an answer that is not streamed: one piece per sample, in their order."""
+
+    @abstractmethod
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        """The events for one more piece of a sample; nothing if the client would see nothing."""
+
+    @abstractmethod
+    def usage_chunk(self) -> bytes:
+        """The event without choices that tells the usage."""
+
+    def closing(self) -> bytes:
+        """The last events of a stream."""
+        return self.usage_chunk() + DONE if self._includes_usage else DONE
+
+    def usage(self) -> Usage:
+        """Of all samples; a prompt with several samples counts once."""
+        of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
+        prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
+        usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
+        if self._tells_cached_tokens:
+            usage.prompt_tokens_details = PromptTokensDetails(
+                sum(sample.num_cached_tokens for sample in of_prompts)
+            )
+        return usage
+
+    def usage_so_far(self, sample: Sample) -> Usage | msgspec.UnsetType | None:
+        """What a chunk says of usage: that of its sample, null, or nothing."""
+        if self._usage_in_every_chunk:
+            return _usage(len(sample.prompt.prompt_ids), sample.num_tokens)
+        return None if self._includes_usage else msgspec.UNSET
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)

@@ -1,0 +1,94 @@
+"""Reading a request's body: bounded in size and in time, then decoded into a struct."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive
+
+from router.errors import ApiError, ClientGone, bad_request, refuse
+
+DRAIN_FACTOR = 8
+"""A body too large is read up to so many times the limit and thrown away: a client that is still sending
+would not see an answer that comes with a closed connection."""
+
+FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
+
+CLOSE = {"connection": "close"}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: it is no JSON (400), too large (413) or too slow (408).
+        ClientGone: the client hung up while sending.
+    """
+    _check_type(request.headers.get("content-type"))
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        waits_for_us = request.headers.get("expect", "").lower() == "100-continue"
+        if waits_for_us or int(declared) > DRAIN_FACTOR * max_bytes:
+            raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout):
+            return await _receive_all(request.receive, max_bytes)
+    except TimeoutError as error:
+        raise ApiError(408, f"The body did not arrive within {timeout:g} seconds.", headers=CLOSE) from error
+
+
+async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size <= max_bytes:
+            chunks.append(chunk)
+        if size > max_bytes:
+            chunks.clear()
+        if size > DRAIN_FACTOR * max_bytes or (size > max_bytes and not message.get("more_body", False)):
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _check_type(content_type: str | None) -> None:
+    """Browsers send forms and plain text to any address without asking; JSON they do not."""
+    if content_type is None:
+        return
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        refuse(f"The body must be JSON (Content-Type: application/json), not {media_type!r}.", "Content-Type")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body exceeds {max_bytes} bytes.", headers=CLOSE)
+
+
+def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
+    """A function that reads a JSON body as ``kind``."""
+    decode = msgspec.json.Decoder(kind).decode
+
+    def read(body: bytes) -> Body:
+        try:
+            return decode(body)
+        except msgspec.ValidationError as error:
+            match = FIELD_OF_ERROR.search(str(error))
+            raise bad_request(str(error), (match[1] or match[2]) if match else None) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise bad_request(f"The body is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise bad_request("The body is nested too deeply.") from error
+
+    return read

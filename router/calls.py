@@ -1,0 +1,76 @@
+"""From a request that has been understood to samples that the mesh can generate (pure but for the seeds)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.sampling import SamplingParams
+from router.errors import refuse
+from router.mesh import Prompt
+from router.openai_api import CompletionRequest, GenerationRequest
+from router.parameters import room_for
+from router.prompts import PromptText
+from router.sample import Sample
+from router.stops import StopStrings
+from router.text_model import TextModel
+
+MAX_SAMPLES = 1024
+"""Prompts times ``n`` of one request."""
+
+
+def make_samples(
+    id: str,
+    request: GenerationRequest,
+    params: SamplingParams,
+    prompts: Sequence[PromptText],
+    model: TextModel,
+    rank: int | None,
+) -> list[Sample]:
+    """``n`` samples of each prompt, in the order of the answer's choices."""
+    if len(prompts) * params.n > MAX_SAMPLES:
+        refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
+    stops = StopStrings(params.stop) if params.stop else None
+    alone = len(prompts) * params.n == 1
+    samples: list[Sample] = []
+    for prompt in prompts:
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        instance_params = _for_instances(request, params, room_for(prompt, request, params, model))
+        for sample_index in range(params.n):
+            index = len(samples)
+            wanted = Prompt(
+                request_id=id if alone else f"{id}-{index}",
+                prompt_ids=prompt.ids,
+                params=instance_params,
+                seed=seed,
+                sample_index=sample_index,
+                rank=rank,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+            )
+            samples.append(
+                Sample(index, wanted, params, model.tokenizer, prompt_text=prompt.text, stops=stops)
+            )
+    return samples
+
+
+def _for_instances(request: GenerationRequest, params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """What an instance needs to know: one sample, without the text side. At least one token is generated."""
+    return msgspec.structs.replace(
+        params,
+        n=1,
+        seed=None,
+        stop=(),
+        max_tokens=max(1, max_tokens),
+        logprobs=params.logprobs if max_tokens else None,
+        prompt_logprobs=_prompt_logprobs(request, params),
+    )
+
+
+def _prompt_logprobs(request: GenerationRequest, params: SamplingParams) -> int | None:
+    """Asked for by themselves, or as a part of the echoed prompt."""
+    echoed = isinstance(request, CompletionRequest) and request.echo
+    counts = [params.prompt_logprobs, params.logprobs if echoed else None]
+    return max((count for count in counts if count is not None), default=None)

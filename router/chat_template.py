@@ -1,0 +1,310 @@
+"""Chat messages to one prompt text, by the model's own Jinja template.
+
+Templates come with models and see what clients send, so they run in Jinja's immutable sandbox, with a bound
+on time and on the length of what they write. What they may use is what transformers gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from router.tokens import Tokenizer, TokenizerError
+
+MAX_RENDERED = 32 * 1024**2
+"""Characters that a template may write."""
+MAX_SECONDS = 10.0
+PROBE = "lockstepprobe"
+"""A text that no template has of its own."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""What ``chat_template_kwargs`` may not set: requests have fields for it."""
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """Messages that make no prompt with this template, or no template that works."""
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"The chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+        self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate strings={self.takes_strings} parts={self.takes_parts}>"
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Raises:
+            ChatTemplateError: the messages do not fit the template, in words for the client.
+        """
+        variables = dict(variables or {})
+        if taken := RESERVED & variables.keys():
+            raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
+        shaped = [self._shape(index, message) for index, message in enumerate(messages)]
+        optional = {"tools": tools, "documents": documents}
+        text = self._write(
+            self._special_tokens
+            | {"tools": None, "documents": None}
+            | variables
+            | {name: value for name, value in optional.items() if value is not None}
+            | {"messages": shaped, "add_generation_prompt": add_generation_prompt}
+        )
+        return _cut_after_final(text, shaped) if continue_final_message else text
+
+    def _write(self, variables: dict[str, Any]) -> str:
+        deadline = time.monotonic() + MAX_SECONDS
+        written: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(variables):
+                written.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED or time.monotonic() > deadline:
+                    raise ChatTemplateError("The chat template writes too much or takes too long.")
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # whatever it is, the messages brought it about
+            raise ChatTemplateError(f"The chat template cannot render these messages: {error}") from error
+        return "".join(written)
+
+    def _shape(self, index: int, message: Message) -> Message:
+        """A message as the template wants it: content as text, or as a list of parts."""
+        content = message.get("content")
+        shaped = message | {"content": self._shape_content(index, content)}
+        if calls := message.get("tool_calls"):
+            shaped["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        return shaped
+
+    def _shape_content(self, index: int, content: Any) -> Any:
+        if content is None:
+            content = ""
+        if isinstance(content, str):
+            return content if self.takes_strings or not self.takes_parts else [_part(content)]
+        texts = content_texts(index, content)
+        return [_part(text) for text in texts] if self.takes_parts else "\n".join(texts)
+
+    def _probe(self, content: Any) -> bool:
+        """Whether content in this form comes out as its text, not as a printed list or not at all."""
+        probe: Message = {"role": "user", "content": content}
+        variables = {"messages": [probe], "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            text = self._write(self._special_tokens | variables)
+        except ChatTemplateError:
+            return False
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+
+class ChatTemplates:
+    """The templates of a model by name: ``default``, perhaps ``tool_use``."""
+
+    def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
+        self._templates = dict(templates)
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplates {sorted(self._templates)}>"
+
+    def choose(self, *, with_tools: bool) -> ChatTemplate:
+        """The template for a request.
+
+        Raises:
+            ChatTemplateError: the model has none.
+        """
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError(
+                "This model has no chat template: use /v1/completions, or start the router with "
+                "--chat-template."
+            )
+        return template
+
+
+def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplates:
+    """The templates to use: ``override`` (a file or the text itself), else chat_template.jinja and its like,
+    else tokenizer_config.json.
+
+    Raises:
+        ChatTemplateError: one does not compile, or the file to use instead is not there.
+    """
+    if override is not None:
+        sources = {"default": _text_of(override)}
+    else:
+        sources = _from_config(tokenizer.config) | _from_files(directory)
+    return ChatTemplates(
+        {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
+    )
+
+
+def content_texts(index: int, content: Any) -> list[str]:
+    """The text parts of a list-of-parts content.
+
+    Raises:
+        ChatTemplateError: it is no list of parts, or has others than text.
+    """
+    if not isinstance(content, list):
+        raise ChatTemplateError(f"messages[{index}].content must be a string or a list of parts.")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise ChatTemplateError(
+                f"messages[{index}].content has a part of type {kind!r}, but this model takes text only."
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ChatTemplateError(f"messages[{index}].content has a text part without text.")
+        texts.append(text)
+    return texts
+
+
+# ---- where templates come from
+
+
+def _text_of(override: str) -> str:
+    path = Path(override).expanduser()
+    looks_like_text = "{" in override or "\n" in override
+    if not looks_like_text and not path.is_file():
+        raise ChatTemplateError(f"The chat template {override!r} is neither a file nor Jinja text.")
+    return override if looks_like_text else path.read_text(encoding="utf-8")
+
+
+def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """One string, or a list of ``{"name", "template"}``."""
+    found = config.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    if not isinstance(found, list):
+        return {}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in found}
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            "chat_template in tokenizer_config.json is no list of named templates"
+        ) from error
+
+
+def _from_files(directory: Path) -> dict[str, str]:
+    sources = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
+    main = directory / "chat_template.jinja"
+    if main.is_file():
+        sources["default"] = main.read_text(encoding="utf-8")
+    return sources
+
+
+# ---- messages
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call whose arguments, JSON text in the API, are an object, as templates expect them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError("The arguments of a tool call are not valid JSON.") from error
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
+    """Drop what the template wrote after the last message, so that the model goes on with it."""
+    shaped = messages[-1]["content"]
+    content: str = shaped if isinstance(shaped, str) else "".join(part["text"] for part in shaped[-1:])
+    core = content.strip()
+    start = text.rfind(core)
+    if not core or start < 0:
+        raise ChatTemplateError(
+            "continue_final_message needs a last message with content that the chat template keeps as it is."
+        )
+    end = start + len(core)
+    trailing = content[len(content.rstrip()) :]
+    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
+
+
+# ---- the environment
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the model wrote, for training; here it is nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own ``tojson`` escapes HTML, which prompts must not have."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_environment = _make_environment()

@@ -1,0 +1,76 @@
+"""Answers of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from router.answers import Answer, encode, event
+from router.logprobs import LogprobShapes, offsets_of
+from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from router.sample import Piece, Sample
+from router.tokens import Tokenizer
+
+
+class CompletionAnswer(Answer):
+    """Texts, with ``echo`` after their prompts."""
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, **common: Any) -> None:
+        super().__init__(stream_options=request.stream_options, **common)
+        self._tokenizer = tokenizer
+        self._echo = request.echo is True
+        self._num_logprobs = request.logprobs
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._returns_ids = request.return_token_ids is True
+        self._skips_special = request.skip_special_tokens is not False
+        self._shapes = LogprobShapes(
+            tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
+        )
+
+    def whole(self, pieces: Sequence[Piece]) -> bytes:
+        choices = []
+        for sample, piece in zip(self.samples, pieces, strict=True):
+            choice = self._choice(sample, piece, first=True)
+            if self._num_prompt_logprobs is not None:
+                choice.prompt_logprobs = self._shapes.prompt(
+                    sample.prompt_logprobs, self._num_prompt_logprobs
+                )
+            choices.append(choice)
+        return encode(Completion(self.id, self.created, self.model, choices, self.usage()))
+
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        nothing_new = not piece.text and piece.finish_reason is None
+        if nothing_new and not (first and self._echo) and not self._returns_ids and not piece.logprobs:
+            return b""
+        choices = [self._choice(sample, piece, first=first)]
+        return event(Completion(self.id, self.created, self.model, choices, self.usage_so_far(sample)))
+
+    def usage_chunk(self) -> bytes:
+        return event(Completion(self.id, self.created, self.model, [], self.usage()))
+
+    def _choice(self, sample: Sample, piece: Piece, *, first: bool) -> CompletionChoice:
+        echoes = first and self._echo
+        return CompletionChoice(
+            index=sample.index,
+            text=sample.prompt_text + piece.text if echoes else piece.text,
+            logprobs=self._logprobs(sample, piece, echoes=echoes) if self._num_logprobs is not None else None,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            prompt_token_ids=sample.prompt.prompt_ids if first and self._returns_ids else UNSET,
+            token_ids=piece.token_ids if self._returns_ids else UNSET,
+        )
+
+    def _logprobs(self, sample: Sample, piece: Piece, *, echoes: bool) -> CompletionLogprobs:
+        start = len(sample.prompt_text) if self._echo else 0
+        token_ids = piece.token_ids
+        offsets = [start + offset for offset in piece.offsets]
+        if not echoes:
+            return self._shapes.completion(token_ids, piece.logprobs, offsets)
+        prompt_ids = sample.prompt.prompt_ids
+        of_prompt = offsets_of(self._tokenizer, prompt_ids, skip_special_tokens=self._skips_special)
+        known = [*sample.prompt_logprobs, *[None] * (len(prompt_ids) - len(sample.prompt_logprobs))]
+        return self._shapes.completion(
+            [*prompt_ids, *token_ids], [*known, *piece.logprobs], [*of_prompt, *offsets]
+        )

@@ -1,0 +1,116 @@
+"""What a client is told when something goes wrong: one exception, one body.
+
+Every error of the HTTP layer has the body ``{"error": {message, type, param, code}}``. ``Retry-After`` is
+sent where waiting helps. OpenAI clients try 408, 409, 429 and 5xx again by themselves, which is left to them
+except where it cannot help: then ``x-should-retry: false`` tells them so.
+"""
+
+from __future__ import annotations
+
+import enum
+from http import HTTPStatus
+from typing import NoReturn
+
+import msgspec
+from starlette.responses import Response
+
+from engine.messages import Delta
+from router.mesh import MeshError
+
+
+class Kind(enum.StrEnum):
+    """The ``type`` of an error body."""
+
+    BAD_REQUEST = "BadRequestError"
+    AUTHENTICATION = "AuthenticationError"
+    NOT_FOUND = "NotFoundError"
+    METHOD_NOT_ALLOWED = "MethodNotAllowedError"
+    REQUEST_TIMEOUT = "RequestTimeoutError"
+    REQUEST_TOO_LARGE = "RequestTooLargeError"
+    INTERNAL = "InternalServerError"
+    UNAVAILABLE = "ServiceUnavailableError"
+
+
+KIND_OF_STATUS = {
+    400: Kind.BAD_REQUEST,
+    401: Kind.AUTHENTICATION,
+    404: Kind.NOT_FOUND,
+    405: Kind.METHOD_NOT_ALLOWED,
+    408: Kind.REQUEST_TIMEOUT,
+    413: Kind.REQUEST_TOO_LARGE,
+    500: Kind.INTERNAL,
+    503: Kind.UNAVAILABLE,
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` names the field at fault as the client spells it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or KIND_OF_STATUS.get(status) or HTTPStatus(status).phrase
+        self.param = param
+        self.headers = headers or {}
+
+    def __repr__(self) -> str:
+        return f"<ApiError {self.status} {self.kind}: {self}>"
+
+
+class ClientGone(Exception):
+    """The client hung up, or stopped reading: nobody is left to answer."""
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+def refuse(message: str, param: str | None = None) -> NoReturn:
+    """End the request with a 400."""
+    raise bad_request(message, param)
+
+
+def from_mesh(error: MeshError) -> ApiError:
+    """A request that the mesh did not take."""
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return ApiError(error.status, str(error), kind=error.kind, param=error.param, headers=headers)
+
+
+def from_failure(delta: Delta) -> ApiError:
+    """A request that failed where it ran. The mesh has tried all it could, so trying again is no help."""
+    message = delta.error or "the request failed"
+    return ApiError(500, message, headers={"x-should-retry": "false"})
+
+
+def unexpected() -> ApiError:
+    """A fault of ours: the log has the details, the client gets none."""
+    return ApiError(500, "Internal server error.")
+
+
+class _Details(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    error: _Details
+
+
+def error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode(
+        ErrorBody(_Details(message=str(error), type=error.kind, param=error.param, code=error.status))
+    )
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")

@@ -1,0 +1,266 @@
+"""The wire of the OpenAI-compatible endpoints: what requests may hold and what answers look like.
+
+Field names and meanings are OpenAI's, and vLLM's where it has more. Clients send ``null`` for what they do
+not set and fields that nobody knows, so every optional field takes null and unknown fields are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""JSON has no bound on integers, the messages to instances have."""
+
+# ---- requests
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[Int, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    prompt_logprobs: Int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    echo: bool | None = None
+    priority: Int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    # Not supported (yet): refused when set to anything that would matter.
+    response_format: Any = None
+    structured_outputs: Any = None
+    bad_words: Any = None
+    logprob_token_ids: Any = None
+    use_beam_search: Any = None
+    kv_transfer_params: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    vllm_xargs: Any = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | Int | list[Int]] | None = None
+    logprobs: Int | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[Int]
+    model: str | None = None
+
+
+# ---- log-probabilities
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One per prompt token, by token id; None for the first."""
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+# ---- answers
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct):
+    """Of a whole answer and of a chunk alike."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """An answer of /v1/completions, whole or a chunk."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class AssistantMessage(msgspec.Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct):
+    content: str
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "lockstep"
+    parent: str | None = None
+    permission: list[Any] = []
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"

@@ -1,0 +1,87 @@
+"""The sampling parameters of a request: its own, then the model's defaults, then neutral ones (pure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.sampling import BadParameter, SamplingParams
+from router.errors import bad_request, refuse
+from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
+from router.prompts import PromptText, too_long
+from router.rules import name_of_max_tokens, wanted_tokens
+from router.text_model import TextModel
+
+COMPLETION_MAX_TOKENS = 16
+"""The default of /v1/completions; chat goes on up to the context length."""
+MIN_TEMPERATURE = 0.01
+"""Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
+MAX_STOP_LENGTH = 1000
+
+
+def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
+    """All parameters, in range. ``max_tokens`` stays as asked: :func:`room_for` settles it per prompt."""
+    given = model.defaults
+    is_chat = isinstance(request, ChatRequest)
+    temperature = float(_first(request.temperature, given.get("temperature"), 1.0))
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    params = SamplingParams(
+        n=_first(request.n, 1),
+        presence_penalty=_first(request.presence_penalty, 0.0),
+        frequency_penalty=_first(request.frequency_penalty, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, given.get("repetition_penalty"), 1.0),
+        temperature=max(temperature, MIN_TEMPERATURE) if temperature > 0 else temperature,
+        top_p=_first(request.top_p, given.get("top_p"), 1.0),
+        top_k=min(_first(request.top_k, given.get("top_k"), 0), model.served.vocab_size),
+        min_p=_first(request.min_p, given.get("min_p"), 0.0),
+        seed=request.seed,
+        stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=request.ignore_eos is True,
+        max_tokens=wanted_tokens(request),
+        min_tokens=_first(request.min_tokens, 0),
+        logprobs=_chat_logprobs(request) if isinstance(request, ChatRequest) else _logprobs(request),
+        prompt_logprobs=request.prompt_logprobs,
+        logit_bias=request.logit_bias or {},
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output is True,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+    )
+    try:
+        params.check(vocab_size=model.served.vocab_size, max_logprobs=max_logprobs)
+    except BadParameter as error:
+        renamed = {"logprobs": "top_logprobs", "max_tokens": name_of_max_tokens(request)} if is_chat else {}
+        raise bad_request(str(error), renamed.get(error.param, error.param)) from error
+    if any(len(text) > MAX_STOP_LENGTH for text in stop):
+        refuse(f"stop strings may have at most {MAX_STOP_LENGTH} characters.", "stop")
+    if params.max_tokens == 0 and params.min_tokens:
+        refuse("min_tokens must not exceed max_tokens (0).", "min_tokens")
+    return params
+
+
+def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
+    """How many tokens to generate: as asked, or as many as the default and the context allow."""
+    room = model.served.max_model_len - len(prompt.ids)
+    if params.max_tokens is not None:
+        if params.max_tokens > room:
+            raise too_long(len(prompt.ids), params.max_tokens, request, model)
+        return params.max_tokens
+    default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
+    count = min(room, int(default)) if default else room
+    if params.min_tokens > count:
+        refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
+    return count
+
+
+def _logprobs(request: GenerationRequest) -> int | None:
+    assert isinstance(request, CompletionRequest)
+    return request.logprobs
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _first(*values: Any) -> Any:
+    """The first that is set."""
+    return next(value for value in values if value is not None)

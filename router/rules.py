@@ -1,0 +1,156 @@
+"""Which requests make sense, as far as that can be told without a model (pure).
+
+What is wrong ends in a 400 that names the field. What would change the answer and is not supported is refused
+rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.errors import refuse
+from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+
+MAX_ID_LENGTH = 256
+
+UNSUPPORTED = (
+    "structured_outputs",
+    "bad_words",
+    "logprob_token_ids",
+    "use_beam_search",
+    "kv_transfer_params",
+    "repetition_detection",
+    "thinking_token_budget",
+    "vllm_xargs",
+    "suffix",
+    "prompt_embeds",
+    "chat_template",
+)
+"""Refused when set to anything that would matter."""
+
+
+def check_completion(request: CompletionRequest) -> None:
+    """Refuse what /v1/completions cannot do."""
+    _check_common(request)
+    if request.prompt is None:
+        refuse("prompt is required.", "prompt")
+    if request.stream and request.prompt_logprobs is not None:
+        refuse("prompt_logprobs are not available with stream.", "prompt_logprobs")
+    if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+        refuse("max_tokens must be at least 1 unless echo or prompt_logprobs is set.", "max_tokens")
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Refuse what /v1/chat/completions cannot do."""
+    _check_common(request)
+    if not request.messages:
+        refuse("messages must not be empty.", "messages")
+    if request.stream and request.prompt_logprobs is not None:
+        refuse("prompt_logprobs are not available with stream.", "prompt_logprobs")
+    if request.top_logprobs and not request.logprobs:
+        refuse("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if wanted_tokens(request) == 0:
+        refuse("at least one token must be generated.", name_of_max_tokens(request))
+    check_messages(request.messages)
+    check_template_fields(request)
+    _check_tools(request)
+
+
+def _check_common(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        refuse("stream_options needs stream to be true.", "stream_options")
+    for name in UNSUPPORTED:
+        if value := getattr(request, name, None):
+            refuse(f"{name} is not supported yet (got {_shortened(value)}).", name)
+    _check_response_format(request.response_format)
+    if request.request_id is not None and not usable_id(request.request_id):
+        refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
+        refuse(f"cache_salt must have 1 to {MAX_ID_LENGTH} characters.", "cache_salt")
+    if request.truncation_side not in (None, "left", "right"):
+        refuse("truncation_side must be 'left' or 'right'.", "truncation_side")
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
+        refuse("truncate_prompt_tokens must be -1 or more.", "truncate_prompt_tokens")
+
+
+def _check_response_format(wanted: Any) -> None:
+    if wanted is None:
+        return
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if not isinstance(kind, str):
+        refuse("response_format must be an object with a type.", "response_format")
+    if kind == "json_schema" and not wanted.get("json_schema"):
+        refuse("response_format of type json_schema needs json_schema.", "response_format")
+    if kind != "text":
+        refuse(
+            f"response_format of type {_shortened(kind)} is not supported yet, only text.", "response_format"
+        )
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            refuse(f"messages[{index}].role must be a string.", "messages")
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            refuse(f"messages[{index}].tool_calls must be a list.", "messages")
+
+
+def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
+    if request.continue_final_message and request.add_generation_prompt:
+        refuse(
+            "continue_final_message and add_generation_prompt exclude each other.", "continue_final_message"
+        )
+    if request.tools is not None and not request.tools:
+        refuse("tools must not be an empty list; leave it out instead.", "tools")
+    for index, tool in enumerate(request.tools or []):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            refuse(f"tools[{index}].function must be an object with a name.", "tools")
+
+
+def _check_tools(request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if choice is None or choice == "none":
+        return
+    if not request.tools:
+        refuse("tool_choice needs tools.", "tool_choice")
+    if choice == "auto":
+        return
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in [tool["function"]["name"] for tool in request.tools]:
+            refuse("tool_choice names no function of tools.", "tool_choice")
+    elif choice != "required":
+        refuse(
+            f"tool_choice must be none, auto, required or a function, got {_shortened(choice)}.",
+            "tool_choice",
+        )
+    refuse("tool_choice other than none and auto is not supported yet.", "tool_choice")
+
+
+def wanted_tokens(request: GenerationRequest) -> int | None:
+    """``max_tokens`` under either of its names; the newer one wins."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
+def usable_id(text: str) -> bool:
+    """Whether a client's own request id can stand in logs and headers."""
+    return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
+
+
+def name_of_prompt(request: GenerationRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def name_of_max_tokens(request: GenerationRequest) -> str:
+    newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

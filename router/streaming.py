@@ -1,0 +1,260 @@
+"""Running the samples of one request, and getting what they say to the client.
+
+One request may have many samples (prompts times ``n``). What arrives together is written together. When the
+client goes, or stops reading, every sample is closed at once; nothing of a request is left behind, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.messages import Delta, FinishReason
+from router.answers import DONE, Answer
+from router.errors import ApiError, ClientGone, error_body, from_mesh, unexpected
+from router.mesh import Generation, Mesh, MeshError
+from router.metrics import Meter, Metrics
+from router.sample import Piece, Sample, join
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT = 60.0
+"""Seconds that a client may refuse to take more of its stream."""
+
+EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+Result = TypeVar("Result")
+
+Batch = list[tuple[Sample, Piece]]
+
+
+class Call:
+    """One request, ready to run."""
+
+    def __init__(self, mesh: Mesh, metrics: Metrics, samples: Sequence[Sample], answer: Answer) -> None:
+        self.samples = samples
+        self.answer = answer
+        self._mesh = mesh
+        self._metrics = metrics
+        self._arrival = time.perf_counter()
+
+    def __repr__(self) -> str:
+        return f"<Call {self.answer!r}>"
+
+    async def pieces(self) -> AsyncGenerator[Batch, None]:
+        """What the samples say, as it comes, until all have finished.
+
+        Raises:
+            MeshError: the mesh does not take a sample.
+            ApiError: a sample failed.
+        """
+        if not any(sample.needs_mesh for sample in self.samples):
+            nothing = Delta(0, [], FinishReason.LENGTH)
+            yield [(sample, sample.take(nothing)) for sample in self.samples]
+            return
+        meter = Meter(self._metrics, self.samples, self._arrival)
+        generations: list[Generation] = []
+        unfinished = len(self.samples)
+        try:
+            for sample in self.samples:
+                generations.append(self._mesh.generate(sample.prompt))
+            async with contextlib.aclosing(merged(generations)) as batches:
+                async for batch in batches:
+                    now = time.perf_counter()
+                    pieces: Batch = []
+                    for position, delta in batch:
+                        sample = self.samples[position]
+                        if sample.finish_reason is not None:
+                            continue
+                        meter.delta(position, generations[position], now)
+                        piece = sample.take(delta)
+                        pieces.append((sample, piece))
+                        if piece.finish_reason is not None:
+                            generations[position].close()
+                            unfinished -= 1
+                    yield pieces
+                    if not unfinished:
+                        return
+            raise ApiError(500, "The request ended without a last token.")
+        except (MeshError, ApiError):
+            for sample in self.samples:
+                sample.finish_reason = sample.finish_reason or FinishReason.ERROR
+            raise
+        finally:
+            for generation in generations:
+                generation.close()
+            meter.close(time.perf_counter(), len(generations))
+
+
+async def whole_answer(call: Call, receive: Receive) -> bytes:
+    """Run a request to its end and return the body of its answer.
+
+    Raises:
+        MeshError, ApiError: it cannot be answered.
+        ClientGone: nobody waits for it any more.
+    """
+
+    async def run() -> bytes:
+        said: list[list[Piece]] = [[] for _ in call.samples]
+        async with contextlib.aclosing(call.pieces()) as batches:
+            async for batch in batches:
+                for sample, piece in batch:
+                    said[sample.index].append(piece)
+        return call.answer.whole([join(pieces) for pieces in said])
+
+    return await unless_gone(receive, run())
+
+
+class EventStream(Response):
+    """A streamed answer. The status goes out with the first tokens: an early failure still has its own."""
+
+    def __init__(
+        self,
+        call: Call,
+        headers: Mapping[str, str] | None = None,
+        *,
+        send_timeout: float = SEND_TIMEOUT,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(EVENT_STREAM | dict(headers or {}))
+        self._call = call
+        self._send_timeout = send_timeout
+        self._waits_since: float | None = None
+        """When the server began to hold back the latest write, as the client did not take the ones before."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, self._run(send), self._is_stuck, self._send_timeout / 4)
+
+    def _is_stuck(self) -> bool:
+        since = self._waits_since
+        return since is not None and time.perf_counter() - since > self._send_timeout
+
+    async def _run(self, send: Send) -> None:
+        started = False
+
+        async def write(body: bytes, more: bool = True) -> None:
+            nonlocal started
+            self._waits_since = time.perf_counter()
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._waits_since = None
+
+        try:
+            await self._write_pieces(write)
+            last = self._call.answer.closing()
+        except Exception as error:
+            if not started:
+                raise
+            last = _error_event(error)
+        await write(last, more=False)
+
+    async def _write_pieces(self, write: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        answer = self._call.answer
+        begun: set[int] = set()
+        async with contextlib.aclosing(self._call.pieces()) as batches:
+            async for batch in batches:
+                events = []
+                for sample, piece in batch:
+                    events.append(answer.chunk(sample, piece, first=sample.index not in begun))
+                    begun.add(sample.index)
+                await write(b"".join(events))
+
+
+def _error_event(error: Exception) -> bytes:
+    """How a stream ends that cannot go on."""
+    if isinstance(error, MeshError):
+        error = from_mesh(error)
+    elif not isinstance(error, ApiError):
+        logger.error("a stream ended with an unexpected error", exc_info=error)
+        error = unexpected()
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
+async def unless_gone(
+    receive: Receive,
+    work: Coroutine[Any, Any, Result],
+    is_stuck: Callable[[], bool] = lambda: False,
+    interval: float | None = None,
+) -> Result:
+    """Do the work, but give it up when the client disconnects, or ``is_stuck`` says that it does not read.
+
+    Raises:
+        ClientGone: it was given up.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        while not working.done():
+            await asyncio.wait((working, watching), timeout=interval, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and (watching.done() or is_stuck()):
+                raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    """The deltas of all generations, each with its generation's position; those at hand come together."""
+    if len(generations) == 1:
+        async with contextlib.aclosing(_deltas(generations[0])) as deltas:
+            async for delta in deltas:
+                yield [(0, delta)]
+        return
+    arrived: list[tuple[int, Delta]] = []
+    wake = asyncio.Event()
+
+    async def pump(position: int) -> None:
+        async for delta in generations[position]:
+            arrived.append((position, delta))
+            wake.set()
+
+    pumps = [asyncio.create_task(pump(position)) for position in range(len(generations))]
+    for task in pumps:
+        task.add_done_callback(lambda _: wake.set())
+    try:
+        while True:
+            await wake.wait()
+            wake.clear()
+            if arrived:
+                batch, arrived[:] = arrived[:], []
+                yield batch
+            ended = [task for task in pumps if task.done()]
+            for task in ended:
+                task.result()
+            if len(ended) == len(pumps) and not arrived:
+                return
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _deltas(generation: Generation) -> AsyncGenerator[Delta, None]:
+    """A generation, whose own iterator is closed with this one."""
+    deltas: AsyncIterator[Delta] = aiter(generation)
+    try:
+        async for delta in deltas:
+            yield delta
+    finally:
+        if isinstance(deltas, AsyncGenerator):
+            await deltas.aclose()

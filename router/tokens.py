@@ -1,0 +1,239 @@
+"""Text to token ids and back: a model's tokenizer, and the text of a stream of tokens.
+
+The ``tokenizers`` package reads the model's tokenizer.json, so neither torch nor transformers is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
+
+PRIMING = 6
+"""Tokens of the prompt's tail that the first token is decoded with: some decoders strip a leading space."""
+MAX_PENDING = 16
+"""Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
+
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(ValueError):
+    """A directory without a usable tokenizer. The message says what to do."""
+
+
+class Tokenizer:
+    """The tokenizer of one model. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+        self.backend = backend
+        self.config = config
+        self.special_tokens = _named_special_tokens(config)
+        backend.no_truncation()
+        backend.no_padding()
+        self._add_boundaries()
+        self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
+        self._piece_bytes = _piece_decoder(backend)
+        self._bytes_of: dict[int, bytes] = {}
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer with {self.size} tokens>"
+
+    @property
+    def size(self) -> int:
+        """Tokens it knows; the model's vocabulary is often padded beyond."""
+        return int(self.backend.get_vocab_size())
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Frees the GIL while it works (``encode`` of the backend would not)."""
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token alone stands for: possibly a part of a character. Empty for ids without a token."""
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            found = self._bytes_of[token_id] = self._look_up_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone as text; U+FFFD stands for what is no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _look_up_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self.backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        return self._piece_bytes(piece, token_id)
+
+    def _add_boundaries(self) -> None:
+        """Where tokenizer_config.json says whether to add BOS and EOS, it wins over tokenizer.json."""
+        if not {"add_bos_token", "add_eos_token"} & self.config.keys():
+            return
+        first, last = (self._boundary("bos"), self._boundary("eos"))
+        single = " ".join([*first, "$A", *last])
+        ids = {token: self.backend.token_to_id(token) for token in {*first, *last}}
+        self.backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ids.items()))
+
+    def _boundary(self, name: str) -> list[str]:
+        token = self.special_tokens.get(f"{name}_token")
+        if token is None or not self.config.get(f"add_{name}_token"):
+            return []
+        return [token] if self.backend.token_to_id(token) is not None else []
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        TokenizerError: a file is missing or broken.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write "
+            "one with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing more special
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    return Tokenizer(backend, read_tokenizer_config(directory))
+
+
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, empty if there is none.
+
+    Raises:
+        TokenizerError: it is no JSON object.
+    """
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{path} holds no JSON object")
+    return config
+
+
+class Detokenizer:
+    """The text of one stream of tokens, as far as it is certain: a character comes out whole or not yet."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
+        self._skip = skip_special_tokens
+        self._context = list(prompt_ids[-PRIMING:])
+        """Tokens of the last text that came out: what the next ones are decoded with."""
+        self._pending: list[int] = []
+        """Tokens after those, of which nothing has come out."""
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+
+    def __repr__(self) -> str:
+        return f"<Detokenizer with {len(self._pending)} tokens pending>"
+
+    def step(self, token_id: int) -> str:
+        """Text that the next token makes certain."""
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception:  # noqa: BLE001 (is bare: what came before reads differently now)
+            self._pending.append(token_id)
+            return self._start_afresh()
+        self._pending.append(token_id)
+        if text is None:
+            return "" if len(self._pending) < MAX_PENDING else self._start_afresh()
+        self._context, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The end of the stream: text of the tokens that wait for more, U+FFFD for what is no character."""
+        if not self._pending:
+            return ""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip)
+        if not after.startswith(before):
+            before, after = "", self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
+        self._pending = []
+        return after[len(before) :]
+
+    def _start_afresh(self) -> str:
+        text = self.flush()
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+        return text
+
+
+def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like, each a string or an object with ``content``."""
+    found = {}
+    for name in NAMED_SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str, int], bytes]:
+    """How a vocabulary entry is written as bytes: a function of (piece, id)."""
+    kinds = _decoder_kinds(backend)
+    if "ByteLevel" in kinds:
+        byte_of = _byte_level_alphabet()
+
+        def byte_level(piece: str, _id: int) -> bytes:
+            if all(character in byte_of for character in piece):
+                return bytes(byte_of[character] for character in piece)
+            return piece.encode()
+
+        return byte_level
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+
+        def sentence_piece(piece: str, _id: int) -> bytes:
+            match = BYTE_PIECE.fullmatch(piece)
+            return bytes.fromhex(match[1]) if match else piece.replace("▁", " ").encode()
+
+        return sentence_piece
+
+    def alone(_piece: str, id: int) -> bytes:
+        return str(backend.decode([id], skip_special_tokens=False)).encode()
+
+    return alone
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    if backend.decoder is None:
+        return set()
+    state = json.loads(backend.decoder.__getstate__())
+    return {part["type"] for part in state.get("decoders", [state])}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable Latin-1 for itself, the rest for U+0100 and up, in order."""
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(rest)}
