@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 ASK_INTERVAL = 0.3
 """Seconds between two tries to register."""
 WATCH_INTERVAL = 1.0
+RECONNECT_INTERVAL = 0.05
+"""Seconds between two tries while there is no connection."""
 COMPLAINT_INTERVAL = 5.0
 SILENCE = 3.0
 """Seconds without an answer after which the coordinator is said to be away."""
@@ -140,8 +142,9 @@ class Membership:
         listening = asyncio.create_task(self._listen(connection))
         try:
             while not self._leaving and self._refusal is None:
-                connection.send(self._next_message())
+                sent = connection.send(self._next_message())
                 interval = self._welcome.heartbeat_interval if self._welcome else ASK_INTERVAL
+                interval = interval if sent else RECONNECT_INTERVAL
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), interval)
                 self._changed.clear()
@@ -241,8 +244,8 @@ class Watcher:
     async def _ask(self) -> None:
         complained_at = time.monotonic()
         while True:
-            self._connection.send(Watch(self._name))
-            await asyncio.sleep(WATCH_INTERVAL)
+            sent = self._connection.send(Watch(self._name))
+            await asyncio.sleep(WATCH_INTERVAL if sent else RECONNECT_INTERVAL)
             now = time.monotonic()
             silent = now - (self._heard_at or complained_at)
             if silent > SILENCE and now - complained_at > COMPLAINT_INTERVAL:

@@ -103,6 +103,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.data_parallel_size
 
     @property
+    def instances_here(self) -> int:
+        """Instances that will share this host's cores, as far as the flags tell: the local ones, or all
+        if the mesh is a loopback one."""
+        everywhere = self.data_parallel_size or 1
+        return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
+
+    @property
     def coordinator_endpoint(self) -> str:
         return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,8 @@ class AsyncListener(Generic[In, Out]):
 
 
 class AsyncConnection(Generic[In, Out]):
-    """The connecting end for asyncio. Reconnects by itself; what is sent meanwhile waits, bounded."""
+    """The connecting end for asyncio. Reconnects by itself; nothing is queued while it is not connected, so
+    that no message of an earlier connection turns up in a later one."""
 
     def __init__(
         self,
@@ -257,11 +259,13 @@ class AsyncConnection(Generic[In, Out]):
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         _set_options(self._socket, endpoint, max_bytes)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
         self.endpoint = endpoint
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
 
     @property
@@ -285,8 +289,12 @@ class AsyncConnection(Generic[In, Out]):
             except Malformed as error:
                 self._complaints.add(error)
 
+    async def broken(self) -> None:
+        """Wait until the established connection breaks: the listener's process ended, or the network did."""
+        await recv_monitor_message(self._monitor)
+
     def send(self, message: Out) -> bool:
-        """Queue a message; False if the queue is full."""
+        """Queue a message; False if there is no connection now, or its queue is full."""
         try:
             _at_once(self._socket.send(encode(message), zmq.NOBLOCK))
         except zmq.Again:
@@ -294,4 +302,6 @@ class AsyncConnection(Generic[In, Out]):
         return True
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)

@@ -193,9 +193,10 @@ class Instance:
     def _share_cores(self, membership: Membership) -> None:
         """Compute threads: as asked, or this host's cores divided by the instances on it, which come and
         go. More threads than cores would make every step tens of times slower."""
-        threads = self._config.device.cpu_threads or threads_per_worker(
-            membership.neighbours, usable_cores()
-        )
+        sharers = membership.neighbours
+        if self._server is None:  # others may not have registered yet
+            sharers = max(sharers, self._mesh.instances_here)
+        threads = self._config.device.cpu_threads or threads_per_worker(sharers, usable_cores())
         if threads != self._threads:
             self._threads = threads
             logger.info("computes with %d thread%s", threads, "s" * (threads > 1))

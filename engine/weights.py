@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
-from engine.attention.probe import probe_layers, verify
+from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
 
@@ -191,6 +191,8 @@ def _read_weights(
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise CheckpointError(f"{info.architecture}: {NOT_THROUGH_INTERFACE}") from error
         raise CheckpointError(
             f"{info.architecture}: transformers cannot load {info.directory}: {_first_line(error)}"
         ) from error

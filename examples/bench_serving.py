@@ -21,8 +21,8 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
+import re
 import shlex
 import socket
 import statistics
@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,10 @@ from typing import Any
 
 import aiohttp
 
+Args = argparse.Namespace
+Session = aiohttp.ClientSession
 Prompt = list[int] | str
+Result = dict[str, Any]
 
 METRICS = {
     "ttft": "Time to First Token",
@@ -46,32 +48,32 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
+REPORT = {
+    "Successful requests:": "completed",
+    "Failed requests:": "failed",
+    "Maximum request concurrency:": "max_concurrency",
+    "Request rate configured (RPS):": "request_rate",
+    "Benchmark duration (s):": "duration",
+    "Total input tokens:": "total_input_tokens",
+    "Total generated tokens:": "total_output_tokens",
+    "Request throughput (req/s):": "request_throughput",
+    "Output token throughput (tok/s):": "output_throughput",
+    "Total Token throughput (tok/s):": "total_token_throughput",
+}
 COLUMNS = {
     "concurrency": "max_concurrency",
-    "requests": "completed",
     "failed": "failed",
     "output tok/s": "output_throughput",
     "req/s": "request_throughput",
-    "TTFT p50": "median_ttft_ms",
-    "TTFT p99": "p99_ttft_ms",
-    "TPOT p50": "median_tpot_ms",
-    "TPOT p99": "p99_tpot_ms",
-    "ITL p50": "median_itl_ms",
-    "ITL p99": "p99_itl_ms",
-    "E2EL p50": "median_e2el_ms",
+    **{f"{name.upper()} {p}": f"{p}_{name}_ms" for name in METRICS for p in ("p50", "p99")},
 }
 """Of the table of a series: title and key of the result."""
-DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "errors")
-"""Keys of a result with one value per request; --save-result writes them, --output-json does not."""
-LOWEST_ID = 16
-"""Token ids below are not sent: special tokens often live there."""
-READ_TIMEOUT = 600.0
-"""Seconds without a byte after which a request has failed."""
-STOP_TIMEOUT = 20.0
-"""Seconds that the mesh of --serve may take to end."""
+DETAILS = ("input_len", "output_len", "ttft", "itl", "error")
+"""What --save-result writes for every request, as input_lens and so on; --output-json does not."""
 
-
-# ---- one request
+LOWEST_ID = 16  # special tokens often live below
+READ_TIMEOUT = 600.0  # seconds without a byte after which a request has failed
+STOP_TIMEOUT = 20.0  # seconds that the mesh of --serve may take to end
 
 
 @dataclass
@@ -81,61 +83,52 @@ class Outcome:
     input_len: int
     output_len: int = 0
     ttft: float = 0.0
-    itls: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
     latency: float = 0.0
     error: str = ""
-    status: int = 0
 
 
-async def send(session: aiohttp.ClientSession, args: argparse.Namespace, prompt: Prompt) -> Outcome:
+async def send(session: Session, args: Args, prompt: Prompt) -> Outcome:
     """Stream one answer and time its chunks."""
     outcome = Outcome(input_len=len(prompt))
     began = latest = time.perf_counter()
     num_chunks, is_done = 0, False
     try:
         async with session.post(args.base_url + args.endpoint, json=body_of(args, prompt)) as response:
-            outcome.status = response.status
             if response.status != 200:
-                raise ValueError(f"HTTP {response.status}: {await response.text()}")
+                outcome.error = f"HTTP {response.status}: {await response.text()}"
+                return outcome
             async for line in response.content:
                 data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    is_done = True
-                elif data and line.startswith(b"data:"):
-                    now = time.perf_counter()
-                    event = json.loads(data)
-                    if event.get("error"):
-                        raise ValueError(f"in the stream: {event['error']}")
-                    if usage := event.get("usage"):
-                        outcome.input_len = usage["prompt_tokens"]
-                        outcome.output_len = usage["completion_tokens"]
-                    if not says_something(event):
-                        continue
+                is_done |= data == b"[DONE]"
+                if is_done or not data or not line.startswith(b"data:"):
+                    continue
+                now, event = time.perf_counter(), json.loads(data)
+                outcome.error = str(event.get("error") or outcome.error)
+                if usage := event.get("usage"):
+                    outcome.input_len = usage["prompt_tokens"]
+                    outcome.output_len = usage["completion_tokens"]
+                if says_something(event):
                     if num_chunks:
-                        outcome.itls.append(now - latest)
+                        outcome.itl.append(now - latest)
                     else:
                         outcome.ttft = now - began
                     num_chunks, latest = num_chunks + 1, now
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"[:400]
-        return outcome
+        outcome.error = f"{type(error).__name__}: {error}"
     outcome.latency = latest - began
     outcome.output_len = outcome.output_len or num_chunks
-    if not is_done or not num_chunks:
+    if not outcome.error and not (is_done and num_chunks):
         outcome.error = f"the stream ended after {num_chunks} chunks{'' if is_done else ' without [DONE]'}"
-    elif args.ignore_eos and outcome.output_len != args.random_output_len:
+    if not outcome.error and args.ignore_eos and outcome.output_len != args.random_output_len:
         outcome.error = f"{outcome.output_len} tokens came instead of {args.random_output_len}"
     return outcome
 
 
-def body_of(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
+def body_of(args: Args, prompt: Prompt) -> dict[str, Any]:
     """The request for a prompt."""
-    body = {
-        "model": args.model,
-        "temperature": args.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {"model": args.model, "temperature": args.temperature}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     if args.backend == "openai-chat":
         messages = [{"role": "user", "content": prompt}]
         body |= {"messages": messages, "max_completion_tokens": args.random_output_len}
@@ -146,22 +139,15 @@ def body_of(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
 
 def says_something(event: dict[str, Any]) -> bool:
     """Whether a chunk carries a token: the one with the role and the one with usage alone do not."""
-    if not event.get("choices"):
-        return False
-    delta = event["choices"][0].get("delta")
-    return delta is None or bool(delta.get("content")) or not delta.get("role")
+    deltas = [choice.get("delta", {}) for choice in event.get("choices") or ()]
+    return any(delta.get("content") or not delta.get("role") for delta in deltas)
 
 
-# ---- one run
-
-
-async def run(
-    session: aiohttp.ClientSession, args: argparse.Namespace, concurrency: int | None, number: int
-) -> dict[str, Any]:
+async def run(session: Session, args: Args, concurrency: int | None, number: int) -> Result:
     """Send all prompts and sum up. ``number`` makes the prompts of the runs of a series differ."""
     count = args.num_prompts or max(32, 4 * (concurrency or 8))
     rng = random.Random(f"{args.seed}-{number}")
-    prompts = await make_prompts(session, args, rng, args.num_warmups + count)
+    prompts = make_prompts(args, rng, args.num_warmups + count)
     limit = asyncio.Semaphore(concurrency or len(prompts))
 
     async def limited(prompt: Prompt) -> Outcome:
@@ -180,43 +166,28 @@ async def run(
     return summary(args, concurrency, outcomes, time.perf_counter() - began)
 
 
-async def make_prompts(
-    session: aiohttp.ClientSession, args: argparse.Namespace, rng: random.Random, count: int
-) -> list[Prompt]:
-    """Random token ids; for chat their text, which only the server can tell."""
+def make_prompts(args: Args, rng: random.Random, count: int) -> list[Prompt]:
+    """Random token ids; for chat as many random words, which are more tokens than that."""
 
     def ids(length: int) -> list[int]:
         return [rng.randrange(LOWEST_ID, args.random_vocab) for _ in range(length)]
 
     prefix = ids(args.random_prefix_len)
-    prompts: list[Prompt] = [prefix + ids(args.random_input_len) for _ in range(count)]
-    if args.backend == "openai-chat":
-        for index, prompt in enumerate(prompts):
-            body = {"model": args.model, "tokens": prompt}
-            async with session.post(f"{args.base_url}/detokenize", json=body) as response:
-                if response.status != 200:
-                    raise SystemExit(
-                        f"chat prompts need text, but {args.base_url}/detokenize answers {response.status}: "
-                        "use --backend openai, which sends token ids"
-                    )
-                prompts[index] = (await response.json())["prompt"]
-    return prompts
+    prompts = [prefix + ids(args.random_input_len) for _ in range(count)]
+    if args.backend == "openai":
+        return [*prompts]
+    return [" ".join(f"{token_id:x}" for token_id in prompt) for prompt in prompts]
 
 
-def summary(
-    args: argparse.Namespace, concurrency: int | None, outcomes: Sequence[Outcome], duration: float
-) -> dict[str, Any]:
+def summary(args: Args, concurrency: int | None, outcomes: Sequence[Outcome], duration: float) -> Result:
     """The result of a run, under vLLM's keys."""
     good = [outcome for outcome in outcomes if not outcome.error]
-    num_input = sum(outcome.input_len for outcome in good)
-    num_output = sum(outcome.output_len for outcome in good)
-    result: dict[str, Any] = {
+    num_input, num_output = sum(one.input_len for one in good), sum(one.output_len for one in good)
+    result: Result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
         "model_id": args.model,
         "num_prompts": len(outcomes),
-        "random_input_len": args.random_prefix_len + args.random_input_len,
-        "random_output_len": args.random_output_len,
         "request_rate": args.request_rate if args.request_rate != float("inf") else "inf",
         "burstiness": args.burstiness,
         "max_concurrency": concurrency,
@@ -228,25 +199,19 @@ def summary(
         "request_throughput": len(good) / duration,
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
-        "input_lens": [outcome.input_len for outcome in outcomes],
-        "output_lens": [outcome.output_len for outcome in outcomes],
-        "ttfts": [outcome.ttft for outcome in outcomes],
-        "itls": [outcome.itls for outcome in outcomes],
-        "errors": [outcome.error for outcome in outcomes],
+        **{f"{name}s": [getattr(outcome, name) for outcome in outcomes] for name in DETAILS},
     }
-    longer = [outcome for outcome in good if outcome.output_len > 1]
     values = {
-        "ttft": [outcome.ttft for outcome in good],
-        "tpot": [(outcome.latency - outcome.ttft) / (outcome.output_len - 1) for outcome in longer],
-        "itl": [gap for outcome in good for gap in outcome.itls],
-        "e2el": [outcome.latency for outcome in good],
+        "ttft": [one.ttft for one in good],
+        "tpot": [(one.latency - one.ttft) / (one.output_len - 1) for one in good if one.output_len > 1],
+        "itl": [gap for one in good for gap in one.itl],
+        "e2el": [one.latency for one in good],
     }
     for name, seconds in values.items():
         ms = sorted(1000 * value for value in seconds) or [0.0]
-        result[f"mean_{name}_ms"] = statistics.fmean(ms)
-        result[f"median_{name}_ms"] = statistics.median(ms)
-        result[f"std_{name}_ms"] = statistics.pstdev(ms)
-        for percent in {99.0, *args.metric_percentiles}:
+        mean, median, deviation = statistics.fmean(ms), statistics.median(ms), statistics.pstdev(ms)
+        result |= {f"mean_{name}_ms": mean, f"median_{name}_ms": median, f"std_{name}_ms": deviation}
+        for percent in {50.0, 99.0, *args.metric_percentiles}:
             result[f"p{percent:g}_{name}_ms"] = percentile(ms, percent)
     return result
 
@@ -259,41 +224,29 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-# ---- reports
-
-
-def print_report(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def print_report(args: Args, result: Result) -> None:
     """The layout of ``vllm bench serve``."""
-
-    def line(label: str, value: float | int | None) -> None:
-        print(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")
-
     print("{:=^50}".format(" Serving Benchmark Result "))
-    line("Successful requests:", result["completed"])
-    line("Failed requests:", result["failed"])
-    if result["max_concurrency"]:
-        line("Maximum request concurrency:", result["max_concurrency"])
-    if result["request_rate"] != "inf":
-        line("Request rate configured (RPS):", result["request_rate"])
-    line("Benchmark duration (s):", result["duration"])
-    line("Total input tokens:", result["total_input_tokens"])
-    line("Total generated tokens:", result["total_output_tokens"])
-    line("Request throughput (req/s):", result["request_throughput"])
-    line("Output token throughput (tok/s):", result["output_throughput"])
-    line("Total Token throughput (tok/s):", result["total_token_throughput"])
-    for name in args.percentile_metrics:
+    for label, key in REPORT.items():
+        if result[key] not in (None, "inf"):
+            print_line(label, result[key])
+    for name in args.percentile_metrics.split(","):
         print(f"{METRICS[name]:-^50}")
-        line(f"Mean {name.upper()} (ms):", result[f"mean_{name}_ms"])
-        line(f"Median {name.upper()} (ms):", result[f"median_{name}_ms"])
+        print_line(f"Mean {name.upper()} (ms):", result[f"mean_{name}_ms"])
+        print_line(f"Median {name.upper()} (ms):", result[f"median_{name}_ms"])
         for percent in args.metric_percentiles:
-            line(f"P{percent:g} {name.upper()} (ms):", result[f"p{percent:g}_{name}_ms"])
+            print_line(f"P{percent:g} {name.upper()} (ms):", result[f"p{percent:g}_{name}_ms"])
     print("=" * 50, flush=True)
     if result["failed"]:
-        first = next(filter(None, result["errors"]))
-        print(f"{result['failed']} requests failed, the first with: {first}", file=sys.stderr)
+        first_error = next(filter(None, result["errors"]))
+        print(f"{result['failed']} requests failed, the first with: {first_error}", file=sys.stderr)
 
 
-def print_table(results: Sequence[dict[str, Any]]) -> None:
+def print_line(label: str, value: float | int) -> None:
+    print(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")
+
+
+def print_table(results: Sequence[Result]) -> None:
     """One row per run, as a Markdown table."""
     cells = [[result[key] for key in COLUMNS.values()] for result in results]
     rows = [[f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in cells]
@@ -303,7 +256,7 @@ def print_table(results: Sequence[dict[str, Any]]) -> None:
         print("| " + " | ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
 
 
-def save(args: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
+def save(args: Args, results: Sequence[Result]) -> None:
     """--save-result: a file per run, named as vLLM does; --output-json: the sums of all in one."""
     for result in results if args.save_result else ():
         limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
@@ -312,29 +265,20 @@ def save(args: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
         args.result_dir.mkdir(parents=True, exist_ok=True)
         (args.result_dir / name).write_text(json.dumps(result))
     if args.output_json:
-        sums = [{key: value for key, value in result.items() if key not in DETAILS} for result in results]
-        page = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "runs": sums}
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        machine = {"cpu": cpu[1] if cpu else "unknown", "cores": os.cpu_count(), "memory_gib": memory}
+        sums = [{key: result[key] for key in result if key[:-1] not in DETAILS} for result in results]
+        page = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "runs": sums}
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(page, indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """That of the load generator; with --serve that of the server, too."""
-    cpu = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": memory, "system": platform.platform()}
-
-
-# ---- the server
 
 
 @contextlib.contextmanager
 def mesh(arguments: str) -> Iterator[str]:
     """``serve`` with these arguments, as a child on free ports: its base URL, once all of it is ready."""
-    port, rpc_port = free_ports(2)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, rpc_port = one.getsockname()[1], other.getsockname()[1]
     command = [sys.executable, "-P", "-m", "router.serve", "--disable-access-log", *shlex.split(arguments)]
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid())}  # it ends with us, however we end
@@ -342,10 +286,9 @@ def mesh(arguments: str) -> Iterator[str]:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            while not is_healthy(port) or "ready at" not in Path(log.name).read_text(errors="replace"):
+            while "ready at" not in (said := Path(log.name).read_text(errors="replace")):
                 if child.poll() is not None:
-                    last_words = "\n".join(Path(log.name).read_text(errors="replace").splitlines()[-15:])
-                    raise SystemExit(f"serve ended with status {child.returncode}:\n{last_words}")
+                    raise SystemExit(f"serve ended with status {child.returncode}:\n{said[-3000:]}")
                 time.sleep(0.2)
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -357,74 +300,32 @@ def mesh(arguments: str) -> Iterator[str]:
                 child.kill()
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def is_healthy(port: int) -> bool:
-    with contextlib.suppress(OSError):  # urllib's errors are of that kind, a 503 included
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    return False
-
-
-async def until_ready(session: aiohttp.ClientSession, args: argparse.Namespace) -> None:
+async def until_ready(session: Session, args: Args) -> None:
     """Learn the model's name if it was not given, and send one request until it succeeds."""
     deadline = time.monotonic() + args.ready_check_timeout_sec
     while True:
+        error = ""
         try:
             if args.model is None:
                 async with session.get(f"{args.base_url}/v1/models", raise_for_status=True) as response:
                     args.model = (await response.json())["data"][0]["id"]
-            if args.ready_check_timeout_sec <= 0:
-                return
-            outcome = await send(session, args, (await make_prompts(session, args, random.Random(), 1))[0])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
-            outcome = Outcome(0, error=f"{type(error).__name__}: {error}")
-        if not outcome.error:
+            if args.ready_check_timeout_sec > 0:
+                error = (await send(session, args, make_prompts(args, random.Random(), 1)[0])).error
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        if not error:
             return
-        if 400 <= outcome.status < 500:
-            raise SystemExit(f"the server refuses the benchmark's requests: {outcome.error}")
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{args.base_url} is not ready: {outcome.error}")
+        if error.startswith("HTTP 4") or time.monotonic() > deadline:
+            raise SystemExit(f"{args.base_url} cannot be measured: {error}")
         await asyncio.sleep(0.5)
 
 
-# ---- the command line
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
-    return int(text)
-
-
-def rate(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0 (or inf), not {text!r}")
-
-
 def percents(text: str) -> list[float]:
-    with contextlib.suppress(ValueError):
-        values = [float(part) for part in text.split(",")]
-        if all(0 <= value <= 100 for value in values):
-            return values
-    raise argparse.ArgumentTypeError(f"must be numbers from 0 to 100 such as 50,99, not {text!r}")
+    return [float(part) for part in text.split(",")]
 
 
-def metrics(text: str) -> list[str]:
-    if unknown := set(text.split(",")) - set(METRICS):
-        raise argparse.ArgumentTypeError(f"knows {', '.join(METRICS)}, not {', '.join(sorted(unknown))}")
-    return text.split(",")
-
-
-def parse_args() -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+def parse_args() -> Args:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backend", choices=["openai", "openai-chat"], default="openai", help="completions or chat")
     add("--base-url", help="of the server (default: http://127.0.0.1:8000)")
@@ -432,19 +333,19 @@ def parse_args() -> argparse.Namespace:
     add("--endpoint", help="path (default: /v1/completions or /v1/chat/completions)")
     add("--model", help="name in requests (default: the first that the server lists)")
     add("--dataset-name", choices=["random"], default="random", help="prompts of random tokens")
-    add("--random-input-len", type=count, default=128, help="tokens per prompt (default: %(default)s)")
-    add("--random-output-len", type=count, default=64, help="tokens asked for (default: %(default)s)")
+    add("--random-input-len", type=int, default=128, help="tokens per prompt (default: %(default)s)")
+    add("--random-output-len", type=int, default=64, help="tokens asked for (default: %(default)s)")
     add("--random-prefix-len", type=int, default=0, help="further tokens, the same in all prompts of a run")
-    add("--random-vocab", type=count, default=4096, help="token ids are below this (default: %(default)s)")
-    add("--num-prompts", type=count, help="requests per run (default: 4 x concurrency, at least 32)")
-    add("--request-rate", type=rate, default=float("inf"), help="requests per second (default: inf)")
-    add("--burstiness", type=rate, default=1.0, help="of arrivals: 1 is Poisson, less has more bursts")
-    add("--max-concurrency", type=count, help="most requests in flight")
-    add("--concurrency", type=count, nargs="+", help="a series of runs with these --max-concurrency")
+    add("--random-vocab", type=int, default=4096, help="token ids are below this (default: %(default)s)")
+    add("--num-prompts", type=int, help="requests per run (default: 4 x concurrency, at least 32)")
+    add("--request-rate", type=float, default=float("inf"), help="requests per second (default: inf)")
+    add("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less has more bursts")
+    add("--max-concurrency", type=int, help="most requests in flight")
+    add("--concurrency", type=int, nargs="+", help="a series of runs with these --max-concurrency")
     add("--ignore-eos", action="store_true", help="every answer is --random-output-len tokens long")
     add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
-    add("--percentile-metrics", type=metrics, default="ttft,tpot,itl,e2el", help="(default: %(default)s)")
+    add("--percentile-metrics", default=",".join(METRICS), help="which to report (default: %(default)s)")
     add("--metric-percentiles", type=percents, default="99", help="such as 50,99 (default: %(default)s)")
     add("--num-warmups", type=int, default=4, help="requests before each run (default: %(default)s)")
     add("--save-result", action="store_true", help="write a JSON file per run into --result-dir")
@@ -452,16 +353,24 @@ def parse_args() -> argparse.Namespace:
     add("--output-json", type=Path, metavar="FILE", help="write the sums of all runs into one file")
     add("--ready-check-timeout-sec", type=float, default=600.0, help="0: no check (default: %(default)g)")
     args = parser.parse_args()
-    if args.serve is not None and args.base_url is not None:
-        parser.error("--serve starts a server of its own: leave out --base-url")
-    if args.random_vocab <= LOWEST_ID:
-        parser.error(f"--random-vocab must be above {LOWEST_ID}")
+    counts = [args.num_prompts, args.max_concurrency, *(args.concurrency or [])]
+    counts += [args.random_input_len, args.random_output_len, args.random_vocab - LOWEST_ID]
+    counts += [args.random_prefix_len + 1, args.num_warmups + 1]
+    for is_wrong, problem in (
+        (args.serve is not None and args.base_url, "--serve starts its own server: leave out --base-url"),
+        (any(n is not None and n < 1 for n in counts), "a count or a length is too small"),
+        (min(args.request_rate, args.burstiness) <= 0, "--request-rate and --burstiness must be above 0"),
+        (set(args.percentile_metrics.split(",")) - set(METRICS), f"metrics are {', '.join(METRICS)}"),
+        (not all(0 <= p <= 100 for p in args.metric_percentiles), "percentiles are numbers from 0 to 100"),
+    ):
+        if is_wrong:
+            parser.error(problem)
     args.base_url = (args.base_url or "http://127.0.0.1:8000").rstrip("/")
     args.endpoint = args.endpoint or f"/v1/{'chat/' * (args.backend == 'openai-chat')}completions"
     return args
 
 
-async def bench(args: argparse.Namespace) -> int:
+async def bench(args: Args) -> int:
     key = os.environ.get("OPENAI_API_KEY")
     results = []
     async with aiohttp.ClientSession(
@@ -481,9 +390,8 @@ async def bench(args: argparse.Namespace) -> int:
 
 def main() -> int:
     args = parse_args()
-    with contextlib.ExitStack() as stack:
-        if args.serve is not None:
-            args.base_url = stack.enter_context(mesh(args.serve))
+    server = contextlib.nullcontext(args.base_url) if args.serve is None else mesh(args.serve)
+    with server as args.base_url:
         return asyncio.run(bench(args))
 
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 ATTACH_INTERVAL = 1.0
 """Seconds between two signs of life to an instance."""
+RECONNECT_INTERVAL = 0.05
+"""Seconds between two tries while there is no connection."""
 ORPHAN_TIMEOUT = 60.0
 """Seconds that a request which lost its instance waits for another one to come."""
 RETRY_AFTER = 1
@@ -291,13 +293,23 @@ class MeshClient:
         tasks = [
             asyncio.create_task(self._receive(instance, connection)),
             asyncio.create_task(self._attach(connection)),
+            asyncio.create_task(self._watch(instance, connection)),
         ]
         self._links[instance.name] = _Link(instance, connection, tasks)
 
     def _disconnect(self, instance: Instance) -> None:
+        logger.info("instance %d left the mesh", instance.rank)
+        self._move_requests(instance)
         self._links.pop(instance.name).close()
+
+    def _move_requests(self, instance: Instance) -> None:
+        """What an instance had goes on elsewhere; should it still run there, it is aborted."""
         lost = list(self._ledger.of_instance(instance.name))
-        logger.info("instance %d is gone; %d requests go on elsewhere", instance.rank, len(lost))
+        if not lost:
+            return
+        logger.info("%d requests of instance %d go on elsewhere", len(lost), instance.rank)
+        numbers = [entry.address[1] for entry in lost if entry.address]
+        self._links[instance.name].connection.send(Abort(numbers))
         for entry in lost:
             self._resume(entry, instance)
 
@@ -320,8 +332,16 @@ class MeshClient:
 
     async def _attach(self, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
         while True:
-            connection.send(Attach(self._name))
-            await asyncio.sleep(ATTACH_INTERVAL)
+            sent = connection.send(Attach(self._name))
+            await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
+
+    async def _watch(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
+        """A broken connection is the first sign of a dead instance: its requests go on elsewhere at once.
+        Should it live, it is used again once it answers on a new connection."""
+        while True:
+            await connection.broken()
+            instance.attached = False
+            self._move_requests(instance)
 
     async def _receive(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -369,11 +389,7 @@ class MeshClient:
     def _on_attached(self, instance: Instance) -> None:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
         instance.attached = True
-        lost = list(self._ledger.of_instance(instance.name))
-        for entry in lost:
-            number = entry.address[1] if entry.address else 0
-            self._links[instance.name].connection.send(Abort([number]))
-            self._resume(entry, instance)
+        self._move_requests(instance)
         self._place_orphans()
 
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.tree import Tree
 
 from coordinator import process
-from coordinator.config import CoordinatorConfig, MeshConfig, is_loopback
+from coordinator.config import CoordinatorConfig
 from coordinator.flags import to_argv
 from coordinator.messages import Settings
-from engine.config import InstanceConfig
+from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from parallel.topology import threads_per_worker
 from router.config import RouterConfig, ServeConfig
 
@@ -62,7 +62,7 @@ def process_table(config: ServeConfig, settings: Settings | None, cores: int) ->
     table: list[ProcessSpec] = []
     if not mesh.headless:
         table.append(_coordinator(config, settings))
-    threads = config.engine.device.cpu_threads or threads_per_worker(_instances_here(mesh), cores)
+    threads = config.engine.device.cpu_threads or threads_per_worker(mesh.instances_here, cores)
     first = mesh.data_parallel_start_rank
     if first is None and not mesh.headless:
         first = 0
@@ -71,12 +71,6 @@ def process_table(config: ServeConfig, settings: Settings | None, cores: int) ->
     if not mesh.headless:
         table.append(_router(config))
     return table
-
-
-def _instances_here(mesh: MeshConfig) -> int:
-    """Instances that will share this host's cores, as far as the flags tell."""
-    everywhere = mesh.data_parallel_size or 1
-    return max(mesh.local_size, everywhere if is_loopback(mesh.data_parallel_address) else 1)
 
 
 def _coordinator(config: ServeConfig, settings: Settings | None) -> ProcessSpec:
@@ -106,7 +100,7 @@ def _engine(config: ServeConfig, rank: int | None, threads: int) -> ProcessSpec:
         mesh=msgspec.structs.replace(
             config.mesh, data_parallel_start_rank=rank, data_parallel_size_local=None, headless=False
         ),
-        engine=config.engine,
+        engine=config.engine if config.mesh.headless else _with_model(config.engine),
         log_level=config.log_level,
     )
     return ProcessSpec(
@@ -117,6 +111,12 @@ def _engine(config: ServeConfig, rank: int | None, threads: int) -> ProcessSpec:
         threads=threads,
         rank=rank,
     )
+
+
+def _with_model(engine: EngineConfig) -> EngineConfig:
+    """The head's instances are told what the head decided; only headless ones learn it from the mesh."""
+    model = msgspec.structs.replace(engine.model, model=engine.model.model or SHIPPED_MODEL)
+    return msgspec.structs.replace(engine, model=model)
 
 
 def _router(config: ServeConfig) -> ProcessSpec:

@@ -26,10 +26,19 @@ from engine.attention.base import (
 )
 from engine.checkpoint import CheckpointError
 
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, head, query position, key position) -> whether the query sees the key."""
+
 PROBE_IMPLEMENTATION = "lockstep-probe"
 PROBE_TOKENS = 3
-NOT_CAUSAL = -1
-NO_WINDOW = 0
+MASK_CODE = 64
+"""Masks of the probe are filled with this number and those after it (exact in bfloat16 too)."""
+
+NOT_THROUGH_INTERFACE = (
+    "its attention does not go through transformers' attention interface (AttentionInterface), "
+    "so it cannot be paged"
+)
+NOT_CAUSAL = "uses a mask that is neither causal nor a causal sliding window, or builds it in its own way"
 
 BLOCK_SIZE = 4
 FIRST, SECOND = 11, 6
@@ -47,79 +56,97 @@ def probe_layers(module: Any, name: str, context_length: int) -> tuple[int, tupl
     Raises:
         CheckpointError: a layer does something that the paged attention does not do.
     """
-    notes: list[tuple[Any, LayerShape | None]] = []
-    far = 2 * max(context_length, 1 << 14)
-
-    def note(
-        attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        window = NOT_CAUSAL if mask is None else int(mask.flatten()[0])
-        shape = None
-        if window != NOT_CAUSAL:
-            shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window or None)
-        notes.append((attention, shape))
-        return query.new_zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]), None
-
-    def mask_note(
-        *, mask_function: Callable[..., Any], q_length: int, kv_length: int, **_: Any
-    ) -> torch.Tensor:
-        return torch.full((1, 1, q_length, kv_length), _window(mask_function, far))
-
-    AttentionInterface.register(PROBE_IMPLEMENTATION, note)
-    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, mask_note)
+    probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
+    AttentionInterface.register(PROBE_IMPLEMENTATION, probe.attention)
+    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, probe.mask)
     module.set_attn_implementation(PROBE_IMPLEMENTATION)
     try:
         tokens = torch.arange(PROBE_TOKENS, device=module.device).unsqueeze(0)
-        logits = module(input_ids=tokens, position_ids=tokens, use_cache=False).logits
+        logits = module(input_ids=tokens, position_ids=tokens, use_cache=False, **{PLAN_KEYWORD: None}).logits
+    except CheckpointError:
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error
     finally:
         module.set_attn_implementation(IMPLEMENTATION)
-    return logits.shape[-1], _number_layers(module, name, notes)
+    if not probe.shapes:
+        raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
+    _check_all_layers_attend(module, name, probe.seen)
+    return logits.shape[-1], tuple(probe.shapes)
 
 
-def _window(mask_function: Callable[..., Any], far: int) -> int:
-    """The window of a mask function, NO_WINDOW if it is plain causal, NOT_CAUSAL if it is neither.
+class _Probe:
+    """Attention and mask functions that take notes instead of computing."""
+
+    def __init__(self, module: Any, name: str, far: int) -> None:
+        self.name = name
+        self.far = far
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self.windows: list[int | None] = []
+        """Of each mask built so far: None for plain causal."""
+        self.shapes: list[LayerShape] = []
+        self.seen: set[int] = set()
+
+    def refuse(self, attention: Any, problem: str) -> CheckpointError:
+        path = self.paths.get(id(attention), type(attention).__name__)
+        return CheckpointError(f"{self.name}: {path} {problem}")
+
+    def mask(self, *, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+        """Called by transformers in place of building a mask; what it returns goes to the layers."""
+        try:
+            self.windows.append(_window(mask_function, self.far))
+        except ValueError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+        return torch.full((1, 1, q_length, kv_length), MASK_CODE + len(self.windows) - 1)
+
+    def attention(
+        self,
+        attention: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if PLAN_KEYWORD not in options:
+            raise self.refuse(attention, "does not get the keyword arguments of the model's call")
+        if options.get("position_bias") is not None:
+            raise self.refuse(attention, "adds a position bias, which is not built")
+        if id(attention) in self.seen:
+            raise self.refuse(attention, "attends more than once per token, which is not built")
+        window = self._window_of(attention, attention_mask)
+        self.seen.add(id(attention))
+        setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], window))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _window_of(self, attention: Any, mask: torch.Tensor | None) -> int | None:
+        if mask is None:
+            raise self.refuse(attention, NOT_CAUSAL)
+        first = float(mask.flatten()[0])
+        index = int(first) - MASK_CODE if abs(first) < 2 * MASK_CODE else -1
+        if not 0 <= index < len(self.windows) or not bool((mask == mask.flatten()[0]).all()):
+            raise self.refuse(attention, NOT_CAUSAL)  # a mask that is not, or not only, one of ours
+        return self.windows[index]
+
+
+def _window(mask_function: MaskFunction, far: int) -> int | None:
+    """The window of a mask function, None if it is plain causal; ValueError if it is neither.
 
     Mask functions work on indices, so they can be asked about positions far beyond the probe.
     """
     zero = torch.zeros((), dtype=torch.int64)
-    windows = []
+    windows: set[int | None] = set()
     for query in (far, far - far // 3 - 1):
         keys = torch.arange(query + 2)
         visible = mask_function(zero, zero, torch.tensor(query), keys).expand(len(keys))
         count = int(visible.sum())
         if not bool(visible[query - count + 1 : query + 1].all()):
-            return NOT_CAUSAL
-        windows.append(NO_WINDOW if count == query + 1 else count)
-    return windows[0] if windows[0] == windows[1] else NOT_CAUSAL
-
-
-def _number_layers(
-    module: Any, name: str, notes: list[tuple[Any, LayerShape | None]]
-) -> tuple[LayerShape, ...]:
-    if not notes:
-        raise CheckpointError(
-            f"{name}: its attention does not go through transformers' attention interface "
-            "(AttentionInterface), so it cannot be paged"
-        )
-    names = {id(part): path for path, part in module.named_modules()}
-    shapes: list[LayerShape] = []
-    seen: set[int] = set()
-    for attention, shape in notes:
-        path = names.get(id(attention), type(attention).__name__)
-        if id(attention) in seen:
-            raise CheckpointError(f"{name}: {path} attends more than once per token, which is not built")
-        if shape is None:
-            raise CheckpointError(
-                f"{name}: {path} uses a mask that is neither causal nor a causal sliding window, "
-                "or builds it in its own way"
-            )
-        seen.add(id(attention))
-        setattr(attention, LAYER_ATTRIBUTE, len(shapes))
-        shapes.append(shape)
-    _check_all_layers_attend(module, name, seen)
-    return tuple(shapes)
+            raise ValueError(f"a layer {NOT_CAUSAL}")
+        windows.add(None if count == query + 1 else count)
+    if len(windows) != 1:
+        raise ValueError(f"a layer {NOT_CAUSAL}")
+    return windows.pop()
 
 
 def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:

@@ -140,7 +140,8 @@ def test_asyncio_ends_talk() -> None:
         connection: AsyncConnection[Any, Any] = AsyncConnection(
             context, listener.endpoint, FromCoordinator, name="test"
         )
-        assert connection.send(Watch("w"))
+        while not connection.send(Watch("w")):  # nothing is queued before there is a connection
+            await asyncio.sleep(0.01)
         _, message = await asyncio.wait_for(listener.receive(), 5)
         assert message == Watch("w")
         assert not listener.send(b"nobody", Watch("x"))

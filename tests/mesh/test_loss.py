@@ -1,0 +1,67 @@
+"""An instance dies under load; every stream goes on at the others, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+
+from engine.config import SHIPPED_MODEL
+from tests.mesh.harness import Ports, serve, wait_until
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+NUM_STREAMS = 24
+
+
+async def stream(client: openai.AsyncOpenAI, index: int) -> list[int]:
+    """Token ids of one stream: greedy ones and seeded samples, some with penalties."""
+    rng = random.Random(index)
+    chunks = await client.completions.create(
+        model=SHIPPED_MODEL,
+        prompt=[rng.randrange(5, 4000) for _ in range(rng.randrange(3, 200))],
+        max_tokens=120,
+        temperature=0 if index % 2 else 0.8,
+        seed=index,
+        presence_penalty=0.5 if index % 3 == 0 else 0.0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    ids: list[int] = []
+    async with chunks:
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                ids += choice.token_ids  # type: ignore[attr-defined]
+    return ids
+
+
+async def crowd(ports: Ports, kill: object = None) -> list[list[int]]:
+    async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [asyncio.create_task(stream(client, index)) for index in range(NUM_STREAMS)]
+        if callable(kill):
+            await asyncio.to_thread(kill)
+        return await asyncio.gather(*streams)
+
+
+def test_a_killed_instance_costs_no_token(tmp_path: Path) -> None:
+    ports = Ports()
+    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
+    with serve(tmp_path / "log", "-dp", "3", *ports.head(), *flags) as command:
+        command.wait_for("3 instances ready")
+        undisturbed = asyncio.run(crowd(ports))
+        assert all(len(ids) == 120 for ids in undisturbed)
+        victim = command.child("Engine_1")
+
+        def kill() -> None:
+            wait_until(lambda: ports.view().members[1].load.running > 2, 20, "instance 1 works")
+            victim.send_signal(signal.SIGKILL)
+
+        disturbed = asyncio.run(crowd(ports, kill))
+        assert disturbed == undisturbed
+        assert "requests of instance 1 go on elsewhere" in command.log
+        wait_until(lambda: [member.rank for member in ports.view().members] == [0, 2], 10)
+        assert command.stop() == 0
