@@ -20,7 +20,9 @@ def test_sizes_are_positive(axis: str) -> None:
         Layout(**{axis: 0})
 
 
-@pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (2, 9, 4), (0, 4, 4)])
+@pytest.mark.parametrize(
+    ("workers", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (2, 9, 4), (0, 4, 4)]
+)
 def test_cores_are_shared_and_never_exceeded(workers: int, cores: int, threads: int) -> None:
     assert threads_per_worker(workers, cores) == threads
 

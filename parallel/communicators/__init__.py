@@ -1,0 +1,1 @@
+"""How shards talk: the contract in ``base``, one file per transport."""

@@ -1,0 +1,68 @@
+"""The contract of a communicator: how the members of one group exchange tensors.
+
+A group has a fixed number of members and belongs to one epoch; another epoch gets other communicators.
+Every call is collective (all members make the same calls in the same order) and bounded: when a member
+dies, does not come within the timeout, or somebody calls :meth:`Communicator.abort`, the call raises
+:class:`CollectiveError` on every member that waits, and the communicator is of no use any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not complete; says which and, where it is known, because of whom."""
+
+
+class Communicator(Protocol):
+    """One member's end. Calls are made from one thread; only :meth:`abort` may come from another."""
+
+    rank: int
+    size: int
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        """Every member's row of (equally many) 64-bit integers, by rank. The header exchange: latency counts."""
+        ...
+
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Parts [sizes[rank], ...] of all members, concatenated by rank: [sum(sizes), ...]."""
+        ...
+
+    def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Sum of all members' ``whole`` [sum(sizes), ...], in rank order; each gets its part [sizes[rank], ...]."""
+        ...
+
+    def all_to_all(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows of ``outgoing`` [sum(send_sizes), ...] go to the members in rank order; returns what came,
+        [sum(receive_sizes), ...], in rank order. ``receive_sizes[r]`` must be what r sends to this one."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all members, in rank order, so that all have the same bits. A new tensor."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of ``source``; the others give one of the same shape and type."""
+        ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """To one member, which calls :meth:`receive`."""
+        ...
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        """From one member, into a new tensor of the shape and type of ``like``."""
+        ...
+
+    def abort(self) -> None:
+        """Make this and every later call fail, on this member at once. Safe from any thread, and twice."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; the group must be idle."""
+        ...

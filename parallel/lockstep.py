@@ -1,0 +1,178 @@
+"""The agreement: what all instances do at step k of an epoch (pure).
+
+Before each step every instance tells all others one :class:`Header`; :func:`decide` turns the headers
+into what happens. It is a pure function of what everybody has, so nobody can disagree, and nobody is
+asked: there is no leader, no wave and no dummy batch. An instance without tokens takes part in the
+step with zero rows. When all headers say "no work", all sleep.
+
+Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch,
+step) that it wants begun, so a stale one is ignored, an early one is remembered until its step comes,
+and a repeated one is harmless; the waker repeats it until the step has begun. :class:`Lockstep` is the
+state of one instance; it knows no sockets and no clock. docs/lockstep.md has the proof obligations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+HEADER_INTS = 7
+"""Width of a header as it is exchanged: one collective of fixed size per step."""
+
+
+class LockstepError(RuntimeError):
+    """Headers that cannot belong together: a fault of ours, never of a user."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What one instance tells the others before a step."""
+
+    epoch: int
+    step: int
+    num_tokens: int
+    """Tokens that it has scheduled for this step: the rows it will dispatch in every layer."""
+    queued_prefill: int = 0
+    """Prompt tokens that wait there."""
+    longest: int = 0
+    """Longest context of its rows, in tokens."""
+    ready_epoch: int = 0
+    """The newest epoch that it is ready to switch to; its current one when none is pending."""
+    leaving: int = 0
+    """1 when it is about to leave the world."""
+
+    def ints(self) -> tuple[int, ...]:
+        """The header as ``HEADER_INTS`` integers."""
+        return msgspec.structs.astuple(self)
+
+    @classmethod
+    def of(cls, ints: Sequence[int]) -> Header:
+        """The inverse of :meth:`ints`."""
+        return cls(*(int(number) for number in ints))
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Compute this step; ``sizes[r]`` rows come from rank r in every expert layer."""
+
+    sizes: tuple[int, ...]
+
+
+class Sleep(msgspec.Struct, frozen=True):
+    """Nobody has work: the step is empty, and nobody begins the next one before a wake."""
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """All are ready for the next epoch: it begins now, at its step 0, awake."""
+
+    epoch: int
+
+
+Decision = Run | Sleep | Switch
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Begin this step: somebody has work for it."""
+
+    epoch: int
+    step: int
+
+
+def decide(headers: Sequence[Header]) -> Decision:
+    """What happens at the step that all these headers (one per rank, in rank order) name.
+
+    A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
+
+    Raises:
+        LockstepError: the headers name different steps.
+    """
+    first = headers[0]
+    if any((header.epoch, header.step) != (first.epoch, first.step) for header in headers):
+        raise LockstepError(f"headers of different steps: {[(h.epoch, h.step) for h in headers]}")
+    ready = [header.ready_epoch for header in headers]
+    if min(ready) > first.epoch:
+        return Switch(min(ready))
+    if max(ready) > first.epoch or any(header.num_tokens for header in headers):
+        return Run(tuple(header.num_tokens for header in headers))
+    return Sleep()
+
+
+class Lockstep:
+    """Where one instance stands in the agreement.
+
+    The loop around it: while :attr:`awake`, exchange :meth:`header` with all peers, :meth:`advance` with
+    what came back, and do what it says. While asleep, wait for :meth:`on_wake` or call :meth:`wake` when
+    there is work. Repeat :attr:`outstanding_wake` to all peers as long as there is one.
+    """
+
+    def __init__(self, rank: int, size: int, epoch: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is outside a world of {size}")
+        self.rank = rank
+        self.size = size
+        self.epoch = epoch
+        self.step = 0
+        """The next step to agree on."""
+        self.awake = True
+        self.outstanding_wake: Wake | None = None
+        """The wake that this instance sent and whose step has not begun yet."""
+        self._wanted = -1
+        """The latest step of this epoch that anybody wants begun."""
+
+    def __repr__(self) -> str:
+        state = "awake" if self.awake else "asleep"
+        return f"<Lockstep rank {self.rank}/{self.size} epoch {self.epoch} step {self.step} {state}>"
+
+    def header(
+        self, num_tokens: int, *, queued_prefill: int = 0, longest: int = 0, ready_epoch: int | None = None
+    ) -> Header:
+        """What to tell the others for the next step."""
+        assert self.awake, "a sleeping instance begins no step"
+        return Header(
+            epoch=self.epoch,
+            step=self.step,
+            num_tokens=num_tokens,
+            queued_prefill=queued_prefill,
+            longest=longest,
+            ready_epoch=self.epoch if ready_epoch is None else ready_epoch,
+        )
+
+    def advance(self, headers: Sequence[Header]) -> Decision:
+        """All headers of the next step are here: the step is decided, and the one after it comes next.
+
+        Raises:
+            LockstepError: they are not the headers of this step and world.
+        """
+        if len(headers) != self.size:
+            raise LockstepError(f"{len(headers)} headers in a world of {self.size}")
+        if (headers[self.rank].epoch, headers[self.rank].step) != (self.epoch, self.step):
+            raise LockstepError(f"{headers[self.rank]} came back at {self!r}")
+        decision = decide(headers)
+        if self.outstanding_wake is not None and self.outstanding_wake.step <= self.step:
+            self.outstanding_wake = None  # its step has begun everywhere: all headers are here
+        self.step += 1
+        match decision:
+            case Switch(epoch):
+                self._enter(epoch)
+            case Sleep():
+                self.awake = self._wanted >= self.step  # a wake that came early counts now
+        return decision
+
+    def on_wake(self, wake: Wake) -> None:
+        """Somebody wants a step begun."""
+        if wake.epoch != self.epoch or wake.step < self.step:
+            return  # of an earlier epoch or step; a later epoch begins awake without it
+        self._wanted = max(self._wanted, wake.step)
+        if self._wanted >= self.step:
+            self.awake = True
+
+    def wake(self) -> Wake | None:
+        """There is work here. If all sleep, wake up and return what to tell every peer."""
+        if self.awake:
+            return None
+        self.awake = True
+        self.outstanding_wake = Wake(self.epoch, self.step)
+        return self.outstanding_wake
+
+    def _enter(self, epoch: int) -> None:
+        self.epoch, self.step, self.awake = epoch, 0, True
+        self.outstanding_wake, self._wanted = None, -1
