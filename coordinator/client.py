@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from coordinator.messages import (
     Beat,
+    Form,
     FromCoordinator,
     Heartbeat,
     Leave,
@@ -61,7 +62,9 @@ class Membership:
         self._load = load
         self._state = State.LOADING
         self._phase = "starting"
-        self._address = ""
+        self._address = self._store = ""
+        self._form: Form | None = None
+        self._formed = threading.Event()
         self._welcome: Welcome | None = None
         self._refusal: str | None = None
         self._epoch = register.epoch
@@ -108,10 +111,34 @@ class Membership:
         """Instances on this host, this one included."""
         return self._neighbours
 
+    def wait_for_group(self, timeout: float) -> Form:
+        """Wait until all instances of the mesh are loaded, saying who is missing.
+
+        Raises:
+            RegistrationRefused: the coordinator no longer wants this instance.
+            StartupTimeout: ``timeout`` seconds went by.
+        """
+        began = time.monotonic()
+        while not self._formed.wait(COMPLAINT_INTERVAL):
+            waited = time.monotonic() - began
+            if waited > timeout:
+                raise StartupTimeout(f"gave up after {waited:.0f} s of waiting for the other instances")
+            logger.info("waiting for the other instances of the mesh (%.0f s)", waited)
+        if self._refusal is not None:
+            raise RegistrationRefused(self._refusal)
+        assert self._form is not None
+        return self._form
+
     def update(
-        self, *, state: State | None = None, phase: str | None = None, address: str | None = None
+        self,
+        *,
+        state: State | None = None,
+        phase: str | None = None,
+        address: str | None = None,
+        store: str | None = None,
     ) -> None:
         """Say something new about this instance; sent at once."""
+        self._store = store or self._store
         self._state = state or self._state
         self._phase = self._phase if phase is None else phase
         self._address = address or self._address
@@ -163,6 +190,7 @@ class Membership:
             state=self._state,
             phase=self._phase,
             address=self._address,
+            store=self._store,
             load=self._load(),
         )
 
@@ -183,6 +211,9 @@ class Membership:
                     self._refuse(reason)
                 case Beat(epoch, neighbours):
                     self._epoch, self._neighbours = epoch, neighbours
+                case Form():
+                    self._form = message
+                    self._formed.set()
                 case Unknown():
                     self._register_again()
                 case View():
@@ -199,6 +230,7 @@ class Membership:
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
         self._answered.set()
+        self._formed.set()
         self._wake()
 
     def _register_again(self) -> None:

@@ -16,7 +16,9 @@ import msgspec
 
 from coordinator.messages import (
     AGREED,
+    NEEDS_SIZE,
     Beat,
+    Form,
     FromCoordinator,
     Heartbeat,
     Leave,
@@ -33,6 +35,7 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
+from coordinator.messages import Peer as GroupPeer
 
 Peer = bytes
 
@@ -84,6 +87,7 @@ class _Record:
     state: State = State.LOADING
     phase: str = "starting"
     address: str = ""
+    store: str = ""
     load: Load = field(default_factory=Load)
     contested_at: float | None = None
     """When somebody else asked for this rank; cleared by the next sign of life."""
@@ -111,6 +115,7 @@ class Membership:
         self._epoch = 0
         self._records: dict[int, _Record] = {}
         self._watchers: dict[Peer, float] = {}
+        self._form: Form | None = None
 
     def __repr__(self) -> str:
         ranks = " ".join(f"{rank}:{record.state}" for rank, record in sorted(self._records.items()))
@@ -193,14 +198,24 @@ class Membership:
         if message.rank is not None and message.rank < 0:
             return f"rank {message.rank} is negative"
         if message.rank is not None and message.size is not None and message.rank >= message.size:
-            return f"rank {message.rank} is out of range: with -dp {message.size} ranks are 0 to {message.size - 1}"
+            return (
+                f"rank {message.rank} is out of range: with -dp {message.size} ranks are 0 to "
+                f"{message.size - 1}"
+            )
+        if self._form is not None and (size is None or message.rank is None or message.rank >= size):
+            return (
+                f"the experts are spread over the {size} instances of a complete mesh, and joining it while "
+                "it runs is not built yet: start all parts again with a larger -dp, or with "
+                "--no-enable-expert-parallel"
+            )
         if message.settings is None or self._settings is None:
             return None
         differences = [
             f"{label} is {_shown(getattr(message.settings, key))}, "
             f"the mesh has {_shown(getattr(self._settings, key))}"
             for key, label in AGREED.items()
-            if getattr(message.settings, key) != getattr(self._settings, key)
+            if not (message.size is None and key in NEEDS_SIZE)
+            and getattr(message.settings, key) != getattr(self._settings, key)
         ]
         if not differences:
             return None
@@ -247,7 +262,7 @@ class Membership:
         if record is None:
             yield Send(peer, Unknown())
             return
-        was_ready = record.state is State.READY
+        before = record.state
         changed = (record.state, record.phase, record.address) != (
             message.state,
             message.phase,
@@ -255,12 +270,34 @@ class Membership:
         )
         record.peer, record.heard_at, record.load = peer, now, message.load
         record.state, record.phase, record.address = message.state, message.phase, message.address
-        if was_ready != (record.state is State.READY):
-            self._epoch += 1
+        record.store = message.store
+        if (before is State.READY) != (record.state is State.READY):
+            if self._form is None:  # the members of a group got their epoch with it
+                self._epoch += 1
             yield Note(f"instance {record.rank} is {record.state}; epoch {self._epoch}")
+        if record.state is State.LOADED:
+            yield from self._form_group(record, just_loaded=before is not State.LOADED)
         yield Send(peer, Beat(self._epoch, self._neighbours(record)))
         if changed:
             yield from self._publish()
+
+    def _form_group(self, record: _Record, *, just_loaded: bool) -> Iterator[Instruction]:
+        """Once all instances of the mesh are loaded, number their epoch and tell them to form its group.
+        Whoever still waits at its next heartbeat is told again."""
+        members = [member for _, member in sorted(self._records.items())]
+        complete = len(members) == self._size and all(member.state is State.LOADED for member in members)
+        if just_loaded and complete:
+            self._epoch += 1
+            self._form = Form(
+                epoch=self._epoch,
+                store=members[0].store,
+                peers=[GroupPeer(member.rank, member.address, member.host) for member in members],
+            )
+            yield Note(f"{len(members)} instances form the group of epoch {self._epoch}")
+            for member in members:
+                yield Send(member.peer, self._form)
+        elif self._form is not None and not just_loaded:
+            yield Send(record.peer, self._form)
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:
         record = self._by_instance(message.instance)
@@ -272,6 +309,7 @@ class Membership:
         del self._records[record.rank]
         if record.state is State.READY:
             self._epoch += 1
+        self._form = None  # a group lives only with all its members
         yield from self._publish()
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Instruction]:
@@ -301,7 +339,7 @@ class Membership:
         parts = [
             f"rank {rank} ({record.phase})"
             for rank, record in sorted(self._records.items())
-            if record.state is State.LOADING
+            if record.state in (State.LOADING, State.LOADED)
         ]
         missing = self._size - len(self._records)
         if missing > 0:

@@ -27,6 +27,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    """Experts are spread over the instances, which then step in lockstep."""
+    expert_placement_strategy: str
+    all2all_backend: str
+    data_parallel_size: int
+    """Instances among which the experts are spread; 0 without expert parallelism."""
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -40,14 +46,22 @@ AGREED = {
     "vocab_size": "vocabulary",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
+    "enable_expert_parallel": "-ep",
+    "expert_placement_strategy": "--expert-placement-strategy",
+    "all2all_backend": "--all2all-backend",
+    "data_parallel_size": "-dp",
 }
 """Field -> how the user knows it."""
+NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
+"""Fields that an instance which was not told ``-dp`` cannot know; it takes them from the mesh."""
 
 
 class State(enum.StrEnum):
     """The life of an instance in the mesh."""
 
     LOADING = "loading"
+    LOADED = "loaded"
+    """Has its experts and waits for all others, to form their group."""
     READY = "ready"
     DRAINING = "draining"
 
@@ -95,6 +109,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """What it is doing while it loads ("weights", "kv cache" ...)."""
     address: str
     """Where routers reach it; empty until it listens."""
+    store: str = ""
+    """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
 
 
@@ -136,6 +152,24 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """One member of a group to form."""
+
+    rank: int
+    address: str
+    host: str
+
+
+class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
+    """All instances have their experts: form the group of this epoch, then be ready."""
+
+    epoch: int
+    store: str
+    """The rendezvous, host:port, at the instance of the lowest rank."""
+    peers: list[Peer]
+    """By rank."""
+
+
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """A heartbeat of an instance that is not in the world (any more): register again."""
 
@@ -175,4 +209,4 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Instances on the asking one's host, itself included: they share its cores."""
 
 
-FromCoordinator = Welcome | Wait | Refused | Unknown | View | Beat
+FromCoordinator = Welcome | Wait | Refused | Form | Unknown | View | Beat

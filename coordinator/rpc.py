@@ -193,6 +193,26 @@ class Listener(Generic[In, Out]):
         self._socket.close()
 
 
+class Sender(Generic[Out]):
+    """A connecting end that only sends, for threads without an event loop."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        _set_options(self._socket, endpoint, MAX_MESSAGE_BYTES)
+        self._socket.connect(endpoint)
+
+    def send(self, message: Out) -> bool:
+        """Queue a message; False if the queue is full."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
 class AsyncListener(Generic[In, Out]):
     """The bound end for asyncio."""
 

@@ -21,9 +21,11 @@ from engine.config import InstanceConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor.base import Executor
+from engine.pace import Pace
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.step import ModelFacts
+from parallel.communicators.base import CollectiveError
 from parallel.topology import threads_per_worker, usable_cores
 
 logger = logging.getLogger("engine")
@@ -46,6 +48,7 @@ class Instance:
         self._name = uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
+        self._serving = False
         self._threads = 0
         self._stop_signals = 0
         self._announced_draining = False
@@ -81,7 +84,7 @@ class Instance:
                     ", ".join(ignored),
                 )
             return None
-        return resolve(self._config)[1]
+        return resolve(self._config, self._mesh.data_parallel_size)[1]
 
     def _register(self, settings: Settings | None) -> Membership:
         membership = Membership(
@@ -109,7 +112,7 @@ class Instance:
             raise Ended(process.EXIT_FAILED, str(error)) from error
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
         self._config = adopt(self._config, welcome.settings)
-        info, settings = resolve(self._config)
+        info, settings = resolve(self._config, welcome.settings.data_parallel_size)
         if settings.fingerprint != welcome.settings.fingerprint:
             raise Ended(
                 process.EXIT_REFUSED,
@@ -123,7 +126,8 @@ class Instance:
     def _serve(self, membership: Membership, info: ModelInfo) -> None:
         began = time.monotonic()
         self._share_cores(membership)
-        executor = self._executor = make_executor(self._config, info, self._threads)
+        place = self._place_in_group(membership)
+        executor = self._executor = make_executor(self._config, info, self._threads, place)
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
@@ -134,13 +138,63 @@ class Instance:
                 self._config, info, executor, num_blocks=num_blocks, max_model_len=max_model_len
             )
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core)
+            if place is not None:
+                core.pace = self._join_group(membership, executor, place, self._server.endpoint)
             membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
             logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
-            if self._stop_signals:
-                self._server.drain(0.0)
-            self._server.run(lambda: self._on_step(membership))
+            self._serving = True
+            self._check_stopped()
+            try:
+                self._server.run(lambda: self._on_step(membership))
+            except CollectiveError as error:
+                self._on_lost_group(error)
+            finally:
+                core.pace.close()
         finally:
             executor.close()
+
+    def _place_in_group(self, membership: Membership) -> tuple[int, int] | None:
+        """(rank, size) among the instances over which experts are spread; None if they are not."""
+        welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
+        size = welcome.settings.data_parallel_size
+        return (welcome.rank, size) if welcome.settings.enable_expert_parallel else None
+
+    def _join_group(
+        self, membership: Membership, executor: Executor, place: tuple[int, int], address: str
+    ) -> Pace:
+        """Wait until all instances have their experts, then form the group of their epoch."""
+        from engine.pace import InLockstep
+        from parallel import groups  # loads torch.distributed
+
+        rank, size = place
+        timeout = self._config.device.collective_timeout
+        host = self._listen_address()
+        store = groups.host_store(host, size, timeout) if rank == 0 else None
+        membership.update(
+            state=State.LOADED,
+            phase="waits for the other instances",
+            address=address,
+            store=f"{host}:{store.port}" if store is not None else "",
+        )
+        form = membership.wait_for_group(self._mesh.startup_timeout)
+        backend = groups.choose_backend(
+            self._config.device.all2all_backend, [peer.host for peer in form.peers]
+        )
+        group = groups.form(
+            store or groups.reach_store(form.store, size, timeout),
+            epoch=form.epoch, rank=rank, size=size, backend=backend, timeout=timeout,
+        )  # fmt: skip
+        executor.join(group)
+        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, size, backend)
+        peers = [peer.address for peer in form.peers if peer.rank != rank]
+        return InLockstep(group, form.epoch, peers)
+
+    def _on_lost_group(self, error: CollectiveError) -> None:
+        """A peer is gone, and with it its experts. Its requests go on elsewhere if they can."""
+        if self._stop_signals:
+            logger.info("the group ended: %s", error)
+            return
+        raise Ended(process.EXIT_FAILED, f"lost the lockstep group: {error}")
 
     def _on_step(self, membership: Membership) -> None:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
@@ -204,7 +258,7 @@ class Instance:
                 self._executor.set_threads(threads)
 
     def _listen_address(self) -> str:
-        """The address that routers elsewhere can reach: given, or of the interface towards the coordinator."""
+        """An address that routers elsewhere can reach: given, or of the way to the coordinator."""
         if self._mesh.instance_address is not None:
             return self._mesh.instance_address
         target = self._mesh.data_parallel_address
@@ -222,7 +276,7 @@ class Instance:
     def _on_stop_signal(self, number: int, _frame: object) -> None:
         """First signal: drain. Second: drop what is left. While loading: end at once."""
         self._stop_signals += 1
-        if self._server is None:
+        if self._server is None or not self._serving:
             raise Ended(0, "told to stop before it was ready")
         self._server.drain(self._config.drain_timeout if self._stop_signals == 1 else 0.0)
 

@@ -104,6 +104,27 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_threads: Annotated[
         Natural, flag(help="Compute threads per instance (0: this machine's cores, shared fairly).")
     ] = 0
+    enable_expert_parallel: Annotated[
+        bool | None,
+        flag(
+            "-ep",
+            help="Spread the experts of a mixture-of-experts model over all instances, which then step in "
+            "lockstep (default: off; each instance holds all experts).",
+        ),
+    ] = None
+    expert_placement_strategy: Annotated[
+        Literal["linear", "round_robin"], flag(help="Which instance holds which experts.")
+    ] = "linear"
+    all2all_backend: Annotated[
+        Literal["auto", "allgather_reducescatter", "all_to_all", "shared_memory"],
+        flag(
+            help="How tokens reach their experts; auto: shared memory if all instances are on one host, "
+            "else allgather_reducescatter."
+        ),
+    ] = "auto"
+    collective_timeout: Annotated[
+        float, Meta(gt=0), flag(help="Seconds after which a peer that does not answer in a step is lost.")
+    ] = 60.0
     enforce_eager: Annotated[
         bool, flag(help="Never capture or compile graphs. (This version never does.)")
     ] = False

@@ -11,9 +11,11 @@ from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.messages import Delta, Refused, Report, Submit
+from engine.pace import Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
+from engine.step import Step
 
 Peer = bytes
 
@@ -26,6 +28,7 @@ class EngineCore:
         config: EngineConfig,
         info: ModelInfo,
         executor: Executor,
+        pace: Pace | None = None,
         *,
         num_blocks: int,
         max_model_len: int,
@@ -34,6 +37,7 @@ class EngineCore:
         self._info = info
         self._executor = executor
         self._max_model_len = max_model_len
+        self.pace: Pace = pace or Alone()
         self._pool = BlockPool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(
             SchedulerRules(
@@ -80,11 +84,20 @@ class EngineCore:
         return len(numbers)
 
     def step(self) -> dict[Peer, list[Delta]]:
-        """Run one step; the new tokens by router. Empty if nothing could run."""
-        step = self.scheduler.schedule()
-        if step is None:
+        """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: in lockstep, a peer is lost.
+        """
+        step = self.scheduler.schedule() or Step([], [])
+        agreement = self.pace.agree(
+            step.num_tokens,
+            queued_prefill=self.scheduler.num_waiting_tokens,
+            longest=max((row.start + row.count for row in step.rows), default=0),
+        )
+        if not agreement.runs:
             return {}
-        result = self._executor.execute(step)
+        result = self._executor.execute(step, agreement.sizes)
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
         for outcome in self.scheduler.update(step, result):
             deltas[outcome.request.key[0]].append(_delta(outcome))

@@ -12,6 +12,7 @@ import enum
 import msgspec
 
 from engine.sampling import SamplingParams
+from parallel.lockstep import Wake
 
 
 class FinishReason(enum.StrEnum):
@@ -54,7 +55,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     requests: list[int]
 
 
-ToInstance = Attach | Submit | Abort
+ToInstance = Attach | Submit | Abort | Wake
+"""Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
 

@@ -80,7 +80,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _rows_per_chunk(logits: torch.Tensor) -> int:
-    return max(CHUNK_ELEMENTS[logits.device.type] // logits.shape[1], 1)
+    return max(CHUNK_ELEMENTS[logits.device.type] // int(logits.shape[1]), 1)
 
 
 def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

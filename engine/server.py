@@ -25,6 +25,7 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )
+from parallel.lockstep import Wake
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +115,14 @@ class Server:
             between_steps()
             self._take_in()  # 1. requests and aborts that came meanwhile
             if self._core.has_work:
+                self._core.pace.notice_work()
+            if self._core.has_work or self._core.pace.must_step:
                 deltas = self._core.step()  # 2. one forward pass
                 self._hand_out(deltas)  # 3. its tokens, one message per router
                 self.progress.stepped(self._report(0))
             if self._draining.is_set() and self._drained():
                 break
-            if not self._core.has_work:
+            if not self._core.has_work and not self._core.pace.must_step:
                 self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
                 self._listener.wait(IDLE_WAIT)
         self._listener.close()
@@ -131,6 +134,9 @@ class Server:
         had_work = self._core.has_work
         while (received := self._listener.receive()) is not None:
             peer, message = received
+            if isinstance(message, Wake):
+                self._core.pace.on_wake(message)
+                continue
             router = self._router(peer)
             match message:
                 case Attach(name):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from coordinator.messages import Settings
 from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from parallel.placement import place
+
+logger = logging.getLogger(__name__)
 
 
-def resolve(config: EngineConfig) -> tuple[ModelInfo, Settings]:
-    """Find the model and settle every setting that depends on it.
+def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, Settings]:
+    """Find the model and settle every setting that depends on it. ``size`` is ``-dp``, if it was given.
 
     Raises:
         CheckpointError: the model is not there or cannot be served as asked.
@@ -30,6 +35,7 @@ def resolve(config: EngineConfig) -> tuple[ModelInfo, Settings]:
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
+        **_expert_settings(config.device, info, size or 1),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
@@ -64,6 +70,9 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             pipeline_parallel_size=settings.pipeline_parallel_size,
+            enable_expert_parallel=settings.enable_expert_parallel,
+            expert_placement_strategy=settings.expert_placement_strategy,
+            all2all_backend=settings.all2all_backend,
         ),
     )
 
@@ -79,9 +88,31 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens
         != SchedulerConfig().max_num_batched_tokens,
         "-tp": config.device.tensor_parallel_size != DeviceConfig().tensor_parallel_size,
+        "-ep": config.device.enable_expert_parallel is not None,
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
     }
     return [name for name, was_given in given.items() if was_given]
+
+
+def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int) -> dict[str, Any]:
+    """Whether and how experts are spread. One instance has nothing to spread."""
+    wanted = bool(device.enable_expert_parallel)
+    if wanted and not info.num_experts:
+        logger.warning("-ep ignored: %s is a dense model", info.architecture)
+    elif wanted and size < 2:
+        logger.warning("-ep ignored: one instance (-dp 1) holds all experts")
+    spread = wanted and info.num_experts > 0 and size > 1
+    if spread:
+        try:
+            place(info.num_experts, size, device.expert_placement_strategy)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+    return {
+        "enable_expert_parallel": spread,
+        "expert_placement_strategy": device.expert_placement_strategy,
+        "all2all_backend": device.all2all_backend,
+        "data_parallel_size": size if spread else 0,
+    }
 
 
 def _dtype(asked: str, info: ModelInfo) -> str:

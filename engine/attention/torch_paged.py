@@ -312,7 +312,7 @@ class _Attention:
     def singles(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """queries [batch, heads, dim], keys and values [batch, length, kv_heads, dim] to [batch, heads, dim]."""
+        """[batch, heads, dim], of the same shape; keys and values are [batch, length, kv_heads, dim]."""
         batch, heads, dim = queries.shape
         grouped = queries.reshape(batch, self.kv_heads, self.group, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -326,7 +326,7 @@ class _Attention:
     def tile(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """queries [heads, queries, dim], keys and values [length, kv_heads, dim] -> [queries, heads, dim]."""
+        """[queries, heads, dim] of [heads, queries, dim]; keys and values are [length, kv_heads, dim]."""
         heads, num_queries, dim = queries.shape
         grouped = queries.reshape(self.kv_heads, self.group, num_queries, dim)
         keys, values = keys.transpose(0, 1)[:, None], values.transpose(0, 1)[:, None]

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from engine.step import ModelFacts, Step, StepResult
 
+if TYPE_CHECKING:
+    from parallel.communicators.base import Communicator
+
 Progress = Callable[[str], None]
 """Called with a phrase for each phase of loading, so that whoever waits knows that it moves."""
+
+
+class ExpertTimes(msgspec.Struct, frozen=True):
+    """Seconds of one step, over all expert layers."""
+
+    dispatch: float
+    experts: float
+    combine: float
 
 
 class Executor(Protocol):
@@ -30,8 +43,24 @@ class Executor(Protocol):
         """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens, block 0 included."""
         ...
 
-    def execute(self, step: Step) -> StepResult:
-        """Run one step and wait for it. Running the same step again gives the same result."""
+    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
+        """Run one step and wait for it. Running the same step again gives the same result.
+
+        Args:
+            sizes: with experts spread over instances, the tokens of every rank in this step; one without
+                rows takes part in the expert layers only.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: a peer is lost.
+        """
+        ...
+
+    def join(self, group: Communicator) -> None:
+        """Reach the experts of other instances through this group from the next step on."""
+        ...
+
+    def expert_times(self) -> ExpertTimes | None:
+        """Where the last step's time in expert layers went; None with all experts here."""
         ...
 
     def set_threads(self, threads: int) -> None:

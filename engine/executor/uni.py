@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import psutil
@@ -12,10 +13,14 @@ from engine.attention import make_attention
 from engine.attention.base import PLAN_KEYWORD, PackedRows
 from engine.checkpoint import DTYPE_NAMES, CheckpointError, ModelInfo
 from engine.config import EngineConfig
-from engine.executor.base import Progress
+from engine.executor.base import ExpertTimes, Progress
+from engine.expert_weights import ExpertShare
 from engine.runner import ModelRunner
 from engine.step import KVSpec, ModelFacts, Step, StepResult
 from engine.weights import LoadedModel, load_model
+from parallel.communicators.base import Communicator
+from parallel.expert_parallel import Dispatch
+from parallel.placement import place
 
 CPU_KV_LIMIT = 4 << 30
 CPU_KV_SHARE = 0.4
@@ -25,8 +30,12 @@ CPU_KV_SHARE = 0.4
 class UniExecutor:
     """Implements ``executor.base.Executor`` with one model on one device."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, threads: int) -> None:
+    def __init__(
+        self, config: EngineConfig, info: ModelInfo, threads: int, place: tuple[int, int] | None = None
+    ) -> None:
+        """``place``: (rank, size) in the group over which the experts are spread, None if they are not."""
         self._config = config
+        self._place = place
         self._info = info
         self._threads = threads
         self._model: LoadedModel | None = None
@@ -44,7 +53,10 @@ class UniExecutor:
         dtype: torch.dtype = getattr(torch, self._info.dtype if name == "auto" else DTYPE_NAMES[name])
         progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
         began = time.monotonic()
-        model = load_model(self._info, self._config.model, dtype=dtype, device=device)
+        share, dispatch = self._share()
+        model = load_model(
+            self._info, self._config.model, dtype=dtype, device=device, share=share, dispatch=dispatch
+        )
         self._model = model
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
@@ -56,6 +68,18 @@ class UniExecutor:
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
         )
+
+    def _share(self) -> tuple[ExpertShare | None, Dispatch]:
+        """Which experts are this instance's, and how it reaches the others."""
+        settings = self._config.device
+        if self._place is None:
+            return None, "allgather_reducescatter"
+        rank, size = self._place
+        placement = place(self._info.num_experts, size, settings.expert_placement_strategy)
+        dispatch: Dispatch = (
+            "all_to_all" if settings.all2all_backend == "all_to_all" else "allgather_reducescatter"
+        )
+        return ExpertShare(placement, rank), dispatch
 
     def _device(self) -> torch.device:
         wanted = self._config.device.device
@@ -119,10 +143,38 @@ class UniExecutor:
         )
         self._runner = ModelRunner(model, cache, block_size)
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
         """See ``executor.base.Executor``."""
         assert self._runner is not None, "allocate() comes first"
+        assert self._model is not None
+        if self._model.experts is not None:
+            self._model.experts.begin(sizes)
+            if not step.rows:
+                self._pass_expert_layers(self._model)
         return self._runner.run(step)
+
+    def _pass_expert_layers(self, model: LoadedModel) -> None:
+        """Serve the other instances' tokens in every expert layer, without any of our own."""
+        assert model.experts is not None
+        hidden = torch.empty(0, model.hidden_size, dtype=model.dtype, device=model.device)
+        ids = torch.empty(0, model.experts_per_token, dtype=torch.int64, device=model.device)
+        weights = torch.empty(0, model.experts_per_token, dtype=model.dtype, device=model.device)
+        with torch.inference_mode():
+            for layer in model.expert_layers:
+                model.experts.forward(layer, hidden, ids, weights)
+
+    def join(self, group: Communicator) -> None:
+        """See ``executor.base.Executor``."""
+        assert self._model is not None
+        assert self._model.experts is not None
+        self._model.experts.join(group)
+
+    def expert_times(self) -> ExpertTimes | None:
+        """See ``executor.base.Executor``."""
+        if self._model is None or self._model.experts is None:
+            return None
+        times = self._model.experts.times
+        return ExpertTimes(times.dispatch, times.experts, times.combine)
 
     def set_threads(self, threads: int) -> None:
         """See ``executor.base.Executor``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,6 +17,7 @@ from engine.attention import make_attention
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.runner import ModelRunner
+from engine.sampler import SampleRow, sample
 from engine.sampling import SamplingParams
 from engine.step import Admit, Row, Step
 from engine.weights import LoadedModel, load_model
@@ -43,9 +45,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny_model(root / family, family) for family in FAMILIES}
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def load(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
     info = read_model_info(directory)
-    return load_model(info, ModelConfig(model=str(directory)), dtype=dtype, device=torch.device("cpu"))
+    return load_model(info, ModelConfig(model=str(directory)), dtype=dtype, device=torch.device(device))
 
 
 def make_driver(model: LoadedModel, seed: int = 0) -> Driver:
@@ -145,6 +147,22 @@ def test_prompt_logprobs(family: str, chunk: int, directories: dict[str, Path]) 
         assert entry.top_logprobs == pytest.approx(line.topk(2).values.tolist(), abs=2e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_equals_cpu(family: str, directories: dict[str, Path]) -> None:
+    params = [GREEDY, *sampled_params()[1:]]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        driver = make_driver(load(directories[family], device=device))
+        requests = [
+            driver.add(prompt, each, seed=5) for prompt, each in zip(make_prompts(), params, strict=True)
+        ]
+        driver.generate(requests, NUM_NEW, chunk=7)
+        outputs.append([request.output_ids for request in requests])
+    assert outputs[0] == outputs[1]
+
+
 def sampled_params() -> list[SamplingParams]:
     return [
         SamplingParams(temperature=1.0),
@@ -228,6 +246,61 @@ def test_a_slot_is_reused_and_blocks_may_be_shared(directories: dict[str, Path])
     for position in range(len(prompt), len(prompt) + 5):
         output.append(driver.runner.run(Step([], [Row(0, position, 1, [], True)])).sampled[0].token_id)
     assert output == first.output_ids
+
+
+def test_a_slot_is_taken_over_at_the_position_where_it_stood(directories: dict[str, Path]) -> None:
+    """The new request's first row begins where the old one's last row did: still another request."""
+    driver = make_driver(load(directories["llama"]))
+    old, other = (driver.add(prompt, GREEDY) for prompt in make_prompts((22, 22)))
+    driver.generate([old, other], 3)
+    table = [
+        block
+        for step in driver.steps
+        for row in step.rows
+        if row.slot == other.slot
+        for block in row.new_blocks
+    ]
+    position = driver.steps[-1].rows[0].start
+    tokens = other.token_ids[: position + 1]
+    admit = Admit(old.slot, tokens, len(tokens), SamplingParams(temperature=0.0), 0, ())
+    step = Step([admit], [Row(old.slot, position, 1, [*table, driver.free.pop()], True)])
+    assert driver.runner.run(step).sampled[0].token_id == other.token_ids[position + 1]
+
+
+def test_penalties_see_all_tokens_so_far(directories: dict[str, Path]) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(directories["qwen2"], attn_implementation="eager")
+    driver = make_driver(load(directories["qwen2"]))
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.5)
+    plain = SamplingParams(temperature=0.0)
+    prompts = make_prompts((7, 20))
+    requests = [driver.add(prompt, params) for prompt in prompts]
+    unpenalised = [driver.add(prompt, plain) for prompt in prompts]
+    driver.generate([*requests, *unpenalised], 30)
+    for request, free in zip(requests, unpenalised, strict=True):
+        expected = reference.generate(
+            torch.tensor([request.token_ids[: request.num_prompt]]),
+            attention_mask=torch.ones(1, request.num_prompt, dtype=torch.int64),
+            max_new_tokens=30,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
+            repetition_penalty=2.5,
+        )[0, request.num_prompt :].tolist()
+        assert request.output_ids == expected
+        assert request.output_ids != free.output_ids
+
+
+def test_a_draw_is_a_function_of_seed_and_position(directories: dict[str, Path]) -> None:
+    """The number that chooses the token at position p belongs to p: not to the step, nor to the slot."""
+    driver = make_driver(load(directories["llama"]))
+    prompt = make_prompts((9,))[0]
+    request = driver.add(prompt, SamplingParams(temperature=1.0), seed=11, slot=6)
+    driver.step([(request, 9)])
+    reference = AutoModelForCausalLM.from_pretrained(directories["llama"], attn_implementation="eager")
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt])).logits[0, -1:]
+    row = SampleRow(SamplingParams(), 11, 9, np.array(prompt), 9, ())
+    assert request.output_ids == sample(logits, [row]).tolist()
 
 
 def test_many_slots_and_long_contexts(directories: dict[str, Path]) -> None:

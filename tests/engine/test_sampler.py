@@ -109,8 +109,17 @@ def kept_by_definition(logits: torch.Tensor, top_k: int, top_p: float, min_p: fl
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.05), (8, 0.6, 0.0), (6, 0.9, 0.1), (1, 1.0, 0.0), (0, 1e-6, 0.0)]
-    + [(1000, 0.5, 0.0), (0, 0.999999, 0.0)],
+    [
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (0, 1.0, 0.05),
+        (8, 0.6, 0.0),
+        (6, 0.9, 0.1),
+        (1, 1.0, 0.0),
+        (0, 1e-6, 0.0),
+        (1000, 0.5, 0.0),
+        (0, 0.999999, 0.0),
+    ],
 )
 def test_truncation(top_k: int, top_p: float, min_p: float) -> None:
     logits = make_logits(1, seed=3)

@@ -1,0 +1,172 @@
+"""When an instance may step: alone, or in lockstep with all others.
+
+The step loop asks :meth:`Pace.agree` before each step. Independent instances (dense models, or experts
+whole on each) always may. In lockstep the answer comes from the headers of all instances
+(:mod:`parallel.lockstep`), exchanged over the group's communicator; wakes travel over ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import zmq
+
+from coordinator.rpc import Sender
+from parallel.lockstep import Decision, Header, Lockstep, Run, Sleep, Switch, Wake
+
+if TYPE_CHECKING:
+    from parallel.communicators.base import Communicator
+
+logger = logging.getLogger(__name__)
+
+WAKE_INTERVAL = 0.02
+"""Seconds between two repetitions of a wake whose step has not begun."""
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """What the group decided for this step."""
+
+    runs: bool
+    sizes: tuple[int, ...] = ()
+    """Rows of each rank, in lockstep."""
+    waited: float = 0.0
+    """Seconds spent waiting for the others' headers."""
+
+
+class Pace(Protocol):
+    """The rhythm of one instance."""
+
+    @property
+    def must_step(self) -> bool:
+        """Whether the next step has to be agreed on even without work here."""
+        ...
+
+    def notice_work(self) -> None:
+        """There is work here: make sure that a step comes."""
+        ...
+
+    def on_wake(self, wake: Wake) -> None:
+        """A peer wants a step."""
+        ...
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+        """Settle the next step, this instance having scheduled ``num_tokens``.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: a peer is lost.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """Steps whenever there is work."""
+
+    must_step = False
+
+    def notice_work(self) -> None:
+        return
+
+    def on_wake(self, wake: Wake) -> None:
+        return
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+        return Agreement(runs=num_tokens > 0)
+
+    def close(self) -> None:
+        return
+
+
+class InLockstep:
+    """Steps with all others of the group."""
+
+    def __init__(self, group: Communicator, epoch: int, peers: Sequence[str]) -> None:
+        """``peers``: the addresses of the other instances."""
+        self._group = group
+        self._lockstep = Lockstep(group.rank, group.size, epoch)
+        self._waker = Waker(peers)
+
+    def __repr__(self) -> str:
+        return f"<InLockstep {self._lockstep!r}>"
+
+    @property
+    def must_step(self) -> bool:
+        return self._lockstep.awake
+
+    def notice_work(self) -> None:
+        wake = self._lockstep.wake()
+        if wake is not None:
+            self._waker.begin(wake)
+
+    def on_wake(self, wake: Wake) -> None:
+        self._lockstep.on_wake(wake)
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+        header = self._lockstep.header(num_tokens, queued_prefill=queued_prefill, longest=longest)
+        began = time.perf_counter()
+        rows = self._group.all_gather_ints(header.ints())
+        waited = time.perf_counter() - began
+        decision: Decision = self._lockstep.advance([Header.of(row) for row in rows])
+        if self._lockstep.outstanding_wake is None:
+            self._waker.end()
+        match decision:
+            case Run(sizes):
+                return Agreement(runs=True, sizes=sizes, waited=waited)
+            case Sleep() | Switch():
+                return Agreement(runs=False, waited=waited)
+
+    def close(self) -> None:
+        self._waker.close()
+        self._group.close()
+
+
+class Waker:
+    """A thread that tells the peers to wake, again and again until the step has begun: the step loop itself
+    is by then inside the exchange that it waits for."""
+
+    def __init__(self, peers: Sequence[str]) -> None:
+        self._peers = list(peers)
+        self._wake: Wake | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
+        self._thread.start()
+
+    def begin(self, wake: Wake) -> None:
+        """Send this to all peers, now and until :meth:`end`."""
+        with self._changed:
+            self._wake = wake
+            self._changed.notify()
+
+    def end(self) -> None:
+        self._wake = None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed, self._wake = True, None
+            self._changed.notify()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        senders: list[Sender[Wake]] = [Sender(context, peer) for peer in self._peers]
+        while not self._closed:
+            wake = self._wake
+            if wake is None:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._wake is not None or self._closed)
+                continue
+            for sender in senders:
+                sender.send(wake)
+            with self._changed:
+                if self._wake is wake and not self._closed:
+                    self._changed.wait(WAKE_INTERVAL)
+        for sender in senders:
+            sender.close()
+        context.term()

@@ -1,0 +1,369 @@
+"""Reading models: what is refused and how it is said, and the ways in which weights may come."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.attention.base import LayerShape
+from engine.attention.probe import OTHER, _check_all_layers_attend, _window
+from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
+from engine.config import ModelConfig
+from engine.sampling import SamplingParams
+from engine.weights import LoadedModel, load_model
+from tests.engine.driver import Driver
+from tests.engine.test_runner import GREEDY, make_driver, make_prompts
+from tests.engine.tiny_models import ALTERNATING, COMMON, FAMILIES, WINDOW, make_tiny_model, widen
+
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, **settings: Any) -> LoadedModel:
+    info = read_model_info(directory)
+    return load_model(info, ModelConfig(model=str(directory), **settings), dtype=torch.float32, device=CPU)
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def greedy_ids(model: LoadedModel, num_new: int = 6, length: int = 29) -> list[int]:
+    driver = make_driver(model)
+    request = driver.add(make_prompts((length,))[0], GREEDY)
+    driver.generate([request], num_new, chunk=11)
+    return request.output_ids
+
+
+def test_layer_shapes(tmp_path: Path) -> None:
+    model = load(make_tiny_model(tmp_path, "gemma2"))
+    sliding, full = LayerShape(2, 16, 16, WINDOW), LayerShape(2, 16, 16, None)
+    assert model.layers == (sliding, full, sliding, full)
+    assert model.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
+    assert model.vocab_size == COMMON["vocab_size"]
+    assert model.weight_bytes == 4 * model.num_parameters
+    latent = load(make_tiny_model(tmp_path / "latent", "deepseek_v3"))
+    assert latent.layers == (LayerShape(4, 24, 20, None),) * 3
+
+
+def test_window_of_a_mask_function() -> None:
+    def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+    assert _window(causal, 5000) is None
+    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (k > q - 100), 5000) == 100
+    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (q // 64 == k // 64), 5000) == OTHER
+    assert _window(lambda b, h, q, k: k <= q + 1, 5000) == OTHER
+    assert _window(lambda b, h, q, k: causal(b, h, q, k) & (k % 2 == 0), 5000) == OTHER
+
+
+def test_a_layer_that_does_not_attend_is_named() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3)])
+    model = torch.nn.Sequential(layers, torch.nn.ModuleList([torch.nn.Linear(1, 1)]))
+    attending = {id(layer[0]) for layer in layers}
+    _check_all_layers_attend(model, "Some", attending)
+    with pytest.raises(CheckpointError, match=r"1 of 3 layers did not .* first 0\.1 \(Sequential\)"):
+        _check_all_layers_attend(model, "Some", attending - {id(layers[1][0])})
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unknown type": (
+        {"model_type": "llama9", "architectures": ["Llama9ForCausalLM"]},
+        "has no model type 'llama9'",
+    ),
+    "no language model": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "is not a causal language model",
+    ),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8, which are not built"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_config(case: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    change_config(make_tiny_model(tmp_path, "llama"), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in COMMON.items() if key != "attention_dropout"} | changes
+
+
+REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
+    "encoder-decoder": (
+        lambda: transformers.T5Config(vocab_size=384, d_model=64),
+        "T5ForConditionalGeneration: transformers has no causal language model",
+    ),
+    "linear attention": (
+        lambda: transformers.Qwen3NextConfig(**small()),
+        "layers of type linear_attention: it needs a recurrent state cache, which is not built",
+    ),
+    "state space": (
+        lambda: transformers.Mamba2Config(vocab_size=384),
+        "recurrent state cache, which is not built",
+    ),
+    "hybrid": (lambda: transformers.FalconH1Config(**small()), "recurrent state cache, which is not built"),
+    "chunked": (
+        lambda: transformers.Llama4TextConfig(**small()),
+        "layers of type chunked_attention: only full and sliding-window attention is built",
+    ),
+    "indexed": (lambda: transformers.DeepseekV32Config(**small()), "layers of type indexed_attention"),
+    "bidirectional": (
+        lambda: transformers.BertConfig(**small(num_attention_heads=4)),
+        "bert.encoder.layer.0.attention.self uses a mask that is neither causal",
+    ),
+    "own attention": (
+        lambda: transformers.FalconConfig(**small()),
+        "does not go through transformers' attention interface",
+    ),
+    "differential": (lambda: transformers.DiffLlamaConfig(**small()), "attends more than once per token"),
+    "keyword arguments lost": (
+        lambda: transformers.StableLmConfig(**small()),
+        "model.layers.0.self_attn does not get the keyword arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ARCHITECTURES)
+def test_refused_by_architecture(case: str, tmp_path: Path) -> None:
+    """With dummy weights, so that large default sizes need not be written down."""
+    make_config, message = REFUSED_ARCHITECTURES[case]
+    config = make_config()
+    config.save_pretrained(tmp_path)
+    architecture = {"t5": "T5ForConditionalGeneration", "bert": "BertLMHeadModel"}.get(config.model_type)
+    info = ModelInfo(
+        directory=str(tmp_path),
+        architecture=architecture or re.sub("(Text)?Config$", "ForCausalLM", type(config).__name__),
+        model_type=config.model_type,
+        vocab_size=384,
+        context_length=512,
+        dtype="float32",
+        eos_token_ids=(),
+        num_experts=0,
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_model(info, ModelConfig(load_format="dummy"), dtype=torch.float32, device=CPU)
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    shutil.copytree(tmp_path, missing := tmp_path / "missing")
+    change_tensors(missing, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor.*: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(missing)
+    shutil.copytree(tmp_path, unknown := tmp_path / "unknown", ignore=shutil.ignore_patterns("missing"))
+    change_tensors(unknown, lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.ones(2)}))
+    with pytest.raises(
+        CheckpointError, match=r"has 1 tensor.* does not know: model\.layers\.0\.extra\.weight"
+    ):
+        load(unknown)
+    shutil.copytree(
+        tmp_path, wrong := tmp_path / "wrong", ignore=shutil.ignore_patterns("missing", "unknown")
+    )
+    change_tensors(wrong, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="cannot load"):
+        load(wrong)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    change_tensors(tmp_path, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match="its output is not finite"):
+        load(tmp_path)
+
+
+def test_tokens_mixed_outside_attention_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a convolution or a token shift would: nothing in the config says so."""
+    directory = make_tiny_model(tmp_path, "llama")
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
+    with pytest.raises(CheckpointError, match="differs from transformers' own"):
+        load(directory)
+
+
+def test_old_buffers_in_a_checkpoint_are_ignored(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    expected = greedy_ids(load(tmp_path))
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(8)}))
+    assert greedy_ids(load(tmp_path)) == expected
+
+
+def test_dummy_weights_are_the_same_everywhere(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3_moe")
+    first, second = load(tmp_path, load_format="dummy"), load(tmp_path, load_format="dummy")
+    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert first.num_parameters == load(tmp_path).num_parameters
+
+
+def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
+    text = small(
+        num_hidden_layers=4,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=ALTERNATING,
+    )
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**text),
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+        tie_word_embeddings=True,
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    widen(whole, 0)
+    whole.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert type(model.module).__name__ == "Gemma3ForCausalLM"
+    prompt = make_prompts((29,))[0]
+    driver = make_driver(model)
+    request = driver.add(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    driver.generate([request], 1)
+    with torch.inference_mode():
+        logits = whole(torch.tensor([prompt]), token_type_ids=torch.zeros(1, 29, dtype=torch.int64)).logits[0]
+    expected = logits.log_softmax(-1)[torch.arange(28), prompt[1:]]
+    assert [each.logprob for each in request.prompt_logprobs] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks [..., columns / 32, 16] and scales of a random matrix, and the matrix [..., columns]."""
+    *rows, columns = shape
+    blocks = torch.randint(0, 256, (*rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(122, 125, (*rows, columns // 32), dtype=torch.uint8)
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+    values = FP4_VALUES[nibbles.long()] * torch.exp2(scales.float() - 127)[..., None]
+    return blocks, scales, values.flatten(-2)
+
+
+def test_mxfp4_is_dequantised(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = make_tiny_model(tmp_path / "plain", "gpt_oss")
+    quantised = tmp_path / "quantised"
+    shutil.copytree(plain, quantised)
+    packed: dict[str, torch.Tensor] = {}
+
+    def replace(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                experts, inputs, outputs = tensors[name].shape
+                packed[f"{name}_blocks"], packed[f"{name}_scales"], matrix = random_mxfp4(
+                    experts, outputs, inputs
+                )
+                tensors[name] = matrix.transpose(1, 2).contiguous()
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if f"{name}_blocks" in packed:
+                del tensors[name]
+        tensors.update(packed)
+
+    change_tensors(plain, replace)
+    change_tensors(quantised, pack)
+    change_config(quantised, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    assert len(packed) == 16
+    assert greedy_ids(load(quantised)) == greedy_ids(load(plain))
+
+
+def longrope_model(directory: Path) -> Path:
+    config = transformers.Phi3Config(
+        **small(
+            max_position_embeddings=256,
+            original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [3.0] * 8,
+                "original_max_position_embeddings": 32,
+            },
+        )
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    widen(model, 0)
+    model.save_pretrained(directory)
+    return directory
+
+
+def long_neighbour(driver: Driver) -> None:
+    request = driver.add(make_prompts((60,), seed=9)[0], GREEDY, slot=5)
+    driver.generate([request], 1)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 32])
+def test_length_dependent_rope_is_fixed(max_model_len: int | None, tmp_path: Path) -> None:
+    """A request's tokens do not depend on whether a long one is or was in the batch."""
+    directory = longrope_model(tmp_path)
+    model = load(directory, max_model_len=max_model_len)
+    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    prompt = make_prompts((20,))[0]
+    padding = [3] * 40 if max_model_len is None else []  # as long as what is served: long factors
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + padding])).logits[0, 19]
+    for neighbour in (False, True):
+        driver = make_driver(model)
+        request = driver.add(prompt, GREEDY)
+        if neighbour:
+            long_neighbour(driver)
+        driver.generate([request], 1)
+        assert request.logprobs[0].top_logprobs == pytest.approx(
+            logits.log_softmax(-1).topk(4).values.tolist(), abs=1e-4
+        )
+
+
+def test_code_from_the_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    expected = greedy_ids(load(tmp_path))
+    (tmp_path / "custom.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class CustomConfig(LlamaConfig):\n    model_type = 'custom_llama'\n"
+        "class CustomForCausalLM(LlamaForCausalLM):\n    config_class = CustomConfig\n"
+    )
+    change_config(
+        tmp_path,
+        model_type="custom_llama",
+        architectures=["CustomForCausalLM"],
+        auto_map={"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomForCausalLM"},
+    )
+    with pytest.raises(CheckpointError, match="--trust-remote-code"):
+        load(tmp_path)
+    model = load(tmp_path, trust_remote_code=True)
+    assert type(model.module).__name__ == "CustomForCausalLM"
+    assert greedy_ids(model) == expected
+
+
+def test_every_tiny_family_says_what_it_is(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        info = read_model_info(make_tiny_model(tmp_path / family, family))
+        assert info.architecture.endswith("ForCausalLM")
+        assert info.vocab_size == COMMON["vocab_size"]
