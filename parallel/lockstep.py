@@ -89,8 +89,8 @@ def decide(headers: Sequence[Header]) -> Decision:
     if any((header.epoch, header.step) != (first.epoch, first.step) for header in headers):
         raise LockstepError(f"headers of different steps: {[(h.epoch, h.step) for h in headers]}")
     ready = [header.ready_epoch for header in headers]
-    if min(ready) > first.epoch:
-        return Switch(min(ready))
+    if min(ready) == max(ready) > first.epoch:
+        return Switch(ready[0])
     if max(ready) > first.epoch or any(header.num_tokens for header in headers):
         return Run(tuple(header.num_tokens for header in headers))
     return Sleep()

@@ -1,1 +1,54 @@
-"""How shards talk: the contract in ``base``, one file per transport."""
+"""How shards talk: the contract in ``base``, one file per transport, made by :func:`make_communicator`.
+
+Importing this package loads no torch; the backends do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from parallel.communicators.base import CollectiveError, Communicator
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Backend", "CollectiveError", "Communicator", "make_communicator"]
+
+Backend = Literal["gloo", "shared_memory"]
+
+
+def make_communicator(
+    kind: Backend,
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout: float,
+    host: str = "127.0.0.1",
+    should_stop: Callable[[], bool] | None = None,
+) -> Communicator:
+    """Meet the other members of the group ``name`` at the store and connect to them.
+
+    Returns when all are connected, so that nobody needs the store any more. ``timeout`` (seconds) bounds
+    the forming and later each call. ``host`` is the address on which this member is reached (gloo only).
+    ``should_stop`` is asked while others have not come; when it says so, forming ends with
+    :class:`CollectiveError`, as it does on a timeout.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of {size}")
+    from torch.distributed import PrefixStore
+
+    own_store = PrefixStore(name, store)
+    if kind == "gloo":
+        from parallel.communicators.gloo import GlooCommunicator
+
+        return GlooCommunicator(
+            own_store, rank, size, timeout=timeout, host=host, should_stop=should_stop
+        )
+    if kind == "shared_memory":
+        from parallel.communicators.shared_memory import SharedMemoryCommunicator
+
+        return SharedMemoryCommunicator(own_store, rank, size, timeout=timeout, should_stop=should_stop)
+    raise ValueError(f"no communicator is called {kind!r}: choose gloo or shared_memory")

@@ -1,21 +1,29 @@
-"""The contract of a communicator: how the members of one group exchange tensors.
+"""The contract of a communicator: how the members of one group exchange tensors (loads no torch).
 
 A group has a fixed number of members and belongs to one epoch; another epoch gets other communicators.
 Every call is collective (all members make the same calls in the same order) and bounded: when a member
 dies, does not come within the timeout, or somebody calls :meth:`Communicator.abort`, the call raises
 :class:`CollectiveError` on every member that waits, and the communicator is of no use any more.
+
+Sizes may be zero on some members, or on all. What a call returns is always memory of the caller's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class CollectiveError(RuntimeError):
     """A collective did not complete; says which and, where it is known, because of whom."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The member that is to blame, as far as this one can tell."""
 
 
 class Communicator(Protocol):
@@ -48,11 +56,12 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of ``source``; the others give one of the same shape and type."""
+        """The tensor of ``source``; the others give one of the same shape and type. A new tensor."""
         ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """To one member, which calls :meth:`receive`."""
+        """To one member, which calls :meth:`receive`. May or may not wait until it does, so two members
+        never both send to each other before they receive."""
         ...
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
@@ -60,9 +69,10 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make this and every later call fail, on this member at once. Safe from any thread, and twice."""
+        """Make this and every later call fail, on this member at once and on the others as soon as they need
+        this one. Safe from any thread, and twice."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; the group must be idle."""
+        """Let go of everything; this member's last call has returned. Does not disturb the last calls of others."""
         ...

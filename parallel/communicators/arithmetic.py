@@ -1,0 +1,45 @@
+"""What the backends have in common: sums in rank order, sizes, checks of what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """``out`` = parts[0] + parts[1] + ..., element by element, so the same bits wherever it is computed.
+
+    Half types are summed in float32 and rounded once.
+    """
+    if len(parts) == 1:
+        return out.copy_(parts[0])
+    if len(parts) == 2 or out.dtype not in _HALF_TYPES:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return out
+    total = parts[0].float()
+    for part in parts[1:]:
+        total.add_(part)
+    return out.copy_(total)
+
+
+def even_sizes(total: int, size: int) -> list[int]:
+    """``total`` elements cut for ``size`` members, as equal as can be."""
+    return [total // size + (rank < total % size) for rank in range(size)]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the transports want it: on the CPU, in one piece, outside autograd."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"this communicator carries CPU tensors only, not {tensor.device}")
+    return tensor.detach().contiguous()
+
+
+def check_rows(what: str, tensor: torch.Tensor, rows: int) -> None:
+    """The first dimension must be what the sizes say."""
+    if tensor.dim() == 0 or tensor.shape[0] != rows:
+        raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(tensor.shape)}")
