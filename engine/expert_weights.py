@@ -112,9 +112,7 @@ class _Reader:
         return tensors
 
     def _take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        target, _ = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._known
-        )
+        target, _ = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
         if target not in self._expert_parameters:
             tensors[name] = opened.get_tensor(name)
             return

@@ -94,9 +94,7 @@ def test_wrong_settings_end_with_a_clear_message(
         ("data-parallel-size: two", "--data-parallel-size must be a number, not 'two'"),
     ],
 )
-def test_wrong_files_too(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_files_too(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text(text)
     with pytest.raises(SystemExit):

@@ -6,10 +6,12 @@ import pytest
 from coordinator.membership import Instruction, Membership, Note, Rules, Send
 from coordinator.messages import (
     Beat,
+    Form,
     FromCoordinator,
     Heartbeat,
     Leave,
     Load,
+    Peer,
     Refused,
     Register,
     Settings,
@@ -32,6 +34,10 @@ SETTINGS = Settings(
     vocab_size=100,
     tensor_parallel_size=1,
     pipeline_parallel_size=1,
+    enable_expert_parallel=False,
+    expert_placement_strategy="linear",
+    all2all_backend="auto",
+    data_parallel_size=0,
     max_num_batched_tokens=64,
     max_num_seqs=8,
 )
@@ -200,3 +206,51 @@ def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -
     membership.handle(b"a", register("a", 1, epoch=7), 0.1)
     assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8, 1)]
     assert [member.rank for member in membership.view().members] == [1]
+
+
+EXPERTS = msgspec.structs.replace(SETTINGS, enable_expert_parallel=True, data_parallel_size=2)
+
+
+def loaded(instance: str, rank: int) -> Heartbeat:
+    return Heartbeat(
+        instance=instance,
+        state=State.LOADED,
+        phase="waiting",
+        address=f"tcp://a:{rank}",
+        store=f"a:{90 + rank}",
+        load=Load(),
+    )
+
+
+def test_a_group_forms_once_all_have_their_experts() -> None:
+    membership = Membership(Rules(size=2, settings=EXPERTS))
+    joined_with = {"a": 0, "b": 1}
+    for name, rank in joined_with.items():
+        membership.handle(name.encode(), register(name, rank, settings=EXPERTS), 0.0)
+    assert to(b"a", membership.handle(b"a", loaded("a", 0), 1.0)) == [Beat(0, 2)]
+    form = Form(epoch=1, store="a:90", peers=[Peer(0, "tcp://a:0", "h"), Peer(1, "tcp://a:1", "h")])
+    instructions = membership.handle(b"b", loaded("b", 1), 2.0)
+    assert to(b"a", instructions) == [form]
+    assert to(b"b", instructions) == [form, Beat(1, 2)]
+    assert to(b"a", membership.handle(b"a", loaded("a", 0), 2.5)) == [form, Beat(1, 2)], "the first was lost"
+    assert to(b"a", membership.handle(b"a", heartbeat("a"), 3.0)) == [Beat(1, 2)]
+    assert to(b"b", membership.handle(b"b", heartbeat("b"), 3.0)) == [Beat(1, 2)]
+    assert membership.view().epoch == 1, "the epoch of the group is that of the world"
+
+
+def test_a_complete_group_takes_nobody_in() -> None:
+    membership = Membership(Rules(size=1, settings=EXPERTS))
+    membership.handle(b"a", register("a", 0, settings=EXPERTS), 0.0)
+    membership.handle(b"a", loaded("a", 0), 1.0)
+    (answer,) = to(b"b", membership.handle(b"b", register("b", settings=None), 2.0))
+    assert isinstance(answer, Refused)
+    assert "the experts are spread over the 1 instances of a complete mesh" in answer.reason
+
+
+def test_who_was_not_told_the_size_takes_what_depends_on_it_from_the_mesh() -> None:
+    membership = Membership(Rules(size=2, settings=EXPERTS))
+    (answer,) = to(b"a", membership.handle(b"a", register("a", 0, settings=SETTINGS), 0.0))
+    assert isinstance(answer, Welcome)
+    (answer,) = to(b"b", membership.handle(b"b", register("b", 1, size=2, settings=SETTINGS), 0.0))
+    assert isinstance(answer, Refused)
+    assert "-ep is False, the mesh has True" in answer.reason

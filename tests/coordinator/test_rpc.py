@@ -140,7 +140,7 @@ def test_asyncio_ends_talk() -> None:
         connection: AsyncConnection[Any, Any] = AsyncConnection(
             context, listener.endpoint, FromCoordinator, name="test"
         )
-        while not connection.send(Watch("w")):  # nothing is queued before there is a connection
+        while not connection.send(Watch("w")):  # noqa: ASYNC110 (nothing is queued unconnected)
             await asyncio.sleep(0.01)
         _, message = await asyncio.wait_for(listener.receive(), 5)
         assert message == Watch("w")

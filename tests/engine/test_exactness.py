@@ -50,7 +50,8 @@ def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="module")
 def executor(model_directory: Path) -> Iterator[Executor]:
     config = EngineConfig(
-        model=ModelConfig(model=str(model_directory), dtype="float32"), cache=CacheConfig(block_size=BLOCK_SIZE)
+        model=ModelConfig(model=str(model_directory), dtype="float32"),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
     )
     executor = make_executor(config, read_model_info(model_directory), 1)
     executor.load(lambda _phase: None)
@@ -141,7 +142,9 @@ def test_chunks_and_preemption_change_nothing(
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
 
 
-def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(executor: Executor, model_directory: Path) -> None:
+def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
+    executor: Executor, model_directory: Path
+) -> None:
     params = [
         SamplingParams(
             temperature=0.9,
@@ -153,9 +156,7 @@ def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(executor: Executor, 
         )
         for index in range(NUM_REQUESTS)
     ]
-    alone, _ = run(
-        executor, model_directory, params, prompts(), num_blocks=600, budget=512, together=False
-    )
+    alone, _ = run(executor, model_directory, params, prompts(), num_blocks=600, budget=512, together=False)
     together, _ = run(executor, model_directory, params, prompts(), num_blocks=600, budget=512)
     tight, counters = run(executor, model_directory, params, prompts(), num_blocks=24, budget=12)
     assert together == alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +100,13 @@ class _Counting:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     original = expert_weights.safe_open
     monkeypatch.setattr(
         expert_weights, "safe_open", lambda *args, **kwargs: _Counting(original(*args, **kwargs), taken)
     )
-    yield taken
+    return taken
 
 
 def test_expert_bytes_are_one_share_in_memory_and_from_disk(

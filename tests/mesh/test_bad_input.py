@@ -46,7 +46,11 @@ CASES: dict[str, tuple[object, int, str]] = {
     "unknown model": (good(model="gpt-9"), 404, "The model `gpt-9` does not exist."),
     "negative max_tokens": (good(max_tokens=-1), 400, "max_tokens must be at least"),
     "temperature NaN": (b'{"model": "lockstep-moe", "prompt": "x", "temperature": NaN}', 400, "JSON"),
-    "temperature huge": (b'{"model": "lockstep-moe", "prompt": "x", "temperature": 1e999}', 400, "temperature"),
+    "temperature huge": (
+        b'{"model": "lockstep-moe", "prompt": "x", "temperature": 1e999}',
+        400,
+        "temperature",
+    ),
     "invalid regex": (good(structured_outputs={"regex": "("}), 400, "structured_outputs"),
     "empty prompt": (good(prompt=""), 400, "empty"),
     "no prompt": ({"model": SHIPPED_MODEL}, 400, "prompt"),
@@ -145,11 +149,15 @@ def test_random_bodies_never_break_the_server(mesh: Mesh) -> None:
     for _ in range(300):
         body = good(**{rng.choice(fields): rng.choice(values) for _ in range(rng.randrange(1, 4))})
         if rng.random() < 0.5:
-            body["messages"] = rng.choice([[{"role": "user", "content": "x"}], [{"role": rng.choice(values)}]])
+            body["messages"] = rng.choice(
+                [[{"role": "user", "content": "x"}], [{"role": rng.choice(values)}]]
+            )
         if rng.random() < 0.2:
             body["model"] = rng.choice(values)
         body["stream"] = False if rng.random() < 0.9 else rng.choice(values[:3])
-        statuses.add(_status(mesh, body, rng.choice(("/v1/completions", "/v1/chat/completions", "/tokenize"))))
+        statuses.add(
+            _status(mesh, body, rng.choice(("/v1/completions", "/v1/chat/completions", "/tokenize")))
+        )
     assert 200 in statuses
     assert not [status for status in statuses if status >= 500]
     assert_idle(mesh)

@@ -144,7 +144,11 @@ def test_n_samples_differ_and_are_reproducible(client: openai.OpenAI) -> None:
 
 def test_stop_strings_and_ids(client: openai.OpenAI) -> None:
     free = client.completions.create(
-        model=SHIPPED_MODEL, prompt=OPENING, max_tokens=40, temperature=0, extra_body={"return_token_ids": True}
+        model=SHIPPED_MODEL,
+        prompt=OPENING,
+        max_tokens=40,
+        temperature=0,
+        extra_body={"return_token_ids": True},
     )
     text, ids = free.choices[0].text, free.choices[0].token_ids  # type: ignore[attr-defined]
     stop = text.split()[6]
@@ -196,12 +200,12 @@ def test_prompts_as_lists_and_tokens(client: openai.OpenAI) -> None:
         model=SHIPPED_MODEL, prompt=["She was", "He was"], max_tokens=5, temperature=0
     )
     assert [choice.index for choice in texts.choices] == [0, 1]
-    ids = client.post(
-        "../tokenize", body={"model": SHIPPED_MODEL, "prompt": "He was"}, cast_to=object
-    )
+    ids = client.post("../tokenize", body={"model": SHIPPED_MODEL, "prompt": "He was"}, cast_to=object)
     tokens = ids["tokens"]  # type: ignore[index]
     one = client.completions.create(model=SHIPPED_MODEL, prompt=tokens, max_tokens=5, temperature=0)
-    many = client.completions.create(model=SHIPPED_MODEL, prompt=[tokens, tokens], max_tokens=5, temperature=0)
+    many = client.completions.create(
+        model=SHIPPED_MODEL, prompt=[tokens, tokens], max_tokens=5, temperature=0
+    )
     assert one.choices[0].text == texts.choices[1].text
     assert [choice.text for choice in many.choices] == [one.choices[0].text] * 2
 

@@ -48,11 +48,15 @@ def test_head_and_headless_instances_in_any_order_then_one_more(tmp_path: Path) 
     """The three-terminal form, last one first; then an instance that knows nothing but the address."""
     ports = Ports()
     with (
-        serve(tmp_path / "1.log", SHIPPED_MODEL, "-dp", "2", "-dpr", "1", "--headless", *ports.join(), *SMALL) as one,
+        serve(
+            tmp_path / "1.log", SHIPPED_MODEL, "-dp", "2", "-dpr", "1", "--headless", *ports.join(), *SMALL
+        ) as one,
     ):
         one.wait_for(f"waiting for the coordinator at tcp://127.0.0.1:{ports.rpc}")
         with (
-            serve(tmp_path / "head.log", SHIPPED_MODEL, "-dp", "2", "-dpl", "0", *ports.head(), *SMALL) as head,
+            serve(
+                tmp_path / "head.log", SHIPPED_MODEL, "-dp", "2", "-dpl", "0", *ports.head(), *SMALL
+            ) as head,
             serve(tmp_path / "0.log", "-dp", "2", "-dpr", "0", "--headless", *ports.join(), *JOINER) as zero,
         ):
             head.wait_for("2 instances ready")
@@ -178,7 +182,10 @@ def test_instances_that_do_not_fit_are_refused_and_nobody_notices(tmp_path: Path
         cases = {
             "taken": (["-dpr", "0", "--headless", *SMALL], "rank 0 is taken by"),
             "size": (["-dp", "3", "-dpr", "1", "--headless", *SMALL], "-dp 3 differs from the mesh's -dp 2"),
-            "dtype": ([SHIPPED_MODEL, "--headless", "--dtype", "bfloat16"], "--dtype is bfloat16, the mesh has float32"),
+            "dtype": (
+                [SHIPPED_MODEL, "--headless", "--dtype", "bfloat16"],
+                "--dtype is bfloat16, the mesh has float32",
+            ),
             "model": ([str(other), "--headless", *SMALL, "--served-model-name", SHIPPED_MODEL], "model is "),
         }
         commands = {
