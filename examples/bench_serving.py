@@ -371,12 +371,11 @@ def parse_args() -> Args:
 
 
 async def bench(args: Args) -> int:
-    key = os.environ.get("OPENAI_API_KEY")
     results = []
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers={"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"},
     ) as session:
         await until_ready(session, args)
         for number, concurrency in enumerate(args.concurrency or [args.max_concurrency]):
@@ -391,8 +390,9 @@ async def bench(args: Args) -> int:
 def main() -> int:
     args = parse_args()
     server = contextlib.nullcontext(args.base_url) if args.serve is None else mesh(args.serve)
-    with server as args.base_url:
+    with contextlib.suppress(KeyboardInterrupt), server as args.base_url:
         return asyncio.run(bench(args))
+    return 130
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class ChatAnswer(Answer):
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening(sample) if first else b""
         text = self._echoed + piece.text if first else piece.text
-        if not text and piece.finish_reason is None and not self._returns_ids and not piece.logprobs:
-            return opening
+        if piece.finish_reason is None and not (self._returns_ids or piece.logprobs):
+            return opening + self.framed(sample, text) if text else opening
         choice = ChatChunkChoice(
             index=sample.index,
             delta=ChatDelta(text),
@@ -71,6 +71,9 @@ class ChatAnswer(Answer):
             token_ids=piece.token_ids if self._returns_ids else UNSET,
         )
         return opening + event(self._chunk([choice], sample))
+
+    def text_chunk(self, sample: Sample, text: str) -> bytes:
+        return event(self._chunk([ChatChunkChoice(sample.index, ChatDelta(text))], sample))
 
     def usage_chunk(self) -> bytes:
         return event(ChatChunk(self.id, self.created, self.model, [], self.usage()))

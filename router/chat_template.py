@@ -24,6 +24,8 @@ from router.tokens import Tokenizer, TokenizerError
 MAX_RENDERED = 32 * 1024**2
 """Characters that a template may write."""
 MAX_SECONDS = 10.0
+MAX_ERROR = 500
+"""Characters of an error that are told: templates may quote whole messages in theirs."""
 PROBE = "lockstepprobe"
 """A text that no template has of its own."""
 
@@ -38,6 +40,9 @@ Message = dict[str, Any]
 
 class ChatTemplateError(ValueError):
     """Messages that make no prompt with this template, or no template that works."""
+
+    def __str__(self) -> str:
+        return super().__str__()[:MAX_ERROR]
 
 
 class ChatTemplate:
@@ -180,7 +185,9 @@ def content_texts(index: int, content: Any) -> list[str]:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ChatTemplateError(f"messages[{index}].content has a part without a type.")
         if kind not in TEXT_PARTS:
             raise ChatTemplateError(
                 f"messages[{index}].content has a part of type {kind!r}, but this model takes text only."

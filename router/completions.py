@@ -41,10 +41,14 @@ class CompletionAnswer(Answer):
         return encode(Completion(self.id, self.created, self.model, choices, self.usage()))
 
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
-        nothing_new = not piece.text and piece.finish_reason is None
-        if nothing_new and not (first and self._echo) and not self._returns_ids and not piece.logprobs:
-            return b""
+        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
+        if is_plain and not (first and self._echo):
+            return self.framed(sample, piece.text) if piece.text else b""
         choices = [self._choice(sample, piece, first=first)]
+        return event(Completion(self.id, self.created, self.model, choices, self.usage_so_far(sample)))
+
+    def text_chunk(self, sample: Sample, text: str) -> bytes:
+        choices = [self._choice(sample, Piece(text), first=False)]
         return event(Completion(self.id, self.created, self.model, choices, self.usage_so_far(sample)))
 
     def usage_chunk(self) -> bytes:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.checkpoint import CheckpointError
+from engine.sampling import SamplingParams
 from router.answers import Answer, encode
 from router.body import decoder, read_body
 from router.calls import make_samples
@@ -75,29 +76,32 @@ class Endpoints:
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._model(wanted.model)
+        params = sampling_params(wanted, model, self._config.max_logprobs)
         prompts = await _run(lambda: completion_prompts(wanted, model), len(body))
-        return await self._generate(request, wanted, model, prompts)
+        return await self._generate(request, wanted, params, prompts, model)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         wanted = _read_chat(body)
         check_chat(wanted)
         model = await self._model(wanted.model)
+        params = sampling_params(wanted, model, self._config.max_logprobs)
         prompt = await _run(lambda: chat_prompt(wanted, model), len(body))
-        return await self._generate(request, wanted, model, [prompt])
+        return await self._generate(request, wanted, params, [prompt], model)
 
     async def _generate(
         self,
         request: Request,
         wanted: CompletionRequest | ChatRequest,
-        model: TextModel,
+        params: SamplingParams,
         prompts: list[PromptText],
+        model: TextModel,
     ) -> Response:
-        params = sampling_params(wanted, model, self._config.max_logprobs)
         client_id = _request_id(request, wanted)
         id = f"{'chatcmpl' if isinstance(wanted, ChatRequest) else 'cmpl'}-{client_id}"
         samples = make_samples(id, wanted, params, prompts, model, _rank(request))
-        call = Call(self._mesh, self._metrics, samples, self._shape(id, wanted, model, samples))
+        answer = self._shape(id, wanted, model, samples)
+        call = Call(self._mesh, self._metrics, samples, answer, arrival=request.state.arrival)
         headers = {"x-request-id": client_id} if self._config.enable_request_id_headers else {}
         if wanted.stream:
             return EventStream(call, headers)
@@ -153,8 +157,10 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         name: str = request.path_params["name"]
-        served = self._served(name)
-        return _json(encode(next(card for card in self._cards(served) if card.id == name)))
+        found = [card for card in self._cards(self._served()) if card.id == name]
+        if not found:
+            raise _no_such_model(name)
+        return _json(encode(found[0]))
 
     def _cards(self, served: ServedModel) -> list[ModelCard]:
         return [
@@ -165,7 +171,9 @@ class Endpoints:
     # ---- helpers
 
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._config.max_request_bytes, self._config.request_timeout)
+        body = await read_body(request, self._config.max_request_bytes, self._config.request_timeout)
+        request.state.arrival = time.perf_counter()
+        return body
 
     def _served(self, name: str | None = None) -> ServedModel:
         """The mesh's model, if it goes by this name."""
@@ -173,7 +181,7 @@ class Endpoints:
         if served is None:
             raise ApiError(503, "No instance has joined the mesh yet.", headers={"retry-after": "1"})
         if name and name not in served.names:
-            raise ApiError(404, f"The model `{name}` does not exist.", param="model")
+            raise _no_such_model(name)
         return served
 
     async def _model(self, name: str | None) -> TextModel:
@@ -199,6 +207,10 @@ class Endpoints:
 
 async def _run(work: Callable[[], Result], size: int) -> Result:
     return work() if size <= HEAVY else await asyncio.to_thread(work)
+
+
+def _no_such_model(name: str) -> ApiError:
+    return ApiError(404, f"The model `{name[:100]}` does not exist.", param="model")
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None) -> Response:

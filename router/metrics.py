@@ -176,6 +176,10 @@ class Meter:
         self._engines = [""] * len(samples)
         metrics.in_flight += 1
 
+    def begin(self, position: int, generation: Generation) -> None:
+        """The mesh took a sample."""
+        self._engines[position] = _engine(generation)
+
     def delta(self, position: int, generation: Generation, now: float) -> None:
         """A sample got tokens."""
         last, self._last[position] = self._last[position], now
@@ -183,7 +187,7 @@ class Meter:
         if last is not None and series is not None:
             series.observe(now - last)
             return
-        engine = self._engines[position] = "" if generation.rank is None else str(generation.rank)
+        engine = self._engines[position] = _engine(generation) or self._engines[position]
         self._itl[position] = self._metrics.itl.of(engine)
         self._metrics.ttft.of(engine).observe(now - self._arrival)
 
@@ -206,6 +210,11 @@ class Meter:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
         self._metrics.params_n.of(engine).observe(sample.num_samples)
         self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
+
+
+def _engine(generation: Generation) -> str:
+    """The label of the instance where it runs; empty if it waits for one, or has ended."""
+    return "" if generation.rank is None else str(generation.rank)
 
 
 def _of_reports(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:

@@ -178,7 +178,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     """An answer of /v1/completions, whole or a chunk."""
 
     id: str
@@ -186,7 +186,6 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "text_completion"
 
 
 class AssistantMessage(msgspec.Struct):
@@ -204,7 +203,7 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     id: str
     created: int
     model: str
@@ -212,7 +211,6 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    object: str = "chat.completion"
 
 
 class ChatDelta(msgspec.Struct):
@@ -229,14 +227,13 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    object: str = "chat.completion.chunk"
 
 
 class TokenizeAnswer(msgspec.Struct):
@@ -250,17 +247,15 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
-class ModelCard(msgspec.Struct):
+class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     id: str
     created: int
     max_model_len: int
     root: str
-    object: str = "model"
     owned_by: str = "lockstep"
     parent: str | None = None
     permission: list[Any] = []
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
     data: list[ModelCard]
-    object: str = "list"

@@ -15,7 +15,8 @@ COMPLETION_MAX_TOKENS = 16
 """The default of /v1/completions; chat goes on up to the context length."""
 MIN_TEMPERATURE = 0.01
 """Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
-MAX_STOP_LENGTH = 1000
+MAX_STOP_CHARACTERS = 8000
+"""Of all stop strings together."""
 
 
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
@@ -23,6 +24,11 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
     given = model.defaults
     is_chat = isinstance(request, ChatRequest)
     temperature = float(_first(request.temperature, given.get("temperature"), 1.0))
+    vocab_size = model.served.vocab_size
+    if len(request.allowed_token_ids or ()) > vocab_size:
+        refuse(
+            f"allowed_token_ids names more than the {vocab_size} tokens that there are.", "allowed_token_ids"
+        )
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     params = SamplingParams(
         n=_first(request.n, 1),
@@ -31,7 +37,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         repetition_penalty=_first(request.repetition_penalty, given.get("repetition_penalty"), 1.0),
         temperature=max(temperature, MIN_TEMPERATURE) if temperature > 0 else temperature,
         top_p=_first(request.top_p, given.get("top_p"), 1.0),
-        top_k=min(_first(request.top_k, given.get("top_k"), 0), model.served.vocab_size),
+        top_k=min(int(_first(request.top_k, given.get("top_k"), 0)), vocab_size),
         min_p=_first(request.min_p, given.get("min_p"), 0.0),
         seed=request.seed,
         stop=tuple(stop),
@@ -48,12 +54,12 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
     try:
-        params.check(vocab_size=model.served.vocab_size, max_logprobs=max_logprobs)
+        params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
     except BadParameter as error:
         renamed = {"logprobs": "top_logprobs", "max_tokens": name_of_max_tokens(request)} if is_chat else {}
         raise bad_request(str(error), renamed.get(error.param, error.param)) from error
-    if any(len(text) > MAX_STOP_LENGTH for text in stop):
-        refuse(f"stop strings may have at most {MAX_STOP_LENGTH} characters.", "stop")
+    if sum(map(len, stop)) > MAX_STOP_CHARACTERS:
+        refuse(f"stop strings may have at most {MAX_STOP_CHARACTERS} characters together.", "stop")
     if params.max_tokens == 0 and params.min_tokens:
         refuse("min_tokens must not exceed max_tokens (0).", "min_tokens")
     return params

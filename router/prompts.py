@@ -49,6 +49,7 @@ def completion_prompts(request: CompletionRequest, model: TextModel) -> list[Pro
 def _from_text(request: CompletionRequest, text: str, model: TextModel) -> PromptText:
     if not text:
         refuse("The prompt is empty.", "prompt")
+    _check_length(text, request, model)
     add_special_tokens = request.add_special_tokens is not False
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     kept = _fit(ids, request, model)
@@ -66,7 +67,10 @@ def _decode(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer) ->
 
 def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
     """Token ids of a conversation."""
+    if len(request.messages) > model.served.max_model_len:
+        refuse("There are more messages than the model's context can hold.", "messages")
     text = render_chat(request, model)
+    _check_length(text, request, model)
     ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True)
     return PromptText(_fit(ids, request, model), text)
 
@@ -126,6 +130,13 @@ def _fit(ids: list[int], request: GenerationRequest, model: TextModel) -> list[i
     return ids
 
 
+def _check_length(text: str, request: GenerationRequest, model: TextModel) -> None:
+    """Refuse a text that is far too long before time is spent on its tokens."""
+    fewest = model.tokenizer.fewest_tokens(text)
+    if request.truncate_prompt_tokens is None and fewest >= model.served.max_model_len:
+        raise too_long(fewest, max(1, wanted_tokens(request) or 0), request, model, at_least="at least ")
+
+
 def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
     """Refuse ids that the model does not have."""
     vocab_size = model.served.vocab_size
@@ -134,11 +145,14 @@ def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
         refuse(f"Token id {wrong} is out of the vocabulary of {vocab_size} tokens.", param)
 
 
-def too_long(prompt: int, wanted: int, request: GenerationRequest, model: TextModel) -> ApiError:
+def too_long(
+    prompt: int, wanted: int, request: GenerationRequest, model: TextModel, *, at_least: str = ""
+) -> ApiError:
+    """The answer to a request beyond the context length, in words that clients look for."""
     name = name_of_prompt(request)
     return bad_request(
         f"This model's maximum context length is {model.served.max_model_len} tokens. However, you requested "
-        f"{prompt + wanted} tokens ({prompt} in the {name}, {wanted} in the completion). Please reduce the "
-        f"length of the {name} or completion.",
+        f"{at_least}{prompt + wanted} tokens ({prompt} in the {name}, {wanted} in the completion). "
+        f"Please reduce the length of the {name} or completion.",
         name,
     )

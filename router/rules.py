@@ -60,8 +60,8 @@ def _check_common(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
     for name in UNSUPPORTED:
-        if value := getattr(request, name, None):
-            refuse(f"{name} is not supported yet (got {_shortened(value)}).", name)
+        if getattr(request, name, None):
+            refuse(f"{name} is not supported yet.", name)
     _check_response_format(request.response_format)
     if request.request_id is not None and not usable_id(request.request_id):
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
@@ -151,6 +151,5 @@ def name_of_max_tokens(request: GenerationRequest) -> str:
     return "max_completion_tokens" if newer else "max_tokens"
 
 
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:60]) + "..."

@@ -41,7 +41,7 @@ def main_serve(argv: list[str] | None = None) -> int:
     title = "serve"
     if config.engine.model.model is not None or not config.mesh.headless:
         try:
-            info, settings = resolve(config.engine)
+            info, settings = resolve(config.engine, config.mesh.data_parallel_size)
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE

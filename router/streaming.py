@@ -39,12 +39,14 @@ Batch = list[tuple[Sample, Piece]]
 class Call:
     """One request, ready to run."""
 
-    def __init__(self, mesh: Mesh, metrics: Metrics, samples: Sequence[Sample], answer: Answer) -> None:
+    def __init__(
+        self, mesh: Mesh, metrics: Metrics, samples: Sequence[Sample], answer: Answer, arrival: float
+    ) -> None:
         self.samples = samples
         self.answer = answer
         self._mesh = mesh
         self._metrics = metrics
-        self._arrival = time.perf_counter()
+        self._arrival = arrival
 
     def __repr__(self) -> str:
         return f"<Call {self.answer!r}>"
@@ -64,8 +66,9 @@ class Call:
         generations: list[Generation] = []
         unfinished = len(self.samples)
         try:
-            for sample in self.samples:
+            for position, sample in enumerate(self.samples):
                 generations.append(self._mesh.generate(sample.prompt))
+                meter.begin(position, generations[position])
             async with contextlib.aclosing(merged(generations)) as batches:
                 async for batch in batches:
                     now = time.perf_counter()
@@ -216,9 +219,13 @@ async def _disconnected(receive: Receive) -> None:
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
     """The deltas of all generations, each with its generation's position; those at hand come together."""
     if len(generations) == 1:
-        async with contextlib.aclosing(_deltas(generations[0])) as deltas:
+        deltas: AsyncIterator[Delta] = aiter(generations[0])
+        try:
             async for delta in deltas:
                 yield [(0, delta)]
+        finally:
+            if isinstance(deltas, AsyncGenerator):
+                await deltas.aclose()
         return
     arrived: list[tuple[int, Delta]] = []
     wake = asyncio.Event()
@@ -247,14 +254,3 @@ async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _deltas(generation: Generation) -> AsyncGenerator[Delta, None]:
-    """A generation, whose own iterator is closed with this one."""
-    deltas: AsyncIterator[Delta] = aiter(generation)
-    try:
-        async for delta in deltas:
-            yield delta
-    finally:
-        if isinstance(deltas, AsyncGenerator):
-            await deltas.aclose()

@@ -20,6 +20,9 @@ PRIMING = 6
 MAX_PENDING = 16
 """Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
 
+MOST_COMPOSED = 4
+"""Characters that NFC makes one of, at most (three, but for rare Greek)."""
+
 NAMED_SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -49,6 +52,7 @@ class Tokenizer:
         self._add_boundaries()
         self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
         self._piece_bytes = _piece_decoder(backend)
+        self._most_characters = _most_characters_per_token(backend)
         self._bytes_of: dict[int, bytes] = {}
 
     def __repr__(self) -> str:
@@ -66,6 +70,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound that costs nothing: 0 where the longest token says nothing about texts."""
+        return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token alone stands for: possibly a part of a character. Empty for ids without a token."""
@@ -223,6 +231,20 @@ def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str, int], bytes]
         return str(backend.decode([id], skip_special_tokens=False)).encode()
 
     return alone
+
+
+def _most_characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
+    """How many characters of a text one token can stand for; None if that may be any number: where characters
+    are dropped, unknown ones are fused, or spaces around a token belong to it."""
+    normalizer = backend.normalizer
+    kind = None if normalizer is None else json.loads(normalizer.__getstate__())["type"]
+    added = backend.get_added_tokens_decoder().values()
+    if "ByteLevel" not in _decoder_kinds(backend) or kind not in (None, "NFC"):
+        return None
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    longest = max(map(len, backend.get_vocab()), default=1)
+    return longest if kind is None else longest * MOST_COMPOSED
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:

@@ -67,14 +67,16 @@ class FakeGeneration:
         self._deltas = deltas
         self.prompt = prompt
         self.is_closed = False
+        self.has_ended = False
 
     @property
     def rank(self) -> int | None:
-        return self.prompt.rank or 0
+        return None if self.has_ended else self.prompt.rank or 0
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
+            self.has_ended = delta.finish_reason is not None
             yield delta
             if delta.finish_reason is not None:
                 return

@@ -62,7 +62,7 @@ def test_content_in_the_form_that_the_template_takes(source: str, messages: Any,
         ),
         ([{"type": "text"}], "a text part without text"),
         ([{"type": "text", "text": 3}], "a text part without text"),
-        ([7], "part of type 'int'"),
+        ([7], "a part without a type"),
         (7, "content must be a string or a list"),
         ({"type": "text"}, "content must be a string or a list"),
     ],
@@ -192,10 +192,12 @@ def test_the_same_as_transformers() -> None:
     """The oracle, where it is installed: same text for a template that uses all that templates use."""
     oracle = pytest.importorskip("transformers.utils.chat_template_utils")
     source = (
-        "{{- bos_token }}\n{%- for message in messages %}\n  {%- if loop.first and message['role'] == 'system' %}\n"
+        "{{- bos_token }}\n{%- for message in messages %}\n"
+        "  {%- if loop.first and message['role'] == 'system' %}\n"
         "    {{- message.content | trim }}\n  {%- continue %}\n  {%- endif %}\n"
         "{{ message['role'] + ': ' + message['content'] }}\n{%- endfor %}\n"
-        "{%- if tools %}{{ tools | tojson(indent=4) }}{% endif %}\n{% if add_generation_prompt %}\n>>\n{% endif %}"
+        "{%- if tools %}{{ tools | tojson(indent=4) }}{% endif %}\n"
+        "{% if add_generation_prompt %}\n>>\n{% endif %}"
     )
     messages = [{"role": "system", "content": " be <kind> "}, {"role": "user", "content": "ä & b"}]
     tools = [{"type": "function", "function": {"name": "f", "description": "<ü>"}}]

@@ -43,7 +43,19 @@ def test_instances_of_a_loopback_mesh_share_the_cores_also_when_started_one_by_o
 def test_children_understand_their_flags() -> None:
     configs = {"coordinator": CoordinatorConfig, "engine": InstanceConfig, "router": RouterConfig}
     for spec in table(
-        "/m", "-dp", "4", "-dpl", "2", "-dpr", "2", "--api-key", "k", "--dtype", "float32", "--log-level", "debug"
+        "/m",
+        "-dp",
+        "4",
+        "-dpl",
+        "2",
+        "-dpr",
+        "2",
+        "--api-key",
+        "k",
+        "--dtype",
+        "float32",
+        "--log-level",
+        "debug",
     ):
         config = flags.parse(configs[spec.role], spec.argv, prog=spec.role, description="")
         assert config.log_level == "debug"
@@ -58,5 +70,13 @@ def test_children_understand_their_flags() -> None:
 def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("serve m", table("/m", "-dp", "2"))
     printed = capsys.readouterr().out
-    for word in ("serve m", "Coordinator", "Engine_1", "rank 1", "tcp://127.0.0.1:29550", "2 threads", "Router"):
+    for word in (
+        "serve m",
+        "Coordinator",
+        "Engine_1",
+        "rank 1",
+        "tcp://127.0.0.1:29550",
+        "2 threads",
+        "Router",
+    ):
         assert word in printed

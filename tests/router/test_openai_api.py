@@ -107,7 +107,8 @@ def test_defaults(text_model: TextModel) -> None:
 def test_null_means_unset(text_model: TextModel) -> None:
     for kind, make in ((CompletionRequest, completion), (ChatRequest, chat)):
         names = {field.name for field in msgspec.structs.fields(kind)} - {"prompt", "messages", "model"}
-        nulls = make(text_model, **dict.fromkeys(names, None))
+        unset: dict[str, Any] = dict.fromkeys(names)
+        nulls = make(text_model, **unset)
         assert nulls[0].params == make(text_model)[0].params
 
 

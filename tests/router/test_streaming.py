@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -149,9 +150,13 @@ def test_an_error_of_one_comes_after_what_was_said() -> None:
 
     async def run() -> None:
         seen = []
-        with pytest.raises(MeshError, match="gone"):
+
+        async def read() -> None:
             async for batch in merged([Broken(), Broken()]):
-                seen += batch
+                seen.extend(batch)
+
+        with pytest.raises(MeshError, match="gone"):
+            await read()
         assert len(seen) == 2
 
     asyncio.run(run())
@@ -173,7 +178,7 @@ def call_of(mesh: FakeMesh, model: TextModel, metrics: Metrics | None = None, **
         samples=samples,
         tells_cached_tokens=False,
     )
-    return Call(mesh, metrics or Metrics(mesh), samples, answer)
+    return Call(mesh, metrics or Metrics(mesh), samples, answer, time.perf_counter())
 
 
 class Client:
@@ -311,8 +316,8 @@ def test_a_cancelled_request_leaves_nothing(text_model: TextModel, streams: bool
         mesh, client = FakeMesh(None, lambda _: [Delta(1, [70])]), Client()
         call = call_of(mesh, text_model, n=2)
         task = asyncio.ensure_future(stream(call, client) if streams else whole_answer(call, client.receive))
-        while len(mesh.generations) < 2:
-            await asyncio.sleep(0)
+        await asyncio.wait((task,), timeout=0.02)
+        assert len(mesh.generations) == 2
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -400,3 +405,12 @@ def test_unless_gone_prefers_the_result() -> None:
 def test_logprobs_of_the_fake_are_consistent() -> None:
     entry = logprobs_of(5, 3)
     assert (entry.top_ids[entry.rank - 1], entry.top_logprobs[entry.rank - 1]) == (5, entry.logprob)
+
+
+@pytest.mark.parametrize("text", ["a", '"\\\n\0', "🙂", "\u2028"])
+@pytest.mark.parametrize("stream_options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
+def test_framed_chunks_are_the_same(text_model: TextModel, text: str, stream_options: Any) -> None:
+    call = call_of(FakeMesh(None, saying([])), text_model, n=2, stream=True, stream_options=stream_options)
+    for sample in call.samples:
+        assert call.answer.framed(sample, text) == call.answer.text_chunk(sample, text)
+        assert call.answer.framed(sample, text).startswith(b'data: {"object":"text_completion","id":"id",')

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from router.tokens import MAX_PENDING, Detokenizer, Tokenizer, TokenizerError, load_tokenizer
 from tests.router import tiny_tokenizer
@@ -20,10 +22,17 @@ PIECES = Tokenizer(tiny_tokenizer.sentence_piece(), {})
 
 
 def incremental(
-    tokenizer: Tokenizer, ids: list[int], prompt_ids: list[int] = [], **options: bool
+    tokenizer: Tokenizer, ids: list[int], prompt_ids: Sequence[int] = (), **options: bool
 ) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt_ids, **options)
     return [*(detokenizer.step(id) for id in ids), detokenizer.flush()]
+
+
+def piece_id(piece: str) -> int:
+    """The token of a piece of the other tokenizer."""
+    id = PIECES.backend.token_to_id(piece)
+    assert id is not None
+    return id
 
 
 def byte_id(byte: int) -> int:
@@ -86,18 +95,33 @@ def test_special_tokens() -> None:
 
 
 def test_the_prompts_tail_decides_on_a_leading_space() -> None:
-    hello, world = (PIECES.backend.token_to_id(piece) for piece in ("▁Hello", "▁world"))
+    hello, world = (piece_id(piece) for piece in ("▁Hello", "▁world"))
     assert "".join(incremental(PIECES, [world], [hello])) == " world"
     assert "".join(incremental(PIECES, [world])) == "world"
     assert PIECES.token_text(world) == " world"
 
 
 def test_byte_fallback() -> None:
-    ids = [PIECES.backend.token_to_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    ids = [piece_id(f"<0x{byte:02X}>") for byte in "é".encode()]
     assert incremental(PIECES, ids) == ["", "é", ""]
     assert [PIECES.token_bytes(id) for id in ids] == [b"\xc3", b"\xa9"]
-    broken = [ids[0], PIECES.backend.token_to_id("!")]
+    broken = [ids[0], piece_id("!")]
     assert "".join(incremental(PIECES, [*ids, *broken, *ids])) == "é\ufffd!é"
+
+
+@given(st.text(max_size=40))
+def test_the_lower_bound_of_tokens_holds(text: str) -> None:
+    assert TINY.fewest_tokens(text) <= len(TINY.encode(text, add_special_tokens=False))
+
+
+def test_the_lower_bound_of_tokens() -> None:
+    assert TINY.fewest_tokens("a" * 1000) > 50
+    assert PIECES.fewest_tokens("a" * 1000) == 0
+    composing = tiny_tokenizer.byte_level()
+    composing.normalizer = normalizers.NFC()
+    assert Tokenizer(composing, {}).fewest_tokens("a" * 1000) == TINY.fewest_tokens("a" * 1000) // 4
+    composing.normalizer = normalizers.Strip()
+    assert Tokenizer(composing, {}).fewest_tokens("a" * 1000) == 0
 
 
 def test_ids_beyond_the_tokenizer_are_silent() -> None:
@@ -129,7 +153,7 @@ def test_eos_can_be_added(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="has no tokenizer.json: name a directory"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json: name a directory"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="cannot be read"):

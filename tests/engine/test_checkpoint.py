@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import (
+    MODELS_DIRECTORY,
+    CheckpointError,
+    default_sampling,
+    find_model,
+    fingerprint,
+    read_model_info,
+    weight_files,
+)
+from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.settings import adopt, resolve
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "model"))
+
+
+def change(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_model_is_a_directory_or_the_shipped_one(copy: Path) -> None:
+    assert find_model(str(copy)) == copy
+    assert find_model(None) == find_model(SHIPPED_MODEL) == MODELS_DIRECTORY / SHIPPED_MODEL
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "nowhere", "a/b/c", "../engine/models"])
+def test_a_model_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(CheckpointError, match="does not exist: give a directory"):
+        find_model(name)
+
+
+def test_the_hub_is_asked_for_repository_ids_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"neither a local directory nor in the Hugging Face cache"):
+        find_model("owner/name")
+    with pytest.raises(CheckpointError, match="no valid repository id"):
+        find_model("owner/na me?")
+
+
+def test_facts_of_the_shipped_model() -> None:
+    info = read_model_info(find_model(None))
+    assert info.architecture == "Qwen3MoeForCausalLM"
+    assert (info.context_length, info.num_experts, info.dtype) == (2048, 8, "bfloat16")
+    assert len(info.eos_token_ids) == 2
+    assert set(default_sampling(find_model(None))) <= {"temperature", "top_p", "top_k"}
+
+
+def test_broken_directories_are_told_apart(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
+        read_model_info(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config.json: is it a model directory\?"):
+        read_model_info(copy)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
+        weight_files(copy)
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-1.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the weight files .* first part-1.safetensors"):
+        weight_files(copy)
+
+
+def test_the_fingerprint_tells_models_apart_and_copies_not(copy: Path) -> None:
+    original = fingerprint(find_model(None))
+    assert fingerprint(copy) == original
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-100] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert fingerprint(copy) != original
+    shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / "model.safetensors", copy)
+    assert fingerprint(copy) == original
+    change(copy, rms_norm_eps=1e-3)
+    assert fingerprint(copy) != original
+
+
+def engine(**model: object) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(**model))  # type: ignore[arg-type]
+
+
+def test_settings_are_settled_once() -> None:
+    info, settings = resolve(engine(dtype="half", max_model_len=100, served_model_name=("a", "b")))
+    assert (settings.dtype, settings.max_model_len, settings.served_model_name) == (
+        "float16",
+        100,
+        ("a", "b"),
+    )
+    assert not settings.enable_expert_parallel
+    joined = adopt(EngineConfig(), settings)
+    assert (joined.model.dtype, joined.model.max_model_len) == ("float16", 100)
+    assert resolve(joined)[1] == settings
+    assert info.vocab_size == settings.vocab_size
+
+
+def test_experts_are_spread_when_asked_and_possible(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(device=DeviceConfig(enable_expert_parallel=True))
+    assert resolve(config, 2)[1].data_parallel_size == 2
+    assert not resolve(config, 1)[1].enable_expert_parallel
+    assert "-ep ignored: one instance" in caplog.text
+    with pytest.raises(CheckpointError, match="8 experts cannot be spread over 9 ranks"):
+        resolve(config, 9)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (engine(max_model_len=4096), "is more than the model's context of 2048 tokens"),
+        (engine(max_model_len=0), "--max-model-len must be positive"),
+        (
+            EngineConfig(
+                scheduler=SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=1024)
+            ),
+            "raise --max-num-batched-tokens to 2048",
+        ),
+    ],
+)
+def test_settings_that_clash_with_the_model(config: EngineConfig, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        resolve(config)

@@ -1,0 +1,475 @@
+"""Bodies and connections that make no sense: a clear answer, never a 5xx, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.openai_api import ChatRequest, CompletionRequest, TokenizeRequest
+from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Server, serving, wait_for
+from tests.router.fake_mesh import FakeMesh, saying
+
+USER = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+JSON = {"content-type": "application/json"}
+
+
+def refused(answer: httpx2.Response, message: str, param: str | None = None) -> None:
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    assert message in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+COMMON: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": "5"}, "Expected `int | null`, got `str`", "max_tokens"),
+    ({"max_tokens": 1.5}, "Expected `int | null`, got `float`", "max_tokens"),
+    ({"max_tokens": True}, "got `bool`", "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens must be at least 0", "max_tokens"),
+    ({"max_tokens": 2**70}, "Expected `int` <= 9223372036854775807", "max_tokens"),
+    ({"max_tokens": 2**62}, f"maximum context length is {MAX_MODEL_LEN} tokens", ""),
+    (
+        {"max_tokens": MAX_MODEL_LEN},
+        f"maximum context length is {MAX_MODEL_LEN} tokens. However, you requested",
+        "",
+    ),
+    ({"min_tokens": -1}, "min_tokens must be at least 0", "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "must not exceed max_tokens (4)", "min_tokens"),
+    ({"min_tokens": 1000}, "must not exceed max_tokens", "min_tokens"),
+    ({"temperature": -0.1}, "temperature must be a finite number", "temperature"),
+    ({"temperature": "hot"}, "Expected `float | null`, got `str`", "temperature"),
+    ({"top_p": 0}, "top_p must be in (0, 1]", "top_p"),
+    ({"top_p": 1.1}, "top_p must be in (0, 1]", "top_p"),
+    ({"top_k": -2}, "top_k must be", "top_k"),
+    ({"min_p": 2}, "min_p must be", "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty must be", "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty must be", "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be above 0", "repetition_penalty"),
+    ({"n": 0}, "n must be between 1 and", "n"),
+    ({"n": 1000}, "n must be between 1 and", "n"),
+    ({"n": 2, "temperature": 0}, "n must be 1 with temperature 0", "n"),
+    ({"seed": 2**63}, "Expected `int` <= 9223372036854775807", "seed"),
+    ({"seed": -(2**63) - 1}, "Expected `int` >= -9223372036854775808", "seed"),
+    ({"seed": 0.5}, "got `float`", "seed"),
+    ({"stop": ""}, "stop strings must not be empty", "stop"),
+    ({"stop": ["a", ""]}, "stop strings must not be empty", "stop"),
+    ({"stop": ["a"] * 100}, "at most 64 stop strings", "stop"),
+    ({"stop": ["a" * 5000] * 2}, "at most 8000 characters together", "stop"),
+    ({"stop": [1]}, "Expected `str`, got `int`", "stop"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, f"names token {VOCAB_SIZE}", "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "names token -1", "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "Expected `int`, got `str`", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "must be between -100 and 100", "logit_bias"),
+    ({"logit_bias": {str(VOCAB_SIZE): 1}}, f"names token {VOCAB_SIZE}", "logit_bias"),
+    ({"logit_bias": {"9" * 30: 1}}, "Expected `int` <=", "logit_bias"),
+    ({"allowed_token_ids": []}, "must not be empty", "allowed_token_ids"),
+    ({"allowed_token_ids": [2**40]}, "names token", "allowed_token_ids"),
+    ({"allowed_token_ids": [5] * (VOCAB_SIZE + 1)}, "names more than the", "allowed_token_ids"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs must be between 0 and 20", "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20", "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "not available with stream", "prompt_logprobs"),
+    ({"stream": "yes"}, "Expected `bool | null`", "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream", "stream_options"),
+    ({"stream_options": {}, "stream": False}, "stream_options needs stream", "stream_options"),
+    ({"stream_options": [], "stream": True}, "Expected `object | null`", "stream_options"),
+    ({"truncate_prompt_tokens": 0}, "The prompt is empty", ""),
+    ({"truncate_prompt_tokens": -2}, "must be -1 or more", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 9999}, "exceeds the context length", "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "must be 'left' or 'right'", "truncation_side"),
+    ({"request_id": "a\nb"}, "request_id must be printable", "request_id"),
+    ({"request_id": "é"}, "request_id must be printable", "request_id"),
+    ({"request_id": "a" * 300}, "request_id must be printable", "request_id"),
+    ({"request_id": ""}, "request_id must be printable", "request_id"),
+    ({"cache_salt": ""}, "cache_salt must have 1 to", "cache_salt"),
+    ({"priority": "high"}, "got `str`", "priority"),
+    ({"response_format": {"type": "json_object"}}, "'json_object' is not supported yet", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "needs json_schema", "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "'json_schema' is not supported yet",
+        "response_format",
+    ),
+    ({"response_format": "json"}, "must be an object with a type", "response_format"),
+    (
+        {"structured_outputs": {"regex": "(["}},
+        "structured_outputs is not supported yet",
+        "structured_outputs",
+    ),
+    ({"use_beam_search": True}, "use_beam_search is not supported yet", "use_beam_search"),
+    ({"bad_words": ["x"]}, "bad_words is not supported yet", "bad_words"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids is not supported yet", "logprob_token_ids"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params is not supported yet", "kv_transfer_params"),
+    ({"model": 7}, "Expected `str | null`", "model"),
+]
+
+COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt is required", "prompt"),
+    ({"prompt": ""}, "The prompt is empty", "prompt"),
+    ({"prompt": []}, "The prompt is empty", "prompt"),
+    ({"prompt": [[]]}, "The prompt is empty", "prompt"),
+    ({"prompt": ["a", ""]}, "The prompt is empty", "prompt"),
+    ({"prompt": 5}, "Expected `str | array | null`", "prompt"),
+    ({"prompt": {}}, "Expected `str | array | null`", "prompt"),
+    ({"prompt": [1.5]}, "got `float`", "prompt"),
+    ({"prompt": [None]}, "got `null`", "prompt"),
+    ({"prompt": [1, "a"]}, "must not mix token ids", "prompt"),
+    ({"prompt": ["a", [1]]}, "must not mix texts with lists", "prompt"),
+    ({"prompt": ["a"] * 2000}, "at most 1024 prompts", "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, f"Token id {VOCAB_SIZE} is out of the vocabulary", "prompt"),
+    ({"prompt": [[5], [-1]]}, "Token id -1 is out of the vocabulary", "prompt"),
+    ({"prompt": [2**64]}, "Expected `int` <=", "prompt"),
+    ({"prompt": [5] * MAX_MODEL_LEN}, f"you requested {MAX_MODEL_LEN + 1} tokens", "prompt"),
+    ({"prompt": "word " * 200}, f"maximum context length is {MAX_MODEL_LEN}", "prompt"),
+    ({"prompt": "word " * 20_000}, "However, you requested at least", "prompt"),
+    ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21", "logprobs"),
+    ({"logprobs": -1}, "logprobs must be between 0 and 20", "logprobs"),
+    ({"logprobs": True}, "got `bool`", "logprobs"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
+    ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "must not exceed max_tokens (0)", "min_tokens"),
+    ({"suffix": "end"}, "suffix is not supported yet", "suffix"),
+    ({"prompt": None, "prompt_embeds": "AAAA"}, "prompt_embeds is not supported yet", "prompt_embeds"),
+]
+
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "Expected `array`, got `null`", "messages"),
+    ({"messages": []}, "messages must not be empty", "messages"),
+    ({"messages": "hi"}, "Expected `array`", "messages"),
+    ({"messages": USER * 300}, "more messages than the model's context can hold", "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 9000}]}, "you requested at least", "messages"),
+    ({"messages": ["hi"]}, "Expected `object`", "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role must be a string", "messages"),
+    ({"messages": [{"role": 1, "content": "hi"}]}, "messages[0].role must be a string", "messages"),
+    ({"messages": [{"role": "user", "content": 1}]}, "must be a string or a list of parts", "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "part of type 'image_url', but this model takes text only",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]},
+        "has a part without a type",
+        "messages",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "tool_calls must be a list", "messages"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "not valid JSON",
+        "messages",
+    ),
+    ({"max_tokens": 0}, "at least one token", "max_tokens"),
+    ({"max_completion_tokens": 0, "max_tokens": 5}, "at least one token", "max_completion_tokens"),
+    ({"max_completion_tokens": -5}, "must be at least 0", "max_completion_tokens"),
+    ({"logprobs": 1}, "Expected `bool | null`", "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs needs logprobs", "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "between 0 and 20", "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "between 0 and 20", "top_logprobs"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "exclude each other",
+        "continue_final_message",
+    ),
+    ({"tools": []}, "tools must not be an empty list", "tools"),
+    ({"tools": [{}]}, "tools[0].function must be an object with a name", "tools"),
+    ({"tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "not supported yet", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "must be none, auto, required", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": TOOL}, "not supported yet", "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "names no function of tools",
+        "tool_choice",
+    ),
+    ({"tools": [TOOL], "tool_choice": {"function": 1}}, "names no function of tools", "tool_choice"),
+    ({"chat_template": "x"}, "chat_template is not supported yet", "chat_template"),
+    ({"chat_template_kwargs": {"messages": []}}, "must not set messages", "messages"),
+    ({"chat_template_kwargs": []}, "Expected `object | null`", "chat_template_kwargs"),
+]
+
+
+def shown(table: list[tuple[dict[str, Any], str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("fields", "message", "param"), table, ids=[json.dumps(fields)[:50] for fields, _, _ in table]
+    )
+
+
+@shown([*COMMON, *COMPLETIONS])
+def test_bad_completions(server: Server, fields: dict[str, Any], message: str, param: str) -> None:
+    answer = server.post("/v1/completions", {"prompt": "Hello"} | fields)
+    refused(answer, message, param or None)
+    assert server.mesh.generations == []
+
+
+@shown([*COMMON, *CHATS])
+def test_bad_chats(server: Server, fields: dict[str, Any], message: str, param: str) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": USER} | fields)
+    refused(answer, message, param or None)
+    assert server.mesh.generations == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "either prompt or messages"),
+        ("/tokenize", {"prompt": ["a"]}, "Expected `str | null`"),
+        ("/tokenize", {"messages": [{}]}, "role must be a string"),
+        ("/detokenize", {}, "missing required field `tokens`"),
+        ("/detokenize", {"tokens": "a"}, "Expected `array`"),
+        ("/detokenize", {"tokens": [-1]}, "out of the vocabulary"),
+        ("/detokenize", {"tokens": [2**33]}, "out of the vocabulary"),
+        ("/v1/chat/completions", {"model": "tiny"}, "missing required field `messages`"),
+        ("/v1/completions", {"model": "tiny"}, "prompt is required"),
+    ],
+)
+def test_bad_bodies(server: Server, path: str, body: Any, message: str) -> None:
+    refused(server.post(path, body), message)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"prompt=a", "not valid JSON"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"null", "Expected `object`, got `null`"),
+        (b'"text"', "Expected `object`, got `str`"),
+        (b'{"prompt": "a"} x', ""),
+        (b'{"prompt": "\xff"}', ""),
+        (b'{"prompt": "\\ud800"}', ""),
+        (b'{"x": ' + b"[" * 100_000, ""),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "not valid JSON"),
+        (b"\x00" * 50, "not valid JSON"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_no_json(server: Server, path: str, body: bytes, message: str) -> None:
+    refused(server.client.post(path, content=body, headers=JSON), message)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 400])
+def test_numbers_that_are_none(server: Server, number: str) -> None:
+    body = f'{{"prompt": "a", "temperature": {number}}}'.encode()
+    refused(server.client.post("/v1/completions", content=body, headers=JSON), "")
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; a=b", ""]
+)
+def test_other_content_types(server: Server, kind: str) -> None:
+    answer = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+    refused(answer, "must be JSON", "Content-Type")
+
+
+def test_content_types_that_are_json(server: Server) -> None:
+    for headers in (
+        {},
+        {"content-type": "Application/JSON; charset=utf-8"},
+        {"content-type": "application/x+json"},
+    ):
+        answer = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])
+def test_bad_ranks(server: Server, rank: str) -> None:
+    headers = {"x-data-parallel-rank": rank.encode()}
+    answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
+    refused(answer, "must be a whole number", "X-data-parallel-rank")
+
+
+def test_bad_request_ids(server: Server) -> None:
+    for id in (b"", b"\xff", b"a" * 300):
+        headers = {"x-request-id": id}
+        answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
+        refused(answer, "X-Request-Id must be", "X-Request-Id")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_other_models(server: Server, path: str) -> None:
+    body = {"model": "gpt-x", "prompt": "a", "messages": USER, "tokens": []}
+    answer = server.post(path, body)
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "The model `gpt-x` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+
+
+# ---- large and slow
+
+
+def test_large_bodies(server: Server) -> None:
+    """The limit here is 1 MiB."""
+    for size in (1_100_000, 7_000_000, 10_000_000):
+        with httpx2.Client(base_url=server.url, trust_env=False) as client:
+            body = b'{"prompt": "' + b"a" * size + b'"}'
+            try:
+                answer = client.post("/v1/completions", content=body, headers=JSON)
+            except httpx2.NetworkError:
+                assert size > 8 * 1024**2, "only those far beyond the limit are not read to their end"
+                continue
+            assert answer.status_code == 413
+            assert answer.json()["error"]["type"] == "RequestTooLargeError"
+            assert answer.headers["connection"] == "close"
+
+
+def test_large_bodies_without_a_length(server: Server) -> None:
+    def chunks() -> Any:
+        for _ in range(30):
+            yield b"a" * 100_000
+
+    with httpx2.Client(base_url=server.url, trust_env=False) as client:
+        answer = client.post("/v1/completions", content=chunks(), headers=JSON)
+        assert answer.status_code == 413
+
+
+def test_nobody_is_asked_to_send_too_much(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(head(2_000_000, b"Expect: 100-continue\r\n"))
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_large_but_allowed(server: Server) -> None:
+    text = "word " * 50_000
+    answer = server.post("/tokenize", {"prompt": text})
+    assert answer.json()["count"] > 50_000
+    body = {"prompt": text, "truncate_prompt_tokens": 10, "max_tokens": 1}
+    assert server.post("/v1/completions", body).json()["usage"]["prompt_tokens"] == 10
+
+
+def test_a_body_that_does_not_come(served: ServedModel) -> None:
+    with serving(FakeMesh(served, saying([70])), HttpConfig(request_timeout=0.1)) as server:
+        for sent in (b"", b'{"prompt": '):
+            with server.connect() as connection:
+                connection.sendall(head(100) + sent)
+                answer = b"".join(iter(lambda: connection.recv(4096), b""))
+                assert answer.startswith(b"HTTP/1.1 408")
+                assert b"RequestTimeoutError" in answer
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
+    for sent in (b"", b'{"prompt": '):
+        with server.connect() as connection:
+            connection.sendall(head(100) + sent)
+    assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+    assert len(server.mesh.generations) == 1
+
+
+def test_garbage_instead_of_http(server: Server) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_many_who_leave(server: Server) -> None:
+    """All at once, in the middle of their streams."""
+    server.mesh.script = lambda _: []
+    body = json.dumps({"prompt": "a", "stream": True, "n": 3}).encode()
+    connections = [server.connect() for _ in range(20)]
+    for connection in connections:
+        connection.sendall(head(len(body)) + body)
+    wait_for(lambda: len(server.mesh.generations) == 60)
+    assert server.metrics.in_flight == 20
+    for connection in connections:
+        connection.close()
+    server.wait_until_idle()
+
+
+# ---- anything at all
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 30)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"])},
+    optional={"content": st.text(max_size=20) | json_values, "tool_calls": json_values, "name": st.text()},
+)
+
+sensible: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.text(max_size=20)
+    | st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5)
+    | st.lists(st.text(), max_size=3),
+    "messages": st.lists(message, max_size=3),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(0, 9),
+    "stop": st.lists(st.text(max_size=2), max_size=2),
+    "logprobs": st.integers(0, 5) | st.booleans(),
+    "temperature": st.floats(0, 2),
+    "stream": st.booleans(),
+}
+
+
+def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
+    """A body that makes sense but for a few fields, any that the endpoint knows."""
+    names = [field.name for field in msgspec.structs.fields(kind) if field.name != "model"]
+    usual = {name: sensible[name] for name in ("prompt", "messages") if name in names}
+    if kind is TokenizeRequest:
+        usual.popitem()
+
+    def with_some(chosen: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+        some = {name: st.none() | sensible.get(name, st.nothing()) | json_values for name in chosen}
+        return st.fixed_dictionaries(usual | some)
+
+    return st.lists(st.sampled_from(names), max_size=4, unique=True).flatmap(with_some)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/completions", CompletionRequest),
+        ("/v1/chat/completions", ChatRequest),
+        ("/tokenize", TokenizeRequest),
+    ],
+)
+def test_no_body_makes_a_server_error(server: Server, path: str, kind: type[msgspec.Struct]) -> None:
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(body=bodies(kind))
+    def check(body: dict[str, Any]) -> None:
+        answer = server.post(path, body)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 200 and body.get("stream"):
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert '"error"' not in answer.text
+        elif answer.status_code == 400:
+            assert answer.json()["error"]["message"]
+
+    check()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=st.binary(max_size=60))
+def test_no_bytes_make_a_server_error(server: Server, body: bytes) -> None:
+    answer = server.client.post("/v1/chat/completions", content=body, headers=JSON)
+    assert answer.status_code == 400
+
+
+def head(length: int, more: bytes = b"") -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + more
+        + b"Content-Length: %d\r\n\r\n" % length
+    )
