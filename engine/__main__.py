@@ -169,7 +169,7 @@ class Instance:
         rank, size = place
         timeout = self._config.device.collective_timeout
         host = self._listen_address()
-        store = groups.host_store(host, size, timeout) if rank == 0 else None
+        store = groups.open_store(host, None, is_host=True, timeout=timeout) if rank == 0 else None
         membership.update(
             state=State.LOADED,
             phase="waits for the other instances",
@@ -177,13 +177,13 @@ class Instance:
             store=f"{host}:{store.port}" if store is not None else "",
         )
         form = membership.wait_for_group(self._mesh.startup_timeout)
+        if store is None:
+            store_host, _, port = form.store.rpartition(":")
+            store = groups.open_store(store_host, int(port), is_host=False, timeout=timeout)
         backend = groups.choose_backend(
             self._config.device.all2all_backend, [peer.host for peer in form.peers]
         )
-        group = groups.form(
-            store or groups.reach_store(form.store, size, timeout),
-            epoch=form.epoch, rank=rank, size=size, backend=backend, timeout=timeout,
-        )  # fmt: skip
+        group = groups.form(store, form.epoch, rank, size, backend, timeout, host=host)
         executor.join(group)
         logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, size, backend)
         peers = [peer.address for peer in form.peers if peer.rank != rank]
