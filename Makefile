@@ -23,7 +23,7 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## the load generator against the shipped model: table and JSON
-	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --concurrency 1 8 32 $(ARGS)
+	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench.json $(ARGS)
 
 model: $(STAMP)  ## train the shipped model again (about an hour)
 	$(BIN)/python examples/train_model.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 
 import msgspec
@@ -10,11 +11,12 @@ from engine.blocks import BlockPool
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
-from engine.messages import Delta, Refused, Report, Submit
+from engine.messages import Delta, LockstepCounters, Refused, Report, Submit
 from engine.pace import Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
+from engine.split import StepSplit
 from engine.step import Step
 
 Peer = bytes
@@ -38,6 +40,7 @@ class EngineCore:
         self._executor = executor
         self._max_model_len = max_model_len
         self.pace: Pace = pace or Alone()
+        self._split = StepSplit()
         self._pool = BlockPool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(
             SchedulerRules(
@@ -96,8 +99,13 @@ class EngineCore:
             longest=max((row.start + row.count for row in step.rows), default=0),
         )
         if not agreement.runs:
+            self._split.slept(agreement)
             return {}
+        began = time.perf_counter()
         result = self._executor.execute(step, agreement.sizes)
+        times = self._executor.expert_times()
+        if times is not None:
+            self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
         for outcome in self.scheduler.update(step, result):
             deltas[outcome.request.key[0]].append(_delta(outcome))
@@ -113,7 +121,11 @@ class EngineCore:
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
+            lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
         )
+
+    def _lockstep_counters(self) -> LockstepCounters:
+        return self._split.counters(self._executor.tokens_per_expert())
 
     def _problem_with(self, submit: Submit) -> str | None:
         num_prompt = len(submit.prompt_ids)

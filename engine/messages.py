@@ -107,6 +107,27 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Messages dropped because they could not be decoded."""
 
 
+class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of the steps taken in lockstep. Times in seconds, as this instance saw them."""
+
+    steps: int
+    empty_steps: int
+    """Of those, steps without tokens of this instance."""
+    sleeps: int
+    wait_seconds: float
+    """Waiting for the other instances' headers."""
+    attention_seconds: float
+    """Attention and all else that is no expert layer."""
+    dispatch_seconds: float
+    experts_seconds: float
+    combine_seconds: float
+    busiest_tokens: int
+    """Sum over steps of the tokens of the busiest instance; over ``mean_tokens`` it is the imbalance."""
+    mean_tokens: float
+    tokens_per_expert: dict[int, int]
+    """Tokens that each expert of this instance computed, over all layers."""
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """The state of an instance after a step, as seen by one router.
 
@@ -122,6 +143,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     blocks_used: int
     blocks_total: int
     counters: Counters
+    lockstep: LockstepCounters | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -282,7 +282,7 @@ def mesh(arguments: str) -> Iterator[str]:
     command = [sys.executable, "-P", "-m", "router.serve", "--disable-access-log", *shlex.split(arguments)]
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid())}  # it ends with us, however we end
-    with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log", delete=False) as log:
+    with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:

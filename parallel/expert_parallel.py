@@ -100,9 +100,7 @@ class ExpertParallel:
 
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
 
-    def _compute_alone(
-        self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _compute_alone(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         flat = expert_ids.reshape(-1)
         mine = (self._owners[flat] == self.rank).nonzero()[:, 0]
         rows = hidden[mine // expert_ids.shape[1]]

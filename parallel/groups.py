@@ -78,7 +78,8 @@ def form(
 
     ``timeout`` (seconds) bounds the forming and then every call. ``host`` is the address on which the others
     reach this member. ``should_stop`` ends the forming when a later epoch has come, or there is another
-    reason not to wait any longer; then, and when somebody does not come, raises CollectiveError.
+    reason not to wait any longer; then, and when somebody does not come, raises CollectiveError. One
+    client of a store forms one group at a time.
     """
     return make_communicator(
         backend,

@@ -81,6 +81,7 @@ def decide(headers: Sequence[Header]) -> Decision:
     """What happens at the step that all these headers (one per rank, in rank order) name.
 
     A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
+    All must name the same epoch: who is ready for a later one may have given up the one before it.
 
     Raises:
         LockstepError: the headers name different steps.

@@ -250,4 +250,39 @@ def _of_reports(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
         }
         for name, value in values.items():
             families[name].add_metric((model, str(rank)), value)
-    return families.values()
+    return [*families.values(), *_of_lockstep(model, reports)]
+
+
+def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
+    """What instances say of the steps that they take together."""
+    totals = {
+        "steps": "Steps taken in lockstep.",
+        "empty_steps": "Of those, steps without tokens of this instance.",
+        "sleeps": "Times that all instances agreed to sleep.",
+        "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
+        "mean_tokens": "Sum over steps of the instances' mean tokens.",
+    }
+    parts = ("wait", "attention", "dispatch", "experts", "combine")
+    families = {
+        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in totals.items()
+    }
+    seconds = CounterMetricFamily(
+        "lockstep:step_seconds",
+        "Time of steps by part: wait (for headers), attention (and the rest), dispatch, experts, combine.",
+        labels=(*LABELS, "part"),
+    )
+    of_expert = CounterMetricFamily(
+        "lockstep:expert_tokens", "Tokens computed by an expert, over all layers.", labels=(*LABELS, "expert")
+    )
+    for rank, report in sorted(reports.items()):
+        counters = report.lockstep
+        if counters is None:
+            continue
+        labels = (model, str(rank))
+        for name, family in families.items():
+            family.add_metric(labels, getattr(counters, name))
+        for part in parts:
+            seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
+        for expert, tokens in counters.tokens_per_expert.items():
+            of_expert.add_metric((*labels, str(expert)), tokens)
+    return [*families.values(), seconds, of_expert]

@@ -63,6 +63,10 @@ class Executor(Protocol):
         """Where the last step's time in expert layers went; None with all experts here."""
         ...
 
+    def tokens_per_expert(self) -> dict[int, int]:
+        """Tokens that each expert held here has computed; empty with all experts here."""
+        ...
+
     def set_threads(self, threads: int) -> None:
         """Compute with so many CPU threads from the next step on."""
         ...

@@ -176,6 +176,14 @@ class UniExecutor:
         times = self._model.experts.times
         return ExpertTimes(times.dispatch, times.experts, times.combine)
 
+    def tokens_per_expert(self) -> dict[int, int]:
+        """See ``executor.base.Executor``."""
+        if self._model is None or self._model.experts is None:
+            return {}
+        experts = self._model.experts
+        counts = experts.tokens_per_expert.tolist()
+        return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
+
     def set_threads(self, threads: int) -> None:
         """See ``executor.base.Executor``."""
         self._threads = threads

@@ -44,9 +44,7 @@ def make_communicator(
     if kind == "gloo":
         from parallel.communicators.gloo import GlooCommunicator
 
-        return GlooCommunicator(
-            own_store, rank, size, timeout=timeout, host=host, should_stop=should_stop
-        )
+        return GlooCommunicator(own_store, rank, size, timeout=timeout, host=host, should_stop=should_stop)
     if kind == "shared_memory":
         from parallel.communicators.shared_memory import SharedMemoryCommunicator
 

@@ -33,7 +33,8 @@ class Communicator(Protocol):
     size: int
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        """Every member's row of (equally many) 64-bit integers, by rank. The header exchange: latency counts."""
+        """Every member's row of (equally many) 64-bit integers, by rank: the header exchange, so
+        latency counts."""
         ...
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -41,7 +42,8 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Sum of all members' ``whole`` [sum(sizes), ...], in rank order; each gets its part [sizes[rank], ...]."""
+        """Sum of all members' ``whole`` [sum(sizes), ...], in rank order; each gets its part
+        [sizes[rank], ...]."""
         ...
 
     def all_to_all(
@@ -74,5 +76,5 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; this member's last call has returned. Does not disturb the last calls of others."""
+        """Let go of everything, after this member's last call; the last calls of others are not disturbed."""
         ...

@@ -38,9 +38,10 @@ def exchange(
                 raise CollectiveError("forming the group was stopped from outside")
             if time.monotonic() > deadline:
                 missing = [member for member in range(size) if not store.check([keys[member]])]
+                names = ", ".join(map(str, missing))
                 raise CollectiveError(
-                    f"forming the group: rank {', '.join(map(str, missing))} did not come within {timeout:g} s",
-                    missing[0] if missing else None,
+                    f"forming the group: rank {names} did not come within {timeout:g} s",
+                    min(missing, default=None),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

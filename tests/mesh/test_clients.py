@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import SHIPPED_MODEL
 from tests.mesh.conftest import Mesh
-from tests.mesh.harness import wait_until
+from tests.mesh.harness import Ports, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
 
@@ -27,7 +27,7 @@ def client(mesh: Mesh) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def metrics(mesh: Mesh) -> dict[str, float]:
+def metrics(mesh: Ports) -> dict[str, float]:
     """Every sample of /metrics by its full name, labels included."""
     with urllib.request.urlopen(f"{mesh.url}/metrics") as page:
         text = page.read().decode()
@@ -36,7 +36,7 @@ def metrics(mesh: Mesh) -> dict[str, float]:
     }
 
 
-def gauges(mesh: Mesh) -> dict[str, float]:
+def gauges(mesh: Ports) -> dict[str, float]:
     """What must be zero when nothing runs."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "requests_in_flight")
     return {
@@ -44,7 +44,7 @@ def gauges(mesh: Mesh) -> dict[str, float]:
     }
 
 
-def assert_idle(mesh: Mesh) -> None:
+def assert_idle(mesh: Ports) -> None:
     """No request, no block, anywhere; said by both instances and by the router."""
 
     def idle() -> bool:

@@ -39,9 +39,14 @@ async def stream(client: openai.AsyncOpenAI, index: int) -> list[int]:
     return ids
 
 
-async def crowd(ports: Ports, kill: object = None) -> list[list[int]]:
+def crowd_of(ports: Ports, count: int) -> list[list[int]]:
+    """Token ids of so many streams at once."""
+    return asyncio.run(crowd(ports, count=count))
+
+
+async def crowd(ports: Ports, kill: object = None, count: int = NUM_STREAMS) -> list[list[int]]:
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
-        streams = [asyncio.create_task(stream(client, index)) for index in range(NUM_STREAMS)]
+        streams = [asyncio.create_task(stream(client, index)) for index in range(count)]
         if callable(kill):
             await asyncio.to_thread(kill)
         return await asyncio.gather(*streams)

@@ -12,7 +12,7 @@ def test_every_expert_has_one_owner_and_loads_differ_by_one_at_most(
 ) -> None:
     placement = place(num_experts, num_ranks, strategy)  # type: ignore[arg-type]
     held = [placement.experts_of(rank) for rank in range(num_ranks)]
-    assert sorted(sum(held, [])) == list(range(num_experts))
+    assert sorted(expert for experts in held for expert in experts) == list(range(num_experts))
     assert max(map(len, held)) - min(map(len, held)) <= 1
     for expert, (owner, local) in enumerate(zip(placement.owners, placement.local_numbers(), strict=True)):
         assert held[owner][local] == expert

@@ -1,0 +1,265 @@
+"""A communicator over TCP: torch's gloo process group, made directly, with no default world.
+
+Everything is built from gloo's send and receive. They run in the caller's thread, take any type and size,
+and are twice as fast here as gloo's own collectives, which pass through another thread. All members talk
+to each other directly, so a collective costs one hop.
+
+gloo has no way to end a waiting call from another thread, except one: when a receive of one's own times
+out, gloo closes all connections of the group, and whatever waits on them fails. :class:`_Connections` uses
+that. It also listens on the connection to the member before this one, where nothing ever comes but a
+farewell: so a death is noticed around the ring, even by those that wait for somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroupGloo, Store
+
+from parallel.communicators.arithmetic import check_rows, even_sizes, plain, sum_in_rank_order
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.rendezvous import exchange
+
+_DATA, _FAREWELL, _NOTHING = 0, 1, 2
+"""Tags of messages. Nobody ever sends with the last one."""
+
+_CONNECT_SECONDS = 10.0  # when all members are there, how long connecting may take
+_FAREWELL_SECONDS = 0.1
+_LEAVE_SECONDS = 1.0  # for a call of another thread to fail when this end is closed
+_FOREVER = timedelta(days=1000)
+_TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
+
+_Messages = Iterable[tuple[int, torch.Tensor]]
+
+
+class _Connections:
+    """The connections of one member to all others, and why they were cut."""
+
+    def __init__(self, store: Store, rank: int, size: int, host: str, timeout: float) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout)
+        options._threads = 1
+        self._group = ProcessGroupGloo(store, rank, size, options)
+        self.reason: str | None = None
+        self.blamed: int | None = None
+        self._in_gloo = threading.Lock()
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._before, self._after = (rank - 1) % size, (rank + 1) % size
+        self._lock = threading.RLock()  # abort may come from a signal handler
+        self._watcher = threading.Thread(target=self._watch, name=f"gloo-watch-{rank}", daemon=True)
+        self._watcher.start()
+
+    def cut(self, reason: str, blamed: int | None = None) -> None:
+        """Close all connections, so that everything that waits on them, here or there, fails at once."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self._set_reason(reason, blamed)
+        for peer in self._peers:  # a receive from one that is gone fails instead of timing out: try them all
+            with contextlib.suppress(RuntimeError):
+                never = self._group.recv([torch.empty(1)], peer, _NOTHING)
+                never.wait(timedelta(milliseconds=1))
+
+    def transfer(self, outgoing: _Messages, incoming: _Messages, seconds: float) -> RuntimeError | None:
+        """Send and receive all of these. What gloo says if that fails, and then everything is cut."""
+        with self._in_gloo:
+            return self._transfer(outgoing, incoming, seconds)
+
+    def _transfer(self, outgoing: _Messages, incoming: _Messages, seconds: float) -> RuntimeError | None:
+        deadline = time.monotonic() + seconds
+        begun = []
+        peer = self._before
+        try:
+            for peer, tensor in incoming:
+                if tensor.numel():
+                    begun.append((peer, self._group.recv([tensor], peer, _DATA)))
+            for peer, tensor in outgoing:
+                if tensor.numel():
+                    begun.append((peer, self._group.send([tensor], peer, _DATA)))
+            for message in begun:
+                peer, work = message
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            self.cut(f"the connection to rank {peer} broke ({_first_line(error)})", peer)
+            if time.monotonic() > deadline - 0.01:  # gloo counts whole milliseconds, then closes everything,
+                # which the watcher may have noticed first.
+                self._set_reason(f"rank {peer} did not come within {seconds:g} s", peer)
+            return error.with_traceback(None)  # whose frames would keep gloo's objects
+        return None
+
+    def leave(self) -> None:
+        """Say farewell, so that nobody takes this for a death, close, and wait until no thread is in gloo."""
+        if self.reason is None:
+            with contextlib.suppress(RuntimeError):
+                farewell = self._group.send([torch.zeros(1)], self._after, _FAREWELL)
+                farewell.wait(timedelta(seconds=_FAREWELL_SECONDS))
+        self.cut("it was closed")
+        self._watcher.join()
+        if self._in_gloo.acquire(timeout=_LEAVE_SECONDS):
+            self._in_gloo.release()
+
+    def _set_reason(self, reason: str, blamed: int | None) -> None:
+        self.blamed, self.reason = blamed, reason
+
+    def _watch(self) -> None:
+        try:
+            self._group.recv([torch.zeros(1)], self._before, _FAREWELL).wait(_FOREVER)
+        except RuntimeError:
+            self.cut(f"the connection to rank {self._before} broke", self._before)
+
+
+class GlooCommunicator:
+    """One member; see :class:`parallel.communicators.base.Communicator`.
+
+    The store is the group's own (a PrefixStore); ``host`` is this member's address for the others.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: float,
+        host: str = "127.0.0.1",
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._timeout = timeout
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._reason_alone: str | None = None
+        self._connections: _Connections | None = None
+        if size == 1:
+            return
+        exchange(store, rank, size, b"here", timeout=timeout, should_stop=should_stop)
+        try:
+            self._connections = _Connections(store, rank, size, host, min(timeout, _CONNECT_SECONDS))
+        except RuntimeError as error:
+            raise CollectiveError(f"connecting rank {rank} of {size}: {_first_line(error)}") from error
+        # At exit too: a thread that wakes up while Python ends would abort the process.
+        self._leave = weakref.finalize(self, self._connections.leave)
+        self.all_gather_ints([rank])  # after this, nobody needs the store
+
+    def __repr__(self) -> str:
+        return f"<GlooCommunicator rank {self.rank} of {self.size}, {self._reason or 'open'}>"
+
+    @property
+    def _reason(self) -> str | None:
+        """Why this is of no use any more."""
+        return self._connections.reason if self._connections else self._reason_alone
+
+    # ---- the contract
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(row, dtype=torch.int64)
+        gathered = self._gather("all_gather_ints", mine)
+        rows: list[list[int]] = gathered.tolist()
+        return rows
+
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_rows("all_gather", part, sizes[self.rank])
+        part = plain(part)
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        parts = whole.split(list(sizes))
+        parts[self.rank].copy_(part)
+        self._exchange("all_gather", self._to_all(part), self._from_all(parts))
+        return whole
+
+    def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_rows("reduce_scatter", whole, sum(sizes))
+        outgoing = plain(whole).split(list(sizes))
+        mine = outgoing[self.rank]
+        received = mine.new_empty(self.size, *mine.shape)
+        terms = [mine if member == self.rank else received[member] for member in range(self.size)]
+        self._exchange("reduce_scatter", self._from_all(outgoing), self._from_all(terms))
+        return sum_in_rank_order(terms, out=torch.empty_like(mine))
+
+    def all_to_all(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> torch.Tensor:
+        check_rows("all_to_all", outgoing, sum(send_sizes))
+        sent = plain(outgoing).split(list(send_sizes))
+        incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
+        received = incoming.split(list(receive_sizes))
+        received[self.rank].copy_(sent[self.rank])
+        self._exchange("all_to_all", self._from_all(sent), self._from_all(received))
+        return incoming
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = plain(tensor).reshape(-1)
+        if self.size > 2 and flat.nbytes > _TWO_STEP_BYTES:
+            sizes = even_sizes(flat.numel(), self.size)
+            total = self.all_gather(self.reduce_scatter(flat, sizes), sizes)
+        else:
+            terms = self._gather("all_reduce", flat)
+            total = sum_in_rank_order(terms.unbind(), out=torch.empty_like(flat))
+        return total.reshape(tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        result = plain(tensor).clone()
+        if source == self.rank:
+            self._exchange("broadcast", self._to_all(result), ())
+        else:
+            self._exchange("broadcast", (), [(source, result)])
+        return result
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._exchange("send", [(to, plain(tensor))], ())
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        result = torch.empty_like(plain(like))
+        self._exchange("receive", (), [(source, result)])
+        return result
+
+    def abort(self) -> None:
+        if self._connections is not None:
+            self._connections.cut("it was aborted")
+        else:
+            self._reason_alone = self._reason_alone or "it was aborted"
+
+    def close(self) -> None:
+        if self._connections is not None:
+            self._leave()
+        else:
+            self._reason_alone = self._reason_alone or "it was closed"
+
+    # ---- what it is built from
+
+    def _gather(self, call: str, mine: torch.Tensor) -> torch.Tensor:
+        """Tensors [n] of all members, stacked by rank: [size, n]."""
+        gathered = mine.new_empty(self.size, mine.numel())
+        gathered[self.rank] = mine
+        self._exchange(call, self._to_all(mine), self._from_all(gathered.unbind()))
+        return gathered
+
+    def _to_all(self, tensor: torch.Tensor) -> _Messages:
+        return [(peer, tensor) for peer in self._peers]
+
+    def _from_all(self, tensors: Sequence[torch.Tensor]) -> _Messages:
+        """Each peer with its own tensor, to be sent or filled."""
+        return [(peer, tensors[peer]) for peer in self._peers]
+
+    def _exchange(self, call: str, outgoing: _Messages, incoming: _Messages) -> None:
+        """Send and receive all of these at once; empty ones are left out, on both sides."""
+        if self._reason is not None:
+            raise self._error(call)
+        if self._connections is not None:
+            error = self._connections.transfer(outgoing, incoming, self._timeout)
+            if error is not None:
+                raise self._error(call) from error
+
+    def _error(self, call: str) -> CollectiveError:
+        blamed = self._connections.blamed if self._connections else None
+        return CollectiveError(f"{call} on rank {self.rank}: {self._reason}", blamed)
+
+
+def _first_line(error: Exception) -> str:
+    """gloo's message without its advice."""
+    return str(error).partition("\n")[0].partition(". This is")[0]

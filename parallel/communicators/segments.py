@@ -1,0 +1,99 @@
+"""Memory that processes of one host share, and news of their deaths (loads no torch).
+
+A segment has no name anywhere: it is a memfd, which the others open through /proc while its owner holds it
+open. So nothing can be left behind, however a process ends, and the size of /dev/shm does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+
+import msgspec
+
+from parallel.communicators.base import CollectiveError
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the others find a member's segment."""
+
+    host: str
+    """Of one boot of one machine and one namespace of process ids: in it, ``pid`` means the same to all."""
+    pid: int
+    descriptor: int
+
+
+class Segment:
+    """Memory that one member writes and all members of the group map."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.memory = mmap.mmap(descriptor, num_bytes)
+        self.words = memoryview(self.memory).cast("q")
+
+
+class OwnSegment(Segment):
+    """A new segment; until :meth:`conceal` others can open it at :attr:`address`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)  # pages come when they are first written
+        super().__init__(descriptor, num_bytes)
+        self.address = Address(this_host(), os.getpid(), descriptor)
+        self._concealed = False
+
+    def conceal(self) -> None:
+        """All have mapped it: take away the way to it."""
+        if not self._concealed:
+            self._concealed = True
+            os.close(self.address.descriptor)
+
+
+class Watch:
+    """Tells which of the members' processes have ended (a pidfd each)."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+
+    def add(self, rank: int, pid: int) -> None:
+        descriptor = os.pidfd_open(pid)
+        self._ranks[descriptor] = rank
+        self._poll.register(descriptor, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """Ranks of those that have ended."""
+        return sorted(self._ranks[descriptor] for descriptor, _ in self._poll.poll(0))
+
+    def close(self) -> None:
+        while self._ranks:
+            descriptor, _ = self._ranks.popitem()
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+
+
+def this_host() -> str:
+    """Equal for processes that can see each other's ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def open_segment(rank: int, address: Address, num_bytes: int, watch: Watch) -> Segment:
+    """The segment of member ``rank``, which is watched from now on."""
+    if address.host != this_host():
+        raise ValueError(
+            f"shared memory needs all members on one host and in one container, rank {rank} is elsewhere:"
+            " use gloo"
+        )
+    try:
+        watch.add(rank, address.pid)
+        descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise ValueError(f"shared memory of rank {rank} belongs to another user: use gloo") from error
+    except OSError as error:  # its number means nothing any more
+        raise CollectiveError(f"forming the group: rank {rank} has died", rank) from error
+    try:
+        return Segment(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)

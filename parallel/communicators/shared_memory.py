@@ -1,0 +1,356 @@
+"""A communicator for members on one host: each writes into memory of its own, the others read it there.
+
+Collectives go in rounds. In round k a member writes its part into one of its two slots (k modulo 2), then
+sets its counter to k, and reads the others' slots when their counters have reached k. Whoever publishes
+round k has finished reading round k - 1, so when all counters stand at k, the slots of round k - 1 are free
+for round k + 1: two slots suffice, and nobody ever acknowledges anything. Tensors larger than a slot take
+several rounds. What the members must agree on stands beside each slot (the note), so that calls that do not
+belong together end in an error and not in wrong numbers.
+
+Send and receive have two slots of their own (letters), since only two members take part in them.
+
+A waiting member watches the processes of the others, their state words, its own abort and the deadline;
+see ``waiting`` for how it waits, ``segments`` for the memory and ``slots`` for how it is cut.
+
+Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
+That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
+store order; an aligned 8-byte word is never torn; the C library fences its streaming copies). Elsewhere it is
+not, and the communicator refuses to be made.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+import torch
+from torch.distributed import Store
+
+from parallel.communicators.arithmetic import check_rows, even_sizes, plain, sum_in_rank_order
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.rendezvous import exchange
+from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment
+from parallel.communicators.slots import Slots, segment_bytes
+from parallel.communicators.waiting import Patience
+from parallel.topology import usable_cores
+
+SLOT_BYTES = 1 << 20
+"""Of each of the two slots and two letters of a member; memory is used as far as tensors fill them."""
+
+_TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
+_OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
+_CALLS = ("all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")
+
+
+class SharedMemoryCommunicator:
+    """One member; see :class:`parallel.communicators.base.Communicator`. The store is the group's own."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: float,
+        should_stop: Callable[[], bool] | None = None,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise ValueError(
+                f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use gloo"
+            )
+        self.rank, self.size = rank, size
+        self._timeout = timeout
+        self._slot_bytes = slot_bytes
+        self._region_bytes = slot_bytes // size // 64 * 64  # of a slot, what is for one member
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._patience = Patience(crowded=size > usable_cores())
+        self._reason: str | None = None
+        self._blamed: int | None = None
+        self._lock = threading.RLock()  # abort may come from a signal handler
+        self._call = "forming the group"
+        self._deadline = time.monotonic() + timeout
+        self._round = 0
+        self._letters = 0
+        self._letter_users: list[tuple[int, int] | None] = [None, None]
+        self._watch = Watch()
+        self._members: list[Slots] = []
+        try:
+            self._map(store, should_stop)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, store: Store, should_stop: Callable[[], bool] | None) -> None:
+        """Make this member's segment known and map those of the others."""
+        num_bytes = segment_bytes(self.size, self._slot_bytes)
+        own = OwnSegment(num_bytes)
+        try:
+            said = exchange(
+                store, self.rank, self.size, msgspec.json.encode(own.address),
+                timeout=self._timeout, should_stop=should_stop,
+            )  # fmt: skip
+            addresses = [msgspec.json.decode(each, type=Address) for each in said]
+            for member, address in enumerate(addresses):
+                others = member != self.rank
+                segment = open_segment(member, address, num_bytes, self._watch) if others else own
+                self._members.append(Slots(segment, self.size, self._slot_bytes))
+            self.all_gather_ints([self.rank])  # whoever took part has mapped everything
+        finally:
+            own.conceal()
+
+    def __repr__(self) -> str:
+        return f"<SharedMemoryCommunicator rank {self.rank} of {self.size}, {self._reason or 'open'}>"
+
+    # ---- the contract
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        note = self._begin("all_gather_ints", 8 * len(row))
+        packing = struct.Struct(f"={len(row)}q")
+        assert packing.size <= self._slot_bytes, "a row is a header, not a tensor"
+        slot = self._take_slot()
+        own = self._members[self.rank]
+        packing.pack_into(own.memory, own.offsets[slot], *row)
+        self._publish(slot, note)
+        rows = []
+        for rank, member in enumerate(self._members):
+            self._await_round(rank, slot, note)
+            rows.append(list(packing.unpack_from(member.memory, member.offsets[slot])))
+        return rows
+
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_rows("all_gather", part, sizes[self.rank])
+        part = plain(part)
+        whole = part.new_empty(sum(sizes), *part.shape[1:])
+        note = self._begin("all_gather", whole.nbytes)
+        parts = [each.reshape(-1) for each in whole.split(list(sizes))]
+        parts[self.rank].copy_(part.reshape(-1))
+        step = self._slot_bytes // part.element_size()
+        for low in range(0, max(each.numel() for each in parts), step):
+            slot = self._take_slot()
+            self._write(slot, parts[self.rank][low : low + step])
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+                self._read(peer, slot, parts[peer][low : low + step])
+        return whole
+
+    def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_rows("reduce_scatter", whole, sum(sizes))
+        whole = plain(whole)
+        note = self._begin("reduce_scatter", whole.nbytes)
+        parts = [each.reshape(-1) for each in whole.split(list(sizes))]
+        mine = parts[self.rank]
+        total = torch.empty_like(mine)
+        step = self._region_bytes // whole.element_size()
+        for low in range(0, max(each.numel() for each in parts), step):
+            slot = self._take_slot()
+            for peer in self._peers:
+                self._write(slot, parts[peer][low : low + step], at=peer * step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+            self._sum(slot, mine[low : low + step], total[low : low + step], at=self.rank * step)
+        return total.reshape(sizes[self.rank], *whole.shape[1:])
+
+    def all_to_all(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> torch.Tensor:
+        check_rows("all_to_all", outgoing, sum(send_sizes))
+        outgoing = plain(outgoing)
+        incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
+        note = self._begin("all_to_all", 0)
+        sent = [each.reshape(-1) for each in outgoing.split(list(send_sizes))]
+        received = [each.reshape(-1) for each in incoming.split(list(receive_sizes))]
+        received[self.rank].copy_(sent[self.rank])
+        step = self._region_bytes // outgoing.element_size()
+        # Nobody knows how much the others send each other: each says how many rounds it needs itself.
+        rounds = max([1, *(-(-sent[peer].numel() // step) for peer in self._peers)])
+        low = 0
+        while low < rounds * step:
+            slot = self._take_slot()
+            if low == 0:
+                announced = self._members[self.rank].notes[slot]
+                announced[1] = rounds
+                for peer in self._peers:
+                    announced[2 + peer] = sent[peer].nbytes
+            for peer in self._peers:
+                self._write(slot, sent[peer][low : low + step], at=peer * step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+                if low == 0:
+                    announced = self._members[peer].notes[slot]
+                    rounds = max(rounds, announced[1])
+                    self._check_bytes(peer, announced[2 + self.rank], received[peer].nbytes)
+                self._read(peer, slot, received[peer][low : low + step], at=self.rank * step)
+            low += step
+        return incoming
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = plain(tensor).reshape(-1)
+        if self.size > 2 and flat.nbytes > _TWO_STEP_BYTES:
+            sizes = even_sizes(flat.numel(), self.size)
+            return self.all_gather(self.reduce_scatter(flat, sizes), sizes).reshape(tensor.shape)
+        note = self._begin("all_reduce", flat.nbytes)
+        total = torch.empty_like(flat)
+        step = self._slot_bytes // flat.element_size()
+        for low in range(0, flat.numel(), step):
+            slot = self._take_slot()
+            self._write(slot, flat[low : low + step])
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+            self._sum(slot, flat[low : low + step], total[low : low + step])
+        return total.reshape(tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        result = plain(tensor).clone()
+        note = self._begin("broadcast", result.nbytes)
+        flat = result.view(-1)
+        step = self._slot_bytes // result.element_size()
+        for low in range(0, flat.numel(), step):
+            slot = self._take_slot()
+            if self.rank == source:
+                self._write(slot, flat[low : low + step])
+            self._publish(slot, note)
+            if self.rank != source:
+                self._await_round(source, slot, note)
+                self._read(source, slot, flat[low : low + step])
+        return result
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._begin("send", 0)
+        own = self._members[self.rank]
+        for piece in plain(tensor).view(-1).view(torch.uint8).split(self._slot_bytes):
+            slot = self._letters % 2
+            user = self._letter_users[slot]
+            if user is not None:  # what was in this slot before has been read
+                self._await(user[0], self._members[user[0]].taken[self.rank], user[1])
+            own.letter(slot)[: len(piece)].copy_(piece)
+            number = own.sent[to][0]
+            own.envelopes[to][number % 2] = slot + 2 * len(piece)
+            own.sent[to][0] = number + 1
+            self._letter_users[slot] = to, number + 1
+            self._letters += 1
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        self._begin("receive", 0)
+        own, peer = self._members[self.rank], self._members[source]
+        result = torch.empty_like(plain(like))
+        for piece in result.view(-1).view(torch.uint8).split(self._slot_bytes):
+            number = own.taken[source][0]
+            self._await(source, peer.sent[self.rank], number + 1)
+            num_bytes, slot = divmod(peer.envelopes[self.rank][number % 2], 2)
+            self._check_bytes(source, num_bytes, len(piece))
+            piece.copy_(peer.letter(slot)[: len(piece)])
+            own.taken[source][0] = number + 1
+        return result
+
+    def abort(self) -> None:
+        self._leave(_ABORTED, "it was aborted")
+
+    def close(self) -> None:
+        self._leave(_CLOSED, "it was closed")
+        self._members.clear()
+        self._watch.close()
+
+    # ---- rounds
+
+    def _begin(self, call: str, num_bytes: int) -> int:
+        """A call begins; returns the note that all members must have beside the slots of its rounds."""
+        self._call = call
+        if self._reason is not None:
+            raise CollectiveError(f"{call} on rank {self.rank}: {self._reason}", self._blamed)
+        self._deadline = time.monotonic() + self._timeout
+        return _CALLS.index(call) + num_bytes * len(_CALLS) if call in _CALLS else 0
+
+    def _take_slot(self) -> int:
+        """The slot of the next round, when all others have read what was in it."""
+        for peer in self._peers:
+            self._await(peer, self._members[peer].counter, self._round)
+        return (self._round + 1) % 2
+
+    def _publish(self, slot: int, note: int) -> None:
+        own = self._members[self.rank]
+        own.notes[slot][0] = note
+        self._round += 1
+        own.counter[0] = self._round
+
+    def _await_round(self, rank: int, slot: int, note: int) -> None:
+        """Until this member's slot of the current round can be read."""
+        member = self._members[rank]
+        self._await(rank, member.counter, self._round)
+        if member.notes[slot][0] != note:
+            num_bytes, call = divmod(member.notes[slot][0], len(_CALLS))
+            self._fail(f"rank {rank} calls {_CALLS[call]} of {num_bytes} bytes", rank)
+
+    def _write(self, slot: int, piece: torch.Tensor, at: int = 0) -> None:
+        if len(piece):
+            own = self._members[self.rank].slot(slot, piece.dtype)
+            own[at : at + len(piece)].copy_(piece)
+
+    def _read(self, rank: int, slot: int, piece: torch.Tensor, at: int = 0) -> None:
+        if len(piece):
+            piece.copy_(self._members[rank].slot(slot, piece.dtype)[at : at + len(piece)])
+
+    def _sum(self, slot: int, mine: torch.Tensor, total: torch.Tensor, at: int = 0) -> None:
+        """``total`` = what all members have for it in this round, this member's own being ``mine``."""
+        if len(mine):
+            terms = [member.slot(slot, mine.dtype)[at : at + len(mine)] for member in self._members]
+            terms[self.rank] = mine
+            sum_in_rank_order(terms, out=total)
+
+    # ---- waiting and failing
+
+    def _await(self, rank: int, word: memoryview, target: int) -> None:
+        if word[0] < target:
+            self._patience.wait(word, target, lambda: self._check(rank, word, target))
+
+    def _check(self, rank: int, word: memoryview, target: int) -> None:
+        """Raise if the wait for this word of member ``rank`` can no longer end well."""
+        blame = self._hopeless(rank)
+        if blame is not None and word[0] < target:  # it may have written the word before it went
+            self._fail(*blame)
+
+    def _hopeless(self, rank: int) -> tuple[str, int | None] | None:
+        """Why a wait for member ``rank`` is in vain, and whose fault it is."""
+        if self._reason is not None:
+            return self._reason, self._blamed
+        dead = self._watch.dead()
+        states = [member.state[0] for member in self._members]  # after the dead: a last word counts
+        for peer in dead:
+            if states[peer] != _CLOSED:
+                return f"rank {peer} has died", peer
+        for peer in self._peers:
+            if states[peer] == _ABORTED:
+                return f"rank {peer} has aborted", None
+            if states[peer] > _ABORTED:
+                blamed = states[peer] - _ABORTED - 1
+                return f"rank {peer} has given up because of rank {blamed}", blamed
+        if states[rank] == _CLOSED:
+            return f"rank {rank} has closed its end", rank
+        if time.monotonic() > self._deadline:
+            return f"rank {rank} did not come within {self._timeout:g} s", rank
+        return None
+
+    def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
+        if sent != expected:
+            self._fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank)
+
+    def _fail(self, reason: str, rank: int | None) -> NoReturn:
+        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank)
+        raise CollectiveError(f"{self._call} on rank {self.rank}: {self._reason}", self._blamed)
+
+    def _leave(self, state: int, reason: str, rank: int | None = None) -> None:
+        """From now on all calls fail, here and soon at the others."""
+        with self._lock:
+            if self._reason is None:
+                self._reason, self._blamed = reason, rank
+                if len(self._members) > self.rank:
+                    self._members[self.rank].state[0] = state

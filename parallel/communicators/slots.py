@@ -1,0 +1,76 @@
+"""How a member's segment is cut: words that tell how far it is, slots for what it gives."""
+
+from __future__ import annotations
+
+import torch
+
+from parallel.communicators.segments import Segment
+
+_LINE_WORDS = 8  # words (int64) of a cache line
+_PAGE_BYTES = 4096
+
+
+class Slots:
+    """One member's segment. Words that different members wait for stand on different cache lines."""
+
+    def __init__(self, segment: Segment, size: int, slot_bytes: int) -> None:
+        self.memory = segment.memory
+        words = _Words(segment)
+        self.counter = words.take(1)
+        """Rounds that it has published."""
+        self.state = words.take(1)
+        """Whether it is still there: see the communicator."""
+        self.notes = words.take(2 + size), words.take(2 + size)
+        """By slot: call, rounds that follow, bytes for each member."""
+        self.sent = [words.take(1) for _ in range(size)]
+        """By receiver: letters written for it."""
+        self.envelopes = [words.take(2) for _ in range(size)]
+        """By receiver, for its letters in turn: slot + 2 * bytes."""
+        self.taken = [words.take(1) for _ in range(size)]
+        """By sender: letters read."""
+        first = _words_bytes(size)
+        self.offsets = first, first + slot_bytes
+        """Of the two slots, in bytes."""
+        every = torch.frombuffer(self.memory, dtype=torch.uint8, offset=first, count=4 * slot_bytes)
+        self._slots, self._letters = (
+            every[: 2 * slot_bytes].split(slot_bytes),
+            every[2 * slot_bytes :].split(slot_bytes),
+        )
+        self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """What this member gives in every other round: [elements that fit]."""
+        if dtype not in self._typed:
+            self._typed[dtype] = [slot.view(dtype) for slot in self._slots]
+        return self._typed[dtype][number]
+
+    def letter(self, number: int) -> torch.Tensor:
+        """What it sends to one other: [bytes]."""
+        return self._letters[number]
+
+
+class _Words:
+    """Hands out the words at the beginning of a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._words, self._next = segment.words, 0
+
+    def take(self, number: int) -> memoryview:
+        first = self._next
+        self._next += _lines(number) * _LINE_WORDS
+        return self._words[first : first + number]
+
+
+def segment_bytes(size: int, slot_bytes: int) -> int:
+    """Of the segment of each member in a group of ``size``."""
+    return _words_bytes(size) + 4 * slot_bytes
+
+
+def _words_bytes(size: int) -> int:
+    lines = 2 + 2 * _lines(2 + size) + 3 * size
+    return -(-lines * _LINE_WORDS * 8 // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _lines(number: int) -> int:
+    """Cache lines for this many words."""
+    return -(-number // _LINE_WORDS)

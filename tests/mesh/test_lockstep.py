@@ -1,0 +1,131 @@
+"""A mesh whose experts are spread over its instances: real processes, each way of dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from engine.config import SHIPPED_MODEL
+from tests.mesh.harness import Ports, serve, wait_until
+from tests.mesh.test_clients import assert_idle, metrics
+from tests.mesh.test_commands import ask, streamed
+from tests.mesh.test_loss import crowd_of
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+
+FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one instance with all experts says."""
+    ports = Ports()
+    log = tmp_path_factory.mktemp("alone") / "log"
+    with serve(log, *ports.head(), *FLAGS) as command:
+        command.wait_for("1 instance ready")
+        return crowd_of(ports, 12)
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "strategy"),
+    [
+        (2, "auto", "linear"),
+        (3, "auto", "round_robin"),
+        (2, "allgather_reducescatter", "linear"),
+        (2, "all_to_all", "round_robin"),
+    ],
+)
+def test_spread_experts_change_no_token(
+    alone: list[list[int]], size: int, backend: str, strategy: str, tmp_path: Path
+) -> None:
+    ports = Ports()
+    how = ["-dp", str(size), "-ep", "--all2all-backend", backend, "--expert-placement-strategy", strategy]
+    with serve(tmp_path / "log", *how, *ports.head(), *FLAGS) as command:
+        command.wait_for(f"{size} instances ready")
+        transport = "shared_memory" if backend == "auto" else "gloo"
+        assert f"{size} instances in lockstep over {transport}" in command.log
+        assert crowd_of(ports, 12) == alone
+        assert_idle(ports)
+        found = metrics(ports)
+        for rank in range(size):
+            labels = f'engine="{rank}",model_name="{SHIPPED_MODEL}"'
+            assert found[f"lockstep:steps_total{{{labels}}}"] > 100
+            for part in ("wait", "attention", "dispatch", "experts", "combine"):
+                assert found[f'lockstep:step_seconds_total{{{labels},part="{part}"}}'] > 0
+        experts = [name for name in found if name.startswith("lockstep:expert_tokens_total")]
+        assert len(experts) == 8, "each expert is told by the one instance that holds it"
+        assert command.stop() == 0
+        assert "Traceback" not in command.log
+
+
+def test_idle_instances_take_part_and_sleep_costs_nothing(tmp_path: Path) -> None:
+    ports = Ports()
+    with serve(tmp_path / "log", "-dp", "2", "-ep", *ports.head(), *FLAGS) as command:
+        command.wait_for("2 instances ready")
+        ask(ports, rank=0, max_tokens=40)
+        wait_until(lambda: metrics(ports).get(_empty_steps(1), 0) >= 40, 10)
+        assert metrics(ports).get(_empty_steps(0), 0) <= 5
+        engines = [command.child("Engine_0"), command.child("Engine_1")]
+        time.sleep(1.0)
+        before = [sum(engine.cpu_times()[:2]) for engine in engines]
+        time.sleep(4.0)
+        used = [sum(engine.cpu_times()[:2]) - then for engine, then in zip(engines, before, strict=True)]
+        assert max(used) < 4.0 * 0.02, f"CPU seconds in 4 s of sleep: {used}"
+        command.child("Coordinator").send_signal(signal.SIGSTOP)
+        try:
+            assert streamed(ports), "sleeping and waking need no coordinator"
+        finally:
+            command.child("Coordinator").send_signal(signal.SIGCONT)
+        assert command.stop() == 0
+
+
+def _empty_steps(rank: int) -> str:
+    return f'lockstep:empty_steps_total{{engine="{rank}",model_name="{SHIPPED_MODEL}"}}'
+
+
+def test_a_lost_peer_is_said_and_a_late_one_refused(tmp_path: Path) -> None:
+    ports = Ports()
+    with serve(tmp_path / "log", "-dp", "2", "-ep", *ports.head(), *FLAGS) as command:
+        command.wait_for("2 instances ready")
+        with serve(tmp_path / "late.log", "--headless", *ports.join()) as late:
+            assert late.end() == 3
+            assert "joining it while it runs is not built yet" in late.log
+        with serve(
+            tmp_path / "other.log", SHIPPED_MODEL, "-dp", "2", "-dpr", "1", "--headless", *ports.join()
+        ) as other:
+            assert other.end() == 3
+            assert "-ep is False, the mesh has True" in other.log
+        victim = command.child("Engine_1")
+        asking = threading.Thread(target=_ask_in_vain, args=(ports,))
+        asking.start()
+        wait_until(lambda: ports.view().members[0].load.running > 0, 20)
+        killed_at = time.monotonic()
+        victim.kill()
+        command.wait_for("lost the lockstep group", 30)
+        assert time.monotonic() - killed_at < 5.0
+        assert command.end(60) != 0
+        asking.join(60)
+
+
+def _ask_in_vain(ports: Ports) -> None:
+    with contextlib.suppress(openai.OpenAIError):
+        ask(ports, rank=0, max_tokens=1500)
+
+
+def test_ep_on_a_dense_model_warns_and_goes_on(tmp_path: Path) -> None:
+    from tests.engine.tiny_models import make_tiny_model
+
+    ports = Ports()
+    model = make_tiny_model(tmp_path / "dense", "llama")
+    with serve(
+        tmp_path / "log", str(model), "-dp", "2", "-ep", *ports.head(), *FLAGS, "--max-model-len", "256"
+    ) as command:
+        command.wait_for("2 instances ready")
+        assert "-ep ignored: LlamaForCausalLM is a dense model" in command.log
+        assert command.stop() == 0

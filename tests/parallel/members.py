@@ -1,0 +1,307 @@
+"""What the member processes of the communicator tests do; each function runs in every member of a group.
+
+Started with multiprocessing's fork server, which has torch loaded. They report by exit code, and by a
+JSON file where the test needs more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from parallel.communicators import CollectiveError, Communicator
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.groups import form, open_store
+
+PATIENCE = 20.0  # seconds for everything that should work
+SMALL_SLOT = 4096
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+SHAPES = ((), (7,), (3, 5))
+REDUCED_TYPES = TYPES[:-1]
+
+
+class Member:
+    """One member process and how it reaches the others."""
+
+    def __init__(self, backend: str, rank: int, size: int, test: int, port: int, directory: Path) -> None:
+        torch.set_num_threads(1)
+        self.backend, self.rank, self.size, self.directory = backend, rank, size, directory
+        self._test = test
+        self.store: TCPStore = open_store("127.0.0.1", port, is_host=False, timeout=PATIENCE)
+
+    def form(self, name: str, size: int | None = None, timeout: float = PATIENCE) -> Communicator:
+        size = size or self.size
+        if self.backend == "small_slots":
+            store = PrefixStore(f"{self._test} {name}", self.store)
+            return SharedMemoryCommunicator(store, self.rank, size, timeout=timeout, slot_bytes=SMALL_SLOT)
+        return form(self.store, self._test, self.rank, size, self.backend, timeout, group=name)
+
+    def report(self, **facts: Any) -> None:
+        """For the test, which waits for the file."""
+        path = self.directory / f"{self.rank}.json"
+        path.with_suffix(".new").write_text(json.dumps(facts))
+        path.with_suffix(".new").rename(path)
+
+    @contextmanager
+    def expect_error(self) -> Iterator[dict[str, Any]]:
+        """The block must end in a CollectiveError: what it says, whom it blames, when and after how long."""
+        found: dict[str, Any] = {}
+        began = time.monotonic()
+        try:
+            yield found
+        except CollectiveError as error:
+            now = time.monotonic()
+            found.update(message=str(error), blamed=error.rank, at=now, seconds=now - began)
+        else:
+            raise AssertionError("this should have failed")
+
+
+def run(
+    function: Callable[[Member], None],
+    backend: str,
+    rank: int,
+    size: int,
+    test: int,
+    port: int,
+    directory: str,
+) -> None:
+    """The target of a member process; ``test`` numbers the tests that share the store at ``port``."""
+    function(Member(backend, rank, size, test, port, Path(directory)))
+
+
+# ---- what they do when all goes well
+
+
+def every_method(member: Member) -> None:
+    """Each method against what follows from everybody's data, which each member can compute by itself."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    group = member.form("every_method")
+    for case in range(3):
+        for dtype in TYPES:
+            for shape in SHAPES:
+                check_exchanges(group, random.Random(f"{case}/{dtype}/{shape}"), dtype, shape, most=9)
+    check_exchanges(group, random.Random(1), torch.float32, (64,), most=9000)  # parts of up to 2.3 MB
+    check_exchanges(group, random.Random(2), torch.bfloat16, (), most=700_001)
+    check_nothing(group)
+    check_forms_of_tensors(group)
+    group.close()
+    with member.expect_error() as error:
+        group.all_gather_ints([1])
+    assert "it was closed" in error["message"]
+    if member.backend != "gloo":
+        assert "memfd" not in Path("/proc/self/maps").read_text()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def check_exchanges(
+    group: Communicator, chance: random.Random, dtype: torch.dtype, shape: tuple[int, ...], most: int
+) -> None:
+    rank, ranks = group.rank, range(group.size)
+
+    def size() -> int:
+        return chance.choice([0, 1, chance.randint(0, most), most])
+
+    assert group.all_gather_ints([rank, -(2**63), 2**63 - 1]) == [[r, -(2**63), 2**63 - 1] for r in ranks]
+
+    sizes = [size() for _ in ranks]
+    parts = [numbers(chance, n, dtype, shape) for n in sizes]
+    assert torch.equal(group.all_gather(parts[rank], sizes), torch.cat(parts))
+
+    table = [[size() for _ in ranks] for _ in ranks]  # from, to
+    given = [numbers(chance, sum(row), dtype, shape) for row in table]
+    received = group.all_to_all(given[rank], table[rank], [row[rank] for row in table])
+    assert torch.equal(received, torch.cat([given[r].split(table[r])[rank] for r in ranks]))
+
+    source = chance.randrange(group.size)
+    told = [numbers(chance, most, dtype, shape) for _ in ranks]
+    assert torch.equal(group.broadcast(told[rank], source), told[source])
+
+    around_the_ring(group, parts)
+
+    if dtype in REDUCED_TYPES:
+        sizes = [size() for _ in ranks]
+        wholes = [numbers(chance, sum(sizes), dtype, shape) for _ in ranks]
+        assert torch.equal(group.reduce_scatter(wholes[rank], sizes), in_order(wholes).split(sizes)[rank])
+        assert torch.equal(group.all_reduce(told[rank]), in_order(told))
+
+
+def around_the_ring(group: Communicator, parts: list[torch.Tensor]) -> None:
+    """Everybody sends to the next and receives from the one before."""
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    if group.rank == 0:
+        group.send(parts[0], after)
+    received = group.receive(torch.empty_like(parts[before]), before)
+    if group.rank != 0:
+        group.send(parts[group.rank], after)
+    assert torch.equal(received, parts[before])
+
+
+def check_nothing(group: Communicator) -> None:
+    """Nobody has any rows."""
+    nothing, zeros = torch.empty(0, 3), [0] * group.size
+    for _ in range(3):
+        assert group.all_gather(nothing, zeros).shape == (0, 3)
+        assert group.all_to_all(nothing, zeros, zeros).shape == (0, 3)
+        assert group.reduce_scatter(nothing, zeros).shape == (0, 3)
+        assert group.all_reduce(nothing).shape == (0, 3)
+        assert group.broadcast(nothing, 0).shape == (0, 3)
+        assert group.all_gather_ints([]) == [[] for _ in zeros]
+
+
+def check_forms_of_tensors(group: Communicator) -> None:
+    """Tensors in pieces, without dimensions, with gradients; results are memory of the caller's own."""
+    ones = [1] * group.size
+    across = torch.arange(12.0).reshape(3, 4).t()
+    assert torch.equal(group.all_reduce(across), across * group.size)
+    assert torch.equal(group.all_gather(across[:, 1:2].t(), ones), across[:, 1].expand(group.size, 4))
+    assert group.all_reduce(torch.tensor(2.5)).shape == ()
+    assert not group.all_reduce(torch.ones(2, requires_grad=True)).requires_grad
+    tensor = torch.ones(3)
+    results = [
+        group.broadcast(tensor, 0),
+        group.all_reduce(tensor),
+        group.all_gather(tensor[:1], ones),
+        group.all_to_all(torch.ones(group.size), ones, ones),
+    ]
+    before = [result.clone() for result in results]
+    group.all_reduce(tensor + 1)
+    assert all(torch.equal(result, kept) for result, kept in zip(results, before, strict=True))
+    for result in results:
+        result.zero_()
+    assert torch.equal(tensor, torch.ones(3))
+
+
+def numbers(chance: random.Random, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Such that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, (rows, *shape), generator=generator).to(dtype)
+    magnitudes = torch.randint(-6, 7, (rows, *shape), generator=generator)
+    return (torch.randn(rows, *shape, generator=generator) * 2.0**magnitudes).to(dtype)
+
+
+def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order; of half types in float32, rounded once."""
+    exact = terms[0].dtype if terms[0].dtype not in (torch.bfloat16, torch.float16) else torch.float32
+    total = terms[0].to(exact)
+    for term in terms[1:]:
+        total = total + term.to(exact)
+    return total.to(terms[0].dtype)
+
+
+def uneven_paces(member: Member) -> None:
+    """Members that come late now and then, and leave while others are still in their last call."""
+    chance = random.Random(f"own pace of {member.rank}")
+    for epoch in range(12):
+        group = member.form(f"pace {epoch}")
+        for turn in range(8):
+            time.sleep(chance.choice([0, 0, 0, 0.003]))
+            tensor = torch.full((2000,), float(turn + member.rank))
+            expected = sum(range(turn, turn + member.size))
+            assert torch.equal(group.all_reduce(tensor), torch.full((2000,), float(expected)))
+            if turn % 2:
+                assert group.broadcast(tensor, epoch % member.size)[0] == turn + epoch % member.size
+        group.close()
+
+
+# ---- what they do when something fails
+
+
+def one_is_killed(member: Member) -> None:
+    """Rank 1 is killed while the others wait for it; they go on as an epoch of two."""
+    group = member.form("one_is_killed")
+    member.report(ready=True)
+    if member.rank == 1:
+        time.sleep(PATIENCE)
+    with member.expect_error() as error:
+        group.all_gather_ints([member.rank])
+    with member.expect_error() as later:
+        group.all_reduce(torch.ones(3))
+    group.close()
+    began = time.monotonic()
+    member.rank = min(member.rank, 1)
+    survivors = member.form("the survivors", size=2)
+    assert survivors.all_gather_ints([member.rank]) == [[0], [1]]
+    again = time.monotonic() - began
+    survivors.close()
+    member.rank = group.rank
+    member.report(**error, later=later, again=again)
+
+
+def an_onlooker_is_told(member: Member) -> None:
+    """Rank 0 is killed while rank 2 waits for rank 1, which lives and is busy."""
+    group = member.form("an_onlooker_is_told")
+    member.report(ready=True)
+    if member.rank == 2:
+        with member.expect_error() as error:
+            group.receive(torch.ones(1), 1)
+        member.report(**error)
+    else:
+        time.sleep(PATIENCE)
+
+
+def one_aborts(member: Member) -> None:
+    """Rank 0 aborts from a thread while it waits; rank 1 comes later and must not wait."""
+    group = member.form("one_aborts")
+    if member.rank == 0:
+        aborted_at: list[float] = []
+
+        def abort() -> None:
+            aborted_at.append(time.monotonic())
+            group.abort()
+
+        timer = threading.Timer(0.2, abort)
+        timer.start()
+        with member.expect_error() as error:
+            group.all_gather(torch.ones(1, 2), [1] * member.size)
+        timer.join()
+        error["after"] = error["at"] - aborted_at[0]
+        group.abort()
+    else:
+        time.sleep(0.6)
+        with member.expect_error() as error:
+            group.all_gather(torch.ones(1, 2), [1] * member.size)  # what rank 0 gave may be there already
+            group.all_gather(torch.ones(1, 2), [1] * member.size)
+    with member.expect_error() as later:
+        group.broadcast(torch.ones(2), 0)
+    member.report(**error, later=later)
+
+
+def one_does_not_come(member: Member) -> None:
+    """Rank 1 is there but makes no call."""
+    group = member.form("one_does_not_come", timeout=0.5)
+    if member.rank == 0:
+        with member.expect_error() as error:
+            group.all_to_all(torch.ones(2), [1, 1], [1, 1])
+        member.report(**error)
+    else:
+        time.sleep(1.5)
+        with member.expect_error() as error:
+            group.all_to_all(torch.ones(2), [1, 1], [1, 1])
+            group.all_to_all(torch.ones(2), [1, 1], [1, 1])
+        member.report(**error)
+
+
+def different_calls(member: Member) -> None:
+    """What does not belong together must not look like an answer."""
+    group = member.form("different_calls")
+    with member.expect_error() as error:
+        if member.rank == 0:
+            group.all_reduce(torch.ones(5))
+        else:
+            group.all_gather_ints([1, 2, 3])
+    group = member.form("different sizes")
+    with member.expect_error() as sizes:
+        group.all_to_all(torch.ones(2), [1, 1], [1, 1] if member.rank == 0 else [2, 1])
+        group.all_gather_ints([1])
+    member.report(**error, sizes=sizes["message"])

@@ -1,0 +1,364 @@
+"""Communicators between real processes, when all goes well and when it does not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from parallel.communicators import CollectiveError, make_communicator
+from parallel.communicators.rendezvous import exchange
+from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
+from parallel.communicators.waiting import Patience
+from parallel.groups import form, open_store
+from tests.parallel import members
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = ("gloo", "shared_memory")
+NUMBERS = itertools.count(100)
+"""Tests share one store, in which each has its own."""
+
+SOON = 0.5
+"""Seconds within which a death or an abort must be known: the promise is 0.2 and 0.3, on an idle machine."""
+
+
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return open_store("127.0.0.1", None, is_host=True, timeout=members.PATIENCE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays_in_dev_shm() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    left = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")}
+    assert not left
+
+
+class Crowd:
+    """Starts member processes, reads their reports, and ends them."""
+
+    def __init__(self, port: int, directory: Path) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch"])
+        self._test, self._port, self._directory = next(NUMBERS), port, directory
+        self.processes: list[BaseProcess] = []
+
+    def start(self, function: Callable[..., None], backend: str, size: int) -> None:
+        for rank in range(size):
+            arguments = (function, backend, rank, size, self._test, self._port, str(self._directory))
+            process = self._context.Process(target=members.run, args=arguments, daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def report(self, rank: int, key: str) -> dict[str, Any]:
+        """The report of a member, when it has this key."""
+        path = self._directory / f"{rank}.json"
+        deadline = time.monotonic() + 2 * members.PATIENCE
+        while time.monotonic() < deadline:
+            if path.exists():
+                found: dict[str, Any] = json.loads(path.read_text())
+                if key in found:
+                    return found
+            time.sleep(0.01)
+        raise AssertionError(f"no report of rank {rank} with {key}")
+
+    def kill(self, rank: int) -> float:
+        """When all have reported and wait, kill one; returns when."""
+        for each in range(len(self.processes)):
+            self.report(each, "ready")
+        time.sleep(0.3)
+        now = time.monotonic()
+        self.processes[rank].kill()
+        return now
+
+    def join(self) -> None:
+        """All must end well."""
+        for process in self.processes:
+            process.join(3 * members.PATIENCE)
+        assert [process.exitcode for process in self.processes] == [0] * len(self.processes)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+@pytest.fixture
+def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
+    crowd = Crowd(store.port, tmp_path)
+    yield crowd
+    crowd.end()
+
+
+# ---- when all goes well
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [(backend, size) for size in (2, 3, 4) for backend in (*BACKENDS, "small_slots")],
+)
+def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
+    crowd.start(members.every_method, backend, size)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.uneven_paces, backend, 3)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_of_one_is_its_own_world(store: TCPStore, backend: str) -> None:
+    group = form(store, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
+    rows = torch.arange(6.0).reshape(3, 2)
+    assert group.all_gather_ints([3, 4]) == [[3, 4]]
+    for result in (
+        group.all_gather(rows, [3]),
+        group.reduce_scatter(rows, [3]),
+        group.all_to_all(rows, [3], [3]),
+        group.all_reduce(rows),
+        group.broadcast(rows, 0),
+    ):
+        assert torch.equal(result, rows)
+        assert result.data_ptr() != rows.data_ptr()
+    assert repr(group).endswith("rank 0 of 1, open>")
+    group.abort()
+    with pytest.raises(CollectiveError, match="all_reduce on rank 0: it was aborted"):
+        group.all_reduce(rows)
+    group.close()
+
+
+# ---- when something fails
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_is_killed, backend, 3)
+    killed_at = crowd.kill(1)
+    for rank in (0, 2):
+        report = crowd.report(rank, "again")
+        assert report["at"] - killed_at < SOON
+        assert report["message"].startswith(f"all_gather_ints on rank {rank}: ")
+        assert report["later"]["seconds"] < 0.1
+        assert report["again"] < 2.0
+    blamed = {crowd.report(rank, "again")["blamed"] for rank in (0, 2)}
+    assert 1 in blamed
+    assert backend == "gloo" or blamed == {1}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_death_is_noticed_by_who_waits_for_somebody_else(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.an_onlooker_is_told, backend, 3)
+    killed_at = crowd.kill(0)
+    report = crowd.report(2, "at")
+    assert report["at"] - killed_at < SOON
+    assert report["message"].startswith("receive on rank 2: ")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_abort_ends_a_waiting_call_and_all_later_ones(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_aborts, backend, 2)
+    aborter, late = crowd.report(0, "later"), crowd.report(1, "later")
+    assert aborter["message"] == "all_gather on rank 0: it was aborted"
+    assert aborter["after"] < SOON
+    assert late["message"].startswith("all_gather on rank 1: ")
+    assert late["seconds"] < SOON
+    assert max(aborter["later"]["seconds"], late["later"]["seconds"]) < 0.1
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.one_does_not_come, backend, 2)
+    waited = crowd.report(0, "at")
+    assert waited["message"] == "all_to_all on rank 0: rank 1 did not come within 0.5 s"
+    assert waited["blamed"] == 1
+    assert 0.4 < waited["seconds"] < 0.5 + SOON
+    assert crowd.report(1, "at")["seconds"] < SOON
+    crowd.join()
+
+
+def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
+    crowd.start(members.different_calls, "shared_memory", 2)
+    reports = [crowd.report(rank, "sizes") for rank in (0, 1)]
+    messages = {report["message"] for report in reports}
+    assert messages & {
+        "all_reduce on rank 0: rank 1 calls all_gather_ints of 24 bytes",
+        "all_gather_ints on rank 1: rank 0 calls all_reduce of 20 bytes",
+    }
+    assert reports[1]["sizes"] == "all_to_all on rank 1: rank 0 sends 4 bytes where 8 are expected"
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forming_ends_when_somebody_does_not_come(store: TCPStore, backend: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"rank 1, 2 did not come within 0\.3 s") as caught:
+        form(store, 8, 0, 3, backend, 0.3, group=f"nobody {backend}")
+    assert caught.value.rank == 1
+    assert time.monotonic() - began < 0.3 + SOON
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forming_can_be_stopped(store: TCPStore, backend: str) -> None:
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="stopped from outside"):
+        form(store, 9, 0, 2, backend, 20.0, group=f"stopped {backend}", should_stop=stop.is_set)
+    assert time.monotonic() - began < 0.1 + SOON
+
+
+ENDING = """
+import sys, threading
+from parallel.groups import form, open_store
+store = open_store("127.0.0.1", None, is_host=True, timeout=10)
+stores = [store, open_store("127.0.0.1", store.port, is_host=False, timeout=10)]
+groups = {}
+def join(rank): groups[rank] = form(stores[rank], 1, rank, 2, sys.argv[1], 10.0)
+threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(groups) == 2
+threading.Thread(target=groups[0].all_gather_ints, args=([1],), daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
+    """Even while a thread of it still waits."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, backend],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr
+
+
+# ---- the parts
+
+
+def test_a_store_listens_on_its_address_only(store: TCPStore) -> None:
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
+    ]
+    assert listening == ["127.0.0.1"]
+
+
+def test_no_store_is_an_error_that_says_where() -> None:
+    with pytest.raises(ValueError, match="port must be known"):
+        open_store("127.0.0.1", None, is_host=False, timeout=1.0)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        with pytest.raises(CollectiveError, match=f"127.0.0.1:{port} within 0.2 s"):
+            open_store("127.0.0.1", port, is_host=False, timeout=0.2)
+
+
+def test_what_a_communicator_cannot_be_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
+        make_communicator("gloo", store, 2, 2, name="x", timeout=1.0)
+    with pytest.raises(ValueError, match="choose gloo or shared_memory"):
+        make_communicator("carrier pigeon", store, 0, 2, name="x", timeout=1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ValueError, match="this is aarch64: use gloo"):
+        make_communicator("shared_memory", store, 0, 2, name="x", timeout=1.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
+    store: TCPStore, backend: str
+) -> None:
+    group = form(store, 10, 0, 1, backend, 1.0, group=f"refusing {backend}")
+    for call in (
+        lambda: group.all_gather(torch.ones(3), [2]),
+        lambda: group.reduce_scatter(torch.ones(3), [2]),
+        lambda: group.all_to_all(torch.ones(3), [2], [2]),
+    ):
+        with pytest.raises(ValueError, match=re.escape("the sizes say 2 rows, the tensor is [3]")):
+            call()
+    with pytest.raises(ValueError, match="CPU tensors only, not meta"):
+        group.all_reduce(torch.ones(3, device="meta"))
+    group.close()
+
+
+def test_what_members_say_is_exchanged_by_rank(store: TCPStore) -> None:
+    store.set("member/1", "the other")
+    assert exchange(store, 0, 2, b"this one", timeout=1.0) == [b"this one", b"the other"]
+
+
+def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
+    own, watch = OwnSegment(8192), Watch()
+    with pytest.raises(ValueError, match="rank 3 is elsewhere: use gloo"):
+        open_segment(3, Address("another host", own.address.pid, own.address.descriptor), 8192, watch)
+    own.words[0] = 42
+    assert open_segment(0, own.address, 8192, watch).words[0] == 42
+    own.conceal()
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+        with pytest.raises(CollectiveError, match="rank 1 has died") as caught:
+            open_segment(1, Address(this_host(), ended.pid, 3), 8192, watch)
+    assert caught.value.rank == 1
+    assert watch.dead() == []
+    watch.close()
+
+
+def test_a_watch_tells_who_has_ended_even_before_its_parent_knows() -> None:
+    watch = Watch()
+    with subprocess.Popen(["sleep", "60"]) as one, subprocess.Popen(["sleep", "60"]) as other:
+        watch.add(4, one.pid)
+        watch.add(2, other.pid)
+        assert watch.dead() == []
+        one.kill()
+        deadline = time.monotonic() + 5
+        while not watch.dead() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert watch.dead() == [4]
+        other.kill()
+    watch.close()
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_patience_looks_until_the_word_is_there_or_the_check_objects(crowded: bool) -> None:
+    word, patience = memoryview(bytearray(8)).cast("q"), Patience(crowded)
+    checks: list[float] = []
+
+    def check() -> None:
+        checks.append(time.monotonic())
+        if len(checks) == 3:
+            word[0] = 5
+
+    patience.wait(word, 5, check)
+    assert len(checks) == 3
+
+    def object_to_it() -> None:
+        raise CollectiveError("no")
+
+    with pytest.raises(CollectiveError):
+        patience.wait(word, 6, object_to_it)
