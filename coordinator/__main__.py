@@ -27,6 +27,7 @@ def rules_of(config: CoordinatorConfig) -> Rules:
     local = 0 if mesh.headless else mesh.data_parallel_size_local or 0
     start = mesh.data_parallel_start_rank or 0
     return Rules(
+        name=config.mesh_name,
         size=mesh.data_parallel_size,
         reserved=tuple(range(start, start + local)),
         settings=msgspec.json.decode(config.settings, type=Settings) if config.settings else None,

@@ -39,6 +39,7 @@ WATCH_INTERVAL = 1.0
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries while there is no connection."""
 COMPLAINT_INTERVAL = 5.0
+SILENCE_COMPLAINT = 10.0
 SILENCE = 3.0
 """Seconds without an answer after which the coordinator is said to be away."""
 
@@ -69,6 +70,7 @@ class Membership:
         self._refusal: str | None = None
         self._epoch = register.epoch
         self._neighbours = 1
+        self._heard_at = self._complained_at = time.monotonic()
         self._waits_for = f"the coordinator at {endpoint}"
         self._progress_at = time.monotonic()
         self._answered = threading.Event()
@@ -169,6 +171,7 @@ class Membership:
         listening = asyncio.create_task(self._listen(connection))
         try:
             while not self._leaving and self._refusal is None:
+                self._complain_of_silence()
                 sent = connection.send(self._next_message())
                 interval = self._welcome.heartbeat_interval if self._welcome else ASK_INTERVAL
                 interval = interval if sent else RECONNECT_INTERVAL
@@ -181,6 +184,18 @@ class Membership:
             listening.cancel()
             connection.close()
             context.term()
+
+    def _complain_of_silence(self) -> None:
+        """Serving goes on without a coordinator, but whoever reads the log should know."""
+        now = time.monotonic()
+        if self._welcome is None or now - max(self._heard_at, self._complained_at) < SILENCE_COMPLAINT:
+            return
+        self._complained_at = now
+        logger.warning(
+            "no answer from the coordinator at %s for %.0f s; serving goes on",
+            self._endpoint,
+            now - self._heard_at,
+        )
 
     def _next_message(self) -> ToCoordinator:
         if self._welcome is None:
@@ -201,6 +216,7 @@ class Membership:
             except OtherProtocol as error:
                 self._refuse(f"the coordinator speaks another protocol: {error}")
                 return
+            self._heard_at = time.monotonic()
             match message:
                 case Welcome():
                     self._welcomed(message)

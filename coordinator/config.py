@@ -122,4 +122,5 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         str | None,
         flag(help="JSON of the settings that instances must agree on; unset: those of the first instance."),
     ] = None
+    mesh_name: Annotated[str, flag(help="A name of this mesh, told in its view.")] = ""
     log_level: LogLevel = "info"

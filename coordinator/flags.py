@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import yaml
@@ -34,9 +34,10 @@ class FlagError(ValueError):
     """A setting that cannot be used; the message names it."""
 
 
-def flag(*names: str, help: str, positional: bool = False) -> Meta:
-    """Further names (short ones included) and the help text of a field's flag."""
-    return Meta(description=help, extra={"names": names, "positional": positional})
+def flag(*names: str, help: str, positional: bool = False, repeated: bool = False) -> Meta:
+    """Further names (short ones included) and the help text of a field's flag. A list takes several values
+    after one flag, or, ``repeated``, one value each time the flag is given."""
+    return Meta(description=help, extra={"names": names, "positional": positional, "repeated": repeated})
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class Field(msgspec.Struct, frozen=True):
     kind: type
     """bool, int, float or str: what one value is parsed as."""
     many: bool
+    repeated: bool
     is_size: bool
     choices: tuple[str, ...]
 
@@ -89,6 +91,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             default=item.default,
             kind=kind,
             many=many,
+            repeated=bool(extra.get("repeated")),
             is_size=bool(extra.get("size")),
             choices=choices,
         )
@@ -116,19 +119,29 @@ def _value_kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
     return hint, False, ()
 
 
-def parse(config: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
-    """Parse a command line into a config; wrong values end the process with exit code 2 and a message."""
+def parse(
+    config: type[Config], argv: Sequence[str], *, prog: str, description: str, shares_file: bool = False
+) -> Config:
+    """Parse a command line into a config; wrong values end the process with exit code 2 and a message.
+    ``shares_file``: a YAML file may hold settings of other commands too."""
     parser = make_parser(config, prog=prog, description=description)
     given = vars(parser.parse_args(list(argv)))
     try:
-        return from_flat(config, given)
+        return from_flat(config, given, shares_file=shares_file)
     except FlagError as error:
         parser.error(str(error))
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line for what is wrong; argparse would print the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given on the command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         argument_default=argparse.SUPPRESS,
@@ -145,8 +158,9 @@ def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) ->
 
 def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
     text = field.help.replace("%", "%%")
-    if field.default is not None and field.default != () and field.kind is not bool:
-        text += f" (default: {field.default})"
+    if field.default is not None and field.default != ():
+        shown = field.default if field.kind is not bool else "on" if field.default else "off"
+        text += f" (default: {shown})"
     if field.positional:
         group.add_argument(field.key, nargs="?", metavar=field.key.upper(), help=text)
         group.add_argument(field.long_name, dest=field.key, help=argparse.SUPPRESS)
@@ -161,7 +175,8 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
             dest=field.key,
             help=text,
             choices=field.choices or None,
-            nargs="+" if field.many else None,
+            nargs="+" if field.many and not field.repeated else None,
+            action="append" if field.repeated else "store",
             metavar=None
             if field.choices
             else field.key.upper()
@@ -170,7 +185,7 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
         )
 
 
-def from_flat(config: type[Config], given: dict[str, Any]) -> Config:
+def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool = False) -> Config:
     """Build a config from flat settings, with those of a ``config`` YAML file underneath.
 
     Raises:
@@ -181,7 +196,9 @@ def from_flat(config: type[Config], given: dict[str, Any]) -> Config:
     settings = {**_read_yaml(file), **given} if file else given
     by_key = {field.key: field for field in fields_of(config)}
     unknown = sorted(set(settings) - set(by_key))
-    if unknown:
+    if shares_file:
+        settings = {key: value for key, value in settings.items() if key in by_key}
+    elif unknown:
         raise FlagError(f"unknown setting {unknown[0]!r} in {file}")
     nested: dict[str, Any] = {}
     for key, value in settings.items():
@@ -239,7 +256,8 @@ def _readable(message: str) -> str:
     """msgspec's message with its path as the user's flag."""
     text, _, path = message.partition(" - at `$.")
     last = path.rstrip("`").split(".")[-1].split("[")[0]
-    return f"--{last.replace('_', '-')}: {text}" if path and last else text
+    about_one_field = text.startswith(("Expected", "Invalid"))
+    return f"--{last.replace('_', '-')}: {text}" if last and about_one_field else text
 
 
 def to_argv(config: msgspec.Struct) -> list[str]:
@@ -253,6 +271,8 @@ def to_argv(config: msgspec.Struct) -> list[str]:
             continue
         if field.kind is bool:
             argv.append(field.long_name if value else field.long_name.replace("--", "--no-", 1))
+        elif field.repeated:
+            argv += [f"{field.long_name}={item}" for item in value]
         elif field.many:
             argv += [field.long_name, *map(str, value)]
         else:

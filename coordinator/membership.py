@@ -45,6 +45,7 @@ MAX_WATCHERS = 10_000
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator was told at its start. Times in seconds."""
 
+    name: str = ""
     size: int | None = None
     """``-dp``; None until the first instance brings one."""
     reserved: tuple[int, ...] = ()
@@ -112,6 +113,7 @@ class Membership:
         self._rules = rules
         self._size = rules.size
         self._settings = rules.settings
+        self._reserved = set(rules.reserved)
         self._epoch = 0
         self._records: dict[int, _Record] = {}
         self._watchers: dict[Peer, float] = {}
@@ -154,6 +156,7 @@ class Membership:
     def view(self) -> View:
         """The world, for watchers."""
         return View(
+            mesh=self._rules.name,
             epoch=self._epoch,
             size=self._size,
             settings=self._settings,
@@ -186,6 +189,7 @@ class Membership:
         self._epoch = max(self._epoch, message.epoch)
         record = _Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         self._records[rank] = record
+        self._reserved.discard(rank)  # came; should it go, anybody may take its place
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
         yield Send(peer, self._welcome(record))
         yield from self._publish()
@@ -242,7 +246,7 @@ class Membership:
 
     def _free_rank(self) -> int:
         rank = 0
-        while rank in self._records or rank in self._rules.reserved:
+        while rank in self._records or rank in self._reserved:
             rank += 1
         return rank
 

@@ -190,6 +190,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """The world as the coordinator knows it."""
 
+    mesh: str = ""
+    """The mesh's name, when its launcher gave it one."""
     epoch: int
     """Number of the set of ready instances; rises whenever that set changes."""
     size: int | None

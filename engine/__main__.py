@@ -45,6 +45,7 @@ class Instance:
     def __init__(self, config: InstanceConfig) -> None:
         self._mesh = config.mesh
         self._config = config.engine
+        self._log_level = config.log_level
         self._name = uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
@@ -68,7 +69,6 @@ class Instance:
             self._serve(membership, info)
         finally:
             membership.leave()
-        self._share_cores(membership)
         if membership.refusal is not None:
             raise Ended(process.EXIT_REFUSED, f"the mesh refused this instance: {membership.refusal}")
 
@@ -110,6 +110,8 @@ class Instance:
             raise Ended(process.EXIT_REFUSED, f"the coordinator refused this instance: {error}") from error
         except StartupTimeout as error:
             raise Ended(process.EXIT_FAILED, str(error)) from error
+        if self._mesh.data_parallel_start_rank is None:
+            process.set_up(f"Engine_{welcome.rank}", self._log_level)
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
         self._config = adopt(self._config, welcome.settings)
         info, settings = resolve(self._config, welcome.settings.data_parallel_size)
@@ -126,6 +128,7 @@ class Instance:
     def _serve(self, membership: Membership, info: ModelInfo) -> None:
         began = time.monotonic()
         self._share_cores(membership)
+        membership.update(phase="loading libraries")
         place = self._place_in_group(membership)
         executor = self._executor = make_executor(self._config, info, self._threads, place)
         try:
@@ -222,8 +225,8 @@ class Instance:
             if num_blocks < 1:
                 raise Ended(
                     process.EXIT_FAILED,
-                    f"{memory / 2**20:.1f} MiB for the KV cache is too little for one block of "
-                    f"{cache.block_size} tokens ({block_bytes / 2**20:.1f} MiB): raise "
+                    f"{_bytes(memory)} for the KV cache is too little for one block of "
+                    f"{cache.block_size} tokens ({_bytes(block_bytes)}): raise "
                     "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size",
                 )
         capacity = num_blocks * cache.block_size
@@ -283,6 +286,14 @@ class Instance:
     def _check_stopped(self) -> None:
         if self._stop_signals:
             raise Ended(0, "told to stop before it was ready")
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 def main(argv: list[str] | None = None) -> int:

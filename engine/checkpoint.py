@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ import msgspec
 from engine.config import SHIPPED_MODEL
 
 MODELS_DIRECTORY = Path(__file__).parent / "models"
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT_LENGTH = 2048
+"""For models that name none, as those without positions do."""
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
@@ -58,12 +64,11 @@ def find_model(name: str | None, revision: str | None = None) -> Path:
         CheckpointError: nothing by that name, here or on the hub.
     """
     name = name or SHIPPED_MODEL
+    if name == SHIPPED_MODEL:  # also where a directory of this name is; ./lockstep-moe means that one
+        return MODELS_DIRECTORY / SHIPPED_MODEL
     local = Path(name).expanduser()
     if local.is_dir():
         return local.resolve()
-    shipped = MODELS_DIRECTORY / name
-    if "/" not in name and (shipped / "config.json").is_file():
-        return shipped
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or local.exists():
         kind = "is not a directory" if local.exists() else "does not exist"
         raise CheckpointError(
@@ -108,7 +113,7 @@ def read_model_info(directory: Path) -> ModelInfo:
         architecture=str(architectures[0]),
         model_type=str(config.get("model_type", "")),
         vocab_size=_number(directory, text, "vocab_size"),
-        context_length=_number(directory, text, "max_position_embeddings", "n_positions", "max_seq_len"),
+        context_length=_context_length(directory, text),
         dtype=_dtype(config, text),
         eos_token_ids=_eos_ids(
             generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))
@@ -197,6 +202,14 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return content
+
+
+def _context_length(directory: Path, config: dict[str, Any]) -> int:
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    logger.warning("%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH)
+    return DEFAULT_CONTEXT_LENGTH
 
 
 def _number(directory: Path, config: dict[str, Any], *keys: str) -> int:

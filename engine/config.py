@@ -38,7 +38,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             help="Context length in tokens (8k, 1K and the like work); unset: the model's own; -1: what fits."
         ),
     ] = None
-    seed: Annotated[int, flag(help="Start of the random seeds given to requests that bring none.")] = 0
     trust_remote_code: Annotated[
         bool, flag(help="Run model code from the checkpoint. Needed by none of the supported families.")
     ] = False

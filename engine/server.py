@@ -60,7 +60,10 @@ class Progress:
 
     def stepped(self, report: Report) -> None:
         """After each step, and when work arrives at an idle instance."""
+        idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
+        if idle_for > RATE_WINDOW:  # a pause is no part of the rate
+            self._window = [(self._stepped_at, self._window[-1][1])]
         self._report = report
         self._window.append((self._stepped_at, report.counters.generation_tokens))
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:

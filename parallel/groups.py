@@ -56,9 +56,8 @@ def choose_backend(asked: str, hosts: Sequence[str]) -> Backend:
     """
     one_host = len(set(hosts)) == 1
     if asked == "shared_memory" and not one_host:
-        raise ValueError(
-            f"--all2all-backend shared_memory needs all instances on one host, not on {', '.join(sorted(set(hosts)))}"
-        )
+        named = ", ".join(sorted(set(hosts)))
+        raise ValueError(f"--all2all-backend shared_memory needs all instances on one host, not on {named}")
     return "shared_memory" if one_host and asked in ("shared_memory", "auto") else "gloo"
 
 

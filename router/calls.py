@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +17,8 @@ from router.sample import Sample
 from router.stops import StopStrings
 from router.text_model import TextModel
 
+UNPREDICTABLE = random.SystemRandom()
+
 MAX_SAMPLES = 1024
 """Prompts times ``n`` of one request."""
 
@@ -28,15 +30,17 @@ def make_samples(
     prompts: Sequence[PromptText],
     model: TextModel,
     rank: int | None,
+    chance: random.Random = UNPREDICTABLE,
 ) -> list[Sample]:
-    """``n`` samples of each prompt, in the order of the answer's choices."""
+    """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
+    requests that bring none."""
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
     stops = StopStrings(params.stop) if params.stop else None
     alone = len(prompts) * params.n == 1
     samples: list[Sample] = []
     for prompt in prompts:
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = chance.getrandbits(63) if params.seed is None else params.seed
         instance_params = _for_instances(request, params, room_for(prompt, request, params, model))
         for sample_index in range(params.n):
             index = len(samples)

@@ -129,9 +129,11 @@ class MeshClient:
 
     async def run(self) -> None:
         """Follow the coordinator's view until cancelled."""
+        placing = asyncio.create_task(self._place_orphans_again())
         try:
             await self._watcher.run(self._on_view)
         finally:
+            placing.cancel()
             for link in self._links.values():
                 link.close()
             self._context.term()
@@ -312,6 +314,12 @@ class MeshClient:
         self._links[instance.name].connection.send(Abort(numbers))
         for entry in lost:
             self._resume(entry, instance)
+
+    async def _place_orphans_again(self) -> None:
+        """Their wait is bounded also when nothing changes."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._place_orphans()
 
     def _place_orphans(self) -> None:
         """Requests that waited for an instance to come."""

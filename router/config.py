@@ -17,7 +17,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host: Annotated[str, flag(help="Address of the endpoint; 0.0.0.0 opens it to the network.")] = "127.0.0.1"
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
-    api_key: Annotated[tuple[str, ...], flag(help="Keys that clients must present (any of them).")] = ()
+    api_key: Annotated[
+        tuple[str, ...], flag(repeated=True, help="Key that clients must present; repeat it for several.")
+    ] = ()
+    seed: Annotated[
+        int | None,
+        flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),
+    ] = None
     tokenizer: Annotated[str | None, flag(help="Directory with tokenizer.json; unset: the model's.")] = None
     chat_template: Annotated[
         str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from engine.checkpoint import CheckpointError
 from engine.sampling import SamplingParams
 from router.answers import Answer, encode
 from router.body import decoder, read_body
-from router.calls import make_samples
+from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
@@ -65,6 +66,7 @@ class Endpoints:
         self._text_model: TextModel | None = None
         self._loading = asyncio.Lock()
         self._started = int(time.time())
+        self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
         return f"<Endpoints of {self._text_model!r}>"
@@ -99,7 +101,7 @@ class Endpoints:
     ) -> Response:
         client_id = _request_id(request, wanted)
         id = f"{'chatcmpl' if isinstance(wanted, ChatRequest) else 'cmpl'}-{client_id}"
-        samples = make_samples(id, wanted, params, prompts, model, _rank(request))
+        samples = make_samples(id, wanted, params, prompts, model, _rank(request), self._chance)
         answer = self._shape(id, wanted, model, samples)
         call = Call(self._mesh, self._metrics, samples, answer, arrival=request.state.arrival)
         headers = {"x-request-id": client_id} if self._config.enable_request_id_headers else {}

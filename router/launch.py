@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT = 10.0
 """Seconds a process may take to end before it is told again, and then killed."""
 RESTART_DELAY = 0.5
+LONGEST_DELAY = 30.0
+"""Seconds before a coordinator or router that ended is started again: the first time, and at most."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,17 +53,21 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             process.PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not spin on cores that others need
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
 
 
-def process_table(config: ServeConfig, settings: Settings | None, cores: int) -> list[ProcessSpec]:
-    """What to start, in this order. ``settings`` are those of the model, when this side knows it."""
+def process_table(
+    config: ServeConfig, settings: Settings | None, cores: int, mesh_name: str = ""
+) -> list[ProcessSpec]:
+    """What to start, in this order. ``settings`` are those of the model, when this side knows it;
+    ``mesh_name`` is the coordinator's, so that its launcher tells it from another mesh's."""
     mesh = config.mesh
     table: list[ProcessSpec] = []
     if not mesh.headless:
-        table.append(_coordinator(config, settings))
+        table.append(_coordinator(config, settings, mesh_name))
     threads = config.engine.device.cpu_threads or threads_per_worker(mesh.instances_here, cores)
     first = mesh.data_parallel_start_rank
     if first is None and not mesh.headless:
@@ -73,7 +79,7 @@ def process_table(config: ServeConfig, settings: Settings | None, cores: int) ->
     return table
 
 
-def _coordinator(config: ServeConfig, settings: Settings | None) -> ProcessSpec:
+def _coordinator(config: ServeConfig, settings: Settings | None, mesh_name: str) -> ProcessSpec:
     return ProcessSpec(
         name="Coordinator",
         role="coordinator",
@@ -85,6 +91,7 @@ def _coordinator(config: ServeConfig, settings: Settings | None) -> ProcessSpec:
                         data_parallel_size=config.mesh.data_parallel_size or 1,
                         data_parallel_size_local=config.mesh.local_size,
                     ),
+                    mesh_name=mesh_name,
                     settings=msgspec.json.encode(settings).decode() if settings else None,
                     log_level=config.log_level,
                 )
@@ -147,7 +154,8 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
     tree = Tree(title, highlight=False)
     for spec in table:
         rank = {"engine": "any free rank" if spec.rank is None else f"rank {spec.rank}"}.get(spec.role, "")
-        threads = f"{spec.threads} thread{'s' * (spec.threads > 1)}"
+        most = "up to " if spec.rank is None and spec.role == "engine" else ""
+        threads = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
         tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {threads}", highlight=False)
     Console(soft_wrap=True).print(tree)
 
@@ -165,6 +173,7 @@ class Supervisor:
         self._watchers: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._stopping = False
+        self._restarts: dict[str, tuple[float, float]] = {}
         self._status = 0
         self.ready = False
         """Set by whoever knows that the mesh serves."""
@@ -223,13 +232,21 @@ class Supervisor:
         if not self.ready:
             self._end(_exit_status(status))
         elif spec.role in ("coordinator", "router"):
-            await asyncio.sleep(RESTART_DELAY)
+            await asyncio.sleep(self._next_delay(key))
             if not self._ended.is_set():
                 logger.info("starting %s again", spec.name)
                 await self._start(key, spec)
         elif not self._roles("engine"):
             logger.error("no local instance is left")
             self._end(_exit_status(status) if self._roles("router") or status else 0)
+
+    def _next_delay(self, key: str) -> float:
+        """Seconds before a process is started again: doubled each time it ends soon after a start."""
+        now = asyncio.get_running_loop().time()
+        started_at, delay = self._restarts.get(key, (float("-inf"), 0.0))
+        delay = min(2 * delay, LONGEST_DELAY) if now - started_at < LONGEST_DELAY and delay else RESTART_DELAY
+        self._restarts[key] = (now + delay, delay)
+        return delay
 
     def _roles(self, role: str) -> list[asyncio.subprocess.Process]:
         return [child for key, child in self._running.items() if self._table[int(key)].role == role]

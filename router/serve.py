@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -45,23 +48,40 @@ def main_serve(argv: list[str] | None = None) -> int:
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
+        problem = _tokenizer_problem(config, info.directory)
+        if problem is not None:
+            print(f"serve: error: {problem}", file=sys.stderr)
+            return process.EXIT_USAGE
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
-    table = process_table(config, settings, usable_cores())
+    mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
+    table = process_table(config, settings, usable_cores(), mesh_name)
     print_table(title, table)
-    return uvloop.run(_supervise(config, Supervisor(table)))
+    return uvloop.run(_supervise(config, mesh_name, Supervisor(table)))
 
 
-async def _supervise(config: ServeConfig, supervisor: Supervisor) -> int:
+def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
+    """Why the router could not turn text into tokens, None if it can."""
+    directory = Path(config.http.tokenizer or model_directory)
+    if config.mesh.headless or (directory / "tokenizer.json").is_file():
+        return None
+    return (
+        f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write one "
+        "with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+
+
+async def _supervise(config: ServeConfig, mesh_name: str, supervisor: Supervisor) -> int:
     async def until_ready() -> None:
-        view = await wait_for_instances(config)
+        view = await wait_for_instances(config, mesh_name)
         if not config.mesh.headless:
             _print_try_line(config, view)
 
     return await supervisor.run(until_ready)
 
 
-async def wait_for_instances(config: ServeConfig) -> View:
-    """Wait until all of ``-dp`` (headless: the local ones) are ready.
+async def wait_for_instances(config: ServeConfig, mesh_name: str) -> View:
+    """Wait until all of ``-dp`` (headless: the local ones) are ready. A head waits for the view of its own
+    coordinator: another mesh may hold the port, and then that coordinator says so and ends.
 
     Raises:
         TimeoutError: --startup-timeout seconds went by without any progress; the message says of whom.
@@ -74,6 +94,8 @@ async def wait_for_instances(config: ServeConfig) -> View:
     try:
         while True:
             view = watcher.view
+            if view is not None and mesh_name and view.mesh != mesh_name:
+                view = None
             if view is not None and _complete(config, view):
                 return view
             missing = view.waiting_for if view else f"the coordinator at {config.mesh.coordinator_endpoint}"
@@ -138,7 +160,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         return process.EXIT_USAGE if wrong or not argv else 0
     run, _ = COMMANDS[argv[0]]
-    return run(argv[1:])
+    try:
+        return run(argv[1:])
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _status(argv: list[str]) -> int:

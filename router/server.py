@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,17 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
 async def serve(config: RouterConfig) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     http = config.http
@@ -77,7 +90,7 @@ async def serve(config: RouterConfig) -> int:
     )
     PatientProtocol.head_timeout = http.request_timeout
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             make_app(
                 mesh,

@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="lockstep status",
         description="Show the instances of a mesh as its coordinator knows them.",
+        shares_file=True,
     )
     endpoint = config.mesh.coordinator_endpoint
     try:

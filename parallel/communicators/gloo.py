@@ -103,6 +103,7 @@ class _Connections:
         self.cut("it was closed")
         self._watcher.join()
         if self._in_gloo.acquire(timeout=_LEAVE_SECONDS):
+            self._group = None
             self._in_gloo.release()
 
     def _set_reason(self, reason: str, blamed: int | None) -> None:

@@ -43,7 +43,7 @@ def test_local_instances() -> None:
 
 
 def test_rendered_flags_give_the_same_config() -> None:
-    config = parse("/m", "-dp", "2", "--headless", "--dtype", "bfloat16", "--api-key", "x y", "--seed", "-5")
+    config = parse("/m", "-dp", "2", "--headless", "--dtype", "bfloat16", "--api-key", "x y", "--seed", "5")
     assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
 
 
@@ -100,3 +100,18 @@ def test_wrong_files_too(text: str, message: str, tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parse("--config", str(file))
     assert message in capsys.readouterr().err
+
+
+def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:
+    config = parse("--api-key", "one", "--api-key", "two", "/m")
+    assert config.http.api_key == ("one", "two")
+    assert config.engine.model.model == "/m"
+    assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("-dp", "2", "-dpr", "2", "--headless")
+    assert capsys.readouterr().err == (
+        "serve: error: --data-parallel-rank 2 is out of range: with -dp 2 ranks are 0 to 1 (see serve --help)\n"
+    )
