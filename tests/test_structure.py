@@ -60,9 +60,7 @@ def test_nothing_unpickles_or_evaluates(package: str) -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Call)
         }
-        module_evals = (
-            {"eval"} if "self.module.eval()" in path.read_text() or ".eval()" in path.read_text() else set()
-        )
+        of_modules = {"eval"} if ".eval()" in path.read_text() else set()  # torch modules have one, too
         assert not (calls & FORBIDDEN_CALLS) - of_modules, path
 
 
