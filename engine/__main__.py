@@ -183,10 +183,15 @@ class Instance:
         if store is None:
             store_host, _, port = form.store.rpartition(":")
             store = groups.open_store(store_host, int(port), is_host=False, timeout=timeout)
-        backend = groups.choose_backend(
-            self._config.device.all2all_backend, [peer.host for peer in form.peers]
-        )
-        group = groups.form(store, form.epoch, rank, size, backend, timeout, host=host)
+        try:
+            backend = groups.choose_backend(
+                self._config.device.all2all_backend, [peer.host for peer in form.peers]
+            )
+            group = groups.form(store, form.epoch, rank, size, backend, timeout, host=host)
+        except (ValueError, CollectiveError) as error:
+            raise Ended(
+                process.EXIT_FAILED, f"the group of epoch {form.epoch} cannot form: {error}"
+            ) from error
         executor.join(group)
         logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, size, backend)
         peers = [peer.address for peer in form.peers if peer.rank != rank]

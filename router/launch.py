@@ -53,7 +53,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             process.PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not spin on cores that others need
+            # Waiting threads must not spin on cores that others need.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }

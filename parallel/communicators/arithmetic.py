@@ -39,7 +39,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
+def check_sizes(what: str, sizes: Sequence[int], size: int) -> None:
+    """One number of rows for each member."""
+    if len(sizes) != size or min(sizes) < 0:
+        raise ValueError(f"{what}: a group of {size} needs that many sizes, none negative, not {list(sizes)}")
+
+
 def check_rows(what: str, tensor: torch.Tensor, rows: int) -> None:
     """The first dimension must be what the sizes say."""
-    if tensor.dim() == 0 or tensor.shape[0] != rows:
+    if tensor.dim() == 0 or len(tensor) != rows:
         raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(tensor.shape)}")
+
+
+def check_own(what: str, sent: int, received: int) -> None:
+    """What a member sends to itself is what it receives from itself."""
+    if sent != received:
+        raise ValueError(f"{what}: {sent} rows for this member itself, {received} from it")

@@ -22,7 +22,14 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from parallel.communicators.arithmetic import check_rows, even_sizes, plain, sum_in_rank_order
+from parallel.communicators.arithmetic import (
+    check_own,
+    check_rows,
+    check_sizes,
+    even_sizes,
+    plain,
+    sum_in_rank_order,
+)
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.rendezvous import exchange
 
@@ -165,6 +172,7 @@ class GlooCommunicator:
         return rows
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_sizes("all_gather", sizes, self.size)
         check_rows("all_gather", part, sizes[self.rank])
         part = plain(part)
         whole = part.new_empty(sum(sizes), *part.shape[1:])
@@ -174,6 +182,7 @@ class GlooCommunicator:
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_sizes("reduce_scatter", sizes, self.size)
         check_rows("reduce_scatter", whole, sum(sizes))
         outgoing = plain(whole).split(list(sizes))
         mine = outgoing[self.rank]
@@ -185,7 +194,10 @@ class GlooCommunicator:
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
+        check_sizes("all_to_all", send_sizes, self.size)
+        check_sizes("all_to_all", receive_sizes, self.size)
         check_rows("all_to_all", outgoing, sum(send_sizes))
+        check_own("all_to_all", send_sizes[self.rank], receive_sizes[self.rank])
         sent = plain(outgoing).split(list(send_sizes))
         incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
         received = incoming.split(list(receive_sizes))

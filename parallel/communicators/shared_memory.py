@@ -31,11 +31,18 @@ import msgspec
 import torch
 from torch.distributed import Store
 
-from parallel.communicators.arithmetic import check_rows, even_sizes, plain, sum_in_rank_order
+from parallel.communicators.arithmetic import (
+    check_own,
+    check_rows,
+    check_sizes,
+    even_sizes,
+    plain,
+    sum_in_rank_order,
+)
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment
-from parallel.communicators.slots import Slots, segment_bytes
+from parallel.communicators.slots import Slots, segment_bytes, span_of, spans_of
 from parallel.communicators.waiting import Patience
 from parallel.topology import usable_cores
 
@@ -115,62 +122,66 @@ class SharedMemoryCommunicator:
         assert packing.size <= self._slot_bytes, "a row is a header, not a tensor"
         slot = self._take_slot()
         own = self._members[self.rank]
-        packing.pack_into(own.memory, own.offsets[slot], *row)
+        packing.pack_into(own.memory, own.slot_offsets[slot], *row)
         self._publish(slot, note)
         rows = []
         for rank, member in enumerate(self._members):
             self._await_round(rank, slot, note)
-            rows.append(list(packing.unpack_from(member.memory, member.offsets[slot])))
+            rows.append(list(packing.unpack_from(member.memory, member.slot_offsets[slot])))
         return rows
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_sizes("all_gather", sizes, self.size)
         check_rows("all_gather", part, sizes[self.rank])
         part = plain(part)
         whole = part.new_empty(sum(sizes), *part.shape[1:])
         note = self._begin("all_gather", whole.nbytes)
-        parts = [each.reshape(-1) for each in whole.split(list(sizes))]
-        parts[self.rank].copy_(part.reshape(-1))
-        step = self._slot_bytes // part.element_size()
-        for low in range(0, max(each.numel() for each in parts), step):
+        spans, mine = spans_of(whole, sizes), span_of(part)
+        mine.copy_to(spans[self.rank].address)
+        step = self._slot_bytes
+        for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
-            self._write(slot, parts[self.rank][low : low + step])
+            mine.copy_to(self._place(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
-                self._read(peer, slot, parts[peer][low : low + step])
+                spans[peer].copy_from(self._place(peer, slot), low, step)
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        check_sizes("reduce_scatter", sizes, self.size)
         check_rows("reduce_scatter", whole, sum(sizes))
         whole = plain(whole)
         note = self._begin("reduce_scatter", whole.nbytes)
-        parts = [each.reshape(-1) for each in whole.split(list(sizes))]
-        mine = parts[self.rank]
+        spans = spans_of(whole, sizes)
+        mine = whole.split(list(sizes))[self.rank]
         total = torch.empty_like(mine)
-        step = self._region_bytes // whole.element_size()
-        for low in range(0, max(each.numel() for each in parts), step):
+        step = self._region_bytes
+        for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
             for peer in self._peers:
-                self._write(slot, parts[peer][low : low + step], at=peer * step)
+                spans[peer].copy_to(self._place(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
-            self._sum(slot, mine[low : low + step], total[low : low + step], at=self.rank * step)
-        return total.reshape(sizes[self.rank], *whole.shape[1:])
+            self._sum(slot, self.rank * step, mine, total, low, step)
+        return total
 
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
+        check_sizes("all_to_all", send_sizes, self.size)
+        check_sizes("all_to_all", receive_sizes, self.size)
         check_rows("all_to_all", outgoing, sum(send_sizes))
+        check_own("all_to_all", send_sizes[self.rank], receive_sizes[self.rank])
         outgoing = plain(outgoing)
         incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
         note = self._begin("all_to_all", 0)
-        sent = [each.reshape(-1) for each in outgoing.split(list(send_sizes))]
-        received = [each.reshape(-1) for each in incoming.split(list(receive_sizes))]
-        received[self.rank].copy_(sent[self.rank])
-        step = self._region_bytes // outgoing.element_size()
+        sent, received = spans_of(outgoing, send_sizes), spans_of(incoming, receive_sizes)
+        sent[self.rank].copy_to(received[self.rank].address)
+        step = self._region_bytes
         # Nobody knows how much the others send each other: each says how many rounds it needs itself.
-        rounds = max([1, *(-(-sent[peer].numel() // step) for peer in self._peers)])
+        rounds = max([1, *(-(-sent[peer].length // step) for peer in self._peers)])
         low = 0
         while low < rounds * step:
             slot = self._take_slot()
@@ -178,77 +189,77 @@ class SharedMemoryCommunicator:
                 announced = self._members[self.rank].notes[slot]
                 announced[1] = rounds
                 for peer in self._peers:
-                    announced[2 + peer] = sent[peer].nbytes
+                    announced[2 + peer] = sent[peer].length
             for peer in self._peers:
-                self._write(slot, sent[peer][low : low + step], at=peer * step)
+                sent[peer].copy_to(self._place(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
                 if low == 0:
                     announced = self._members[peer].notes[slot]
                     rounds = max(rounds, announced[1])
-                    self._check_bytes(peer, announced[2 + self.rank], received[peer].nbytes)
-                self._read(peer, slot, received[peer][low : low + step], at=self.rank * step)
+                    self._check_bytes(peer, announced[2 + self.rank], received[peer].length)
+                received[peer].copy_from(self._place(peer, slot, self.rank), low, step)
             low += step
         return incoming
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = plain(tensor).reshape(-1)
-        if self.size > 2 and flat.nbytes > _TWO_STEP_BYTES:
-            sizes = even_sizes(flat.numel(), self.size)
-            return self.all_gather(self.reduce_scatter(flat, sizes), sizes).reshape(tensor.shape)
-        note = self._begin("all_reduce", flat.nbytes)
-        total = torch.empty_like(flat)
-        step = self._slot_bytes // flat.element_size()
-        for low in range(0, flat.numel(), step):
+        given = plain(tensor)
+        if self.size > 2 and given.nbytes > _TWO_STEP_BYTES:
+            sizes = even_sizes(given.numel(), self.size)
+            return self.all_gather(self.reduce_scatter(given.view(-1), sizes), sizes).view(tensor.shape)
+        note = self._begin("all_reduce", given.nbytes)
+        total, span, step = torch.empty_like(given), span_of(given), self._slot_bytes
+        for low in range(0, span.length, step):
             slot = self._take_slot()
-            self._write(slot, flat[low : low + step])
+            span.copy_to(self._place(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
-            self._sum(slot, flat[low : low + step], total[low : low + step])
-        return total.reshape(tensor.shape)
+            self._sum(slot, 0, given, total, low, step)
+        return total
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        result = plain(tensor).clone()
-        note = self._begin("broadcast", result.nbytes)
-        flat = result.view(-1)
-        step = self._slot_bytes // result.element_size()
-        for low in range(0, flat.numel(), step):
+        given = plain(tensor)
+        note = self._begin("broadcast", given.nbytes)
+        result = given.clone() if source == self.rank else torch.empty_like(given)
+        span, step = span_of(result), self._slot_bytes
+        for low in range(0, span.length, step):
             slot = self._take_slot()
-            if self.rank == source:
-                self._write(slot, flat[low : low + step])
+            if source == self.rank:
+                span.copy_to(self._place(source, slot), low, step)
             self._publish(slot, note)
-            if self.rank != source:
+            if source != self.rank:
                 self._await_round(source, slot, note)
-                self._read(source, slot, flat[low : low + step])
+                span.copy_from(self._place(source, slot), low, step)
         return result
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._begin("send", 0)
-        own = self._members[self.rank]
-        for piece in plain(tensor).view(-1).view(torch.uint8).split(self._slot_bytes):
-            slot = self._letters % 2
-            user = self._letter_users[slot]
-            if user is not None:  # what was in this slot before has been read
+        given, own, step = plain(tensor), self._members[self.rank], self._slot_bytes
+        span = span_of(given)
+        for low in range(0, span.length, step):
+            letter = self._letters % 2
+            user = self._letter_users[letter]
+            if user is not None:  # what was in it before has been read
                 self._await(user[0], self._members[user[0]].taken[self.rank], user[1])
-            own.letter(slot)[: len(piece)].copy_(piece)
+            num_bytes = span.copy_to(own.letter_addresses[letter], low, step)
             number = own.sent[to][0]
-            own.envelopes[to][number % 2] = slot + 2 * len(piece)
+            own.envelopes[to][number % 2] = letter + 2 * num_bytes
             own.sent[to][0] = number + 1
-            self._letter_users[slot] = to, number + 1
+            self._letter_users[letter] = to, number + 1
             self._letters += 1
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         self._begin("receive", 0)
-        own, peer = self._members[self.rank], self._members[source]
-        result = torch.empty_like(plain(like))
-        for piece in result.view(-1).view(torch.uint8).split(self._slot_bytes):
+        result, step = torch.empty_like(plain(like)), self._slot_bytes
+        own, peer, span = self._members[self.rank], self._members[source], span_of(result)
+        for low in range(0, span.length, step):
             number = own.taken[source][0]
             self._await(source, peer.sent[self.rank], number + 1)
-            num_bytes, slot = divmod(peer.envelopes[self.rank][number % 2], 2)
-            self._check_bytes(source, num_bytes, len(piece))
-            piece.copy_(peer.letter(slot)[: len(piece)])
+            num_bytes, letter = divmod(peer.envelopes[self.rank][number % 2], 2)
+            self._check_bytes(source, num_bytes, min(step, span.length - low))
+            span.copy_from(peer.letter_addresses[letter], low, step)
             own.taken[source][0] = number + 1
         return result
 
@@ -290,21 +301,25 @@ class SharedMemoryCommunicator:
             num_bytes, call = divmod(member.notes[slot][0], len(_CALLS))
             self._fail(f"rank {rank} calls {_CALLS[call]} of {num_bytes} bytes", rank)
 
-    def _write(self, slot: int, piece: torch.Tensor, at: int = 0) -> None:
-        if len(piece):
-            own = self._members[self.rank].slot(slot, piece.dtype)
-            own[at : at + len(piece)].copy_(piece)
+    def _place(self, rank: int, slot: int, region: int = 0) -> int:
+        """Address of a member's slot, or of what is in it for one member."""
+        return self._members[rank].slot_addresses[slot] + region * self._region_bytes
 
-    def _read(self, rank: int, slot: int, piece: torch.Tensor, at: int = 0) -> None:
-        if len(piece):
-            piece.copy_(self._members[rank].slot(slot, piece.dtype)[at : at + len(piece)])
-
-    def _sum(self, slot: int, mine: torch.Tensor, total: torch.Tensor, at: int = 0) -> None:
-        """``total`` = what all members have for it in this round, this member's own being ``mine``."""
-        if len(mine):
-            terms = [member.slot(slot, mine.dtype)[at : at + len(mine)] for member in self._members]
-            terms[self.rank] = mine
-            sum_in_rank_order(terms, out=total)
+    def _sum(self, slot: int, at: int, mine: torch.Tensor, total: torch.Tensor, low: int, step: int) -> None:
+        """Of ``total``, the elements that this round brings: at most ``step`` bytes from ``low`` on, which
+        stand in the others' slots ``at`` this byte. ``mine`` is this member's own term of the total."""
+        size = mine.element_size()
+        first, stop = low // size, min((low + step) // size, mine.numel())
+        if first >= stop:
+            return
+        at //= size
+        terms = [
+            _elements(mine, first, stop)
+            if rank == self.rank
+            else member.slot(slot, mine.dtype)[at : at + stop - first]
+            for rank, member in enumerate(self._members)
+        ]
+        sum_in_rank_order(terms, out=_elements(total, first, stop))
 
     # ---- waiting and failing
 
@@ -325,7 +340,7 @@ class SharedMemoryCommunicator:
         dead = self._watch.dead()
         states = [member.state[0] for member in self._members]  # after the dead: a last word counts
         for peer in dead:
-            if states[peer] != _CLOSED:
+            if states[peer] == _OPEN:
                 return f"rank {peer} has died", peer
         for peer in self._peers:
             if states[peer] == _ABORTED:
@@ -354,3 +369,9 @@ class SharedMemoryCommunicator:
                 self._reason, self._blamed = reason, rank
                 if len(self._members) > self.rank:
                     self._members[self.rank].state[0] = state
+
+
+def _elements(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Of a contiguous tensor, flat. Views cost time, so none is made without need."""
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return flat if stop - first == len(flat) else flat[first:stop]

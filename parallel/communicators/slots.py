@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from parallel.communicators.segments import Segment
@@ -29,24 +34,56 @@ class Slots:
         self.taken = [words.take(1) for _ in range(size)]
         """By sender: letters read."""
         first = _words_bytes(size)
-        self.offsets = first, first + slot_bytes
-        """Of the two slots, in bytes."""
-        every = torch.frombuffer(self.memory, dtype=torch.uint8, offset=first, count=4 * slot_bytes)
-        self._slots, self._letters = (
-            every[: 2 * slot_bytes].split(slot_bytes),
-            every[2 * slot_bytes :].split(slot_bytes),
-        )
+        self.slot_offsets = first, first + slot_bytes
+        """Of what this member gives in every other round."""
+        slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=first, count=2 * slot_bytes)
+        self._slots = slots.split(slot_bytes)
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
+        address: int = slots.data_ptr()
+        self.slot_addresses = address, address + slot_bytes
+        self.letter_addresses = address + 2 * slot_bytes, address + 3 * slot_bytes
+        """Of what it sends to one other."""
 
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """What this member gives in every other round: [elements that fit]."""
+        """A slot as a tensor: [elements that fit]."""
         if dtype not in self._typed:
             self._typed[dtype] = [slot.view(dtype) for slot in self._slots]
         return self._typed[dtype][number]
 
-    def letter(self, number: int) -> torch.Tensor:
-        """What it sends to one other: [bytes]."""
-        return self._letters[number]
+
+class Span(NamedTuple):
+    """A stretch of memory in some tensor, which the holder keeps alive. Copying it as such costs a tenth of
+    what slices of tensors cost, which is what small tensors are all about."""
+
+    address: int
+    length: int
+
+    def copy_to(self, place: int, low: int = 0, most: int = sys.maxsize) -> int:
+        """At most so many bytes from ``low`` on; returns how many."""
+        num_bytes = min(most, self.length - low)
+        if num_bytes > 0:
+            ctypes.memmove(place, self.address + low, num_bytes)
+        return num_bytes
+
+    def copy_from(self, place: int, low: int = 0, most: int = sys.maxsize) -> None:
+        num_bytes = min(most, self.length - low)
+        if num_bytes > 0:
+            ctypes.memmove(self.address + low, place, num_bytes)
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """All of a contiguous tensor."""
+    return Span(tensor.data_ptr(), tensor.nbytes)
+
+
+def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
+    """Its parts of so many rows each, which must be all that it has."""
+    spans, address = [], tensor.data_ptr()
+    row_bytes = tensor.nbytes // max(1, len(tensor))
+    for size in sizes:
+        spans.append(Span(address, size * row_bytes))
+        address += size * row_bytes
+    return spans
 
 
 class _Words:

@@ -200,6 +200,9 @@ def test_instances_that_do_not_fit_are_refused_and_nobody_notices(tmp_path: Path
         with serve(tmp_path / "second.log", *ports.head(), "-dp", "1", *SMALL) as second:
             assert second.end() == 1
             assert f"tcp://127.0.0.1:{ports.rpc} is in use: choose another port" in second.log
+        with serve(tmp_path / "head2.log", "-dp", "2", "-dpl", "0", *ports.head()) as head2:
+            assert head2.end() == 1, "another mesh's coordinator is not ours"
+            assert "ready at" not in head2.log
         third_rpc = Ports().rpc
         with serve(
             tmp_path / "third.log", "--port", str(ports.http), "-dpp", str(third_rpc), *SMALL
@@ -211,6 +214,12 @@ def test_instances_that_do_not_fit_are_refused_and_nobody_notices(tmp_path: Path
 
 def unsupported(path: Path) -> Path:
     return copy_of_shipped(path, architectures=["NoSuchForCausalLM"], model_type="no_such")
+
+
+def without_tokenizer(path: Path) -> Path:
+    copy_of_shipped(path)
+    os.unlink(path / "tokenizer.json")
+    return path
 
 
 def without_weights(path: Path) -> Path:
@@ -230,9 +239,10 @@ def without_weights(path: Path) -> Path:
         (["--max-model-len", "100k"], 2, "is more than the model's context of 2048 tokens"),
         (["--headless", "--startup-timeout", "2"], 1, "waiting for the coordinator at"),
         ([unsupported], 1, "NoSuchForCausalLM"),
+        ([without_tokenizer], 2, "has no tokenizer.json: name a directory that has one with --tokenizer"),
         ([without_weights], 2, "It has pytorch_model.bin, a pickle format, which is never loaded"),
     ],
-    ids=["path", "hub id", "rank", "memory", "context", "nobody", "architecture", "weights"],
+    ids=["path", "hub id", "rank", "memory", "context", "nobody", "architecture", "tokenizer", "weights"],
 )
 def test_what_cannot_be_served_is_said_in_one_line(
     argv: list[object], status: int, message: str, tmp_path: Path

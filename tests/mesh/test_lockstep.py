@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.test_clients import assert_idle, metrics
@@ -123,6 +125,8 @@ def test_ep_on_a_dense_model_warns_and_goes_on(tmp_path: Path) -> None:
 
     ports = Ports()
     model = make_tiny_model(tmp_path / "dense", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / name, model)
     with serve(
         tmp_path / "log", str(model), "-dp", "2", "-ep", *ports.head(), *FLAGS, "--max-model-len", "256"
     ) as command:

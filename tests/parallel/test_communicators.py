@@ -299,10 +299,14 @@ def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
     for call in (
         lambda: group.all_gather(torch.ones(3), [2]),
         lambda: group.reduce_scatter(torch.ones(3), [2]),
-        lambda: group.all_to_all(torch.ones(3), [2], [2]),
+        lambda: group.all_to_all(torch.ones(3), [2], [3]),
     ):
         with pytest.raises(ValueError, match=re.escape("the sizes say 2 rows, the tensor is [3]")):
             call()
+    with pytest.raises(ValueError, match=r"a group of 1 needs that many sizes, none negative, not \[-1\]"):
+        group.all_gather(torch.ones(3), [-1])
+    with pytest.raises(ValueError, match="3 rows for this member itself, 2 from it"):
+        group.all_to_all(torch.ones(3), [3], [2])
     with pytest.raises(ValueError, match="CPU tensors only, not meta"):
         group.all_reduce(torch.ones(3, device="meta"))
     group.close()
