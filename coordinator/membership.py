@@ -40,6 +40,7 @@ from coordinator.messages import Peer as GroupPeer
 Peer = bytes
 
 MAX_WATCHERS = 10_000
+MAX_INSTANCES = 65_536
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +200,9 @@ class Membership:
         size = self._size
         if message.size is not None and size is not None and message.size != size:
             return f"-dp {message.size} differs from the mesh's -dp {size}: start all parts with the same -dp"
+        for name, number in (("-dp", message.size or 0), ("rank", message.rank or 0)):
+            if number >= MAX_INSTANCES:
+                return f"{name} {number} is more than the {MAX_INSTANCES} instances that a mesh can have"
         if message.rank is not None and message.rank < 0:
             return f"rank {message.rank} is negative"
         if message.rank is not None and message.size is not None and message.rank >= message.size:

@@ -68,6 +68,8 @@ class EngineCore:
         problem = self._problem_with(submit)
         if problem is not None:
             return Refused(submit.request, problem, retry=False)
+        if self.scheduler.knows((peer, submit.request)):
+            return Refused(submit.request, "a request of this number is here already", retry=False)
         request = self._request_of(peer, submit)
         problem = self.scheduler.problem_with(request)
         if problem is not None:
@@ -133,6 +135,8 @@ class EngineCore:
             return "the prompt is empty"
         if num_prompt >= self._max_model_len:
             return f"the prompt has {num_prompt} tokens; the context length is {self._max_model_len}"
+        if num_prompt + len(submit.output_ids) >= self._max_model_len:
+            return f"prompt and output fill the context length of {self._max_model_len} already"
         vocab_size = self._info.vocab_size
         ids = (submit.prompt_ids, submit.output_ids)
         if any(min(part) < 0 or max(part) >= vocab_size for part in ids if part):

@@ -87,6 +87,10 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
+    def knows(self, key: RequestKey) -> bool:
+        """Whether this request is here, waiting or running."""
+        return key in self._requests
+
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
         return Counters(

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.1
 """Seconds that an idle loop sleeps at most; a message ends it at once."""
+MAX_MESSAGES_PER_TURN = 1000
+"""Messages taken in between two steps: a flood of them must not stop the steps."""
 REPORT_INTERVAL = 0.25
 """Seconds between reports to routers that get no tokens; sent only when something changed."""
 ROUTER_TIMEOUT = 10.0
@@ -135,7 +137,10 @@ class Server:
 
     def _take_in(self) -> None:
         had_work = self._core.has_work
-        while (received := self._listener.receive()) is not None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            received = self._listener.receive()
+            if received is None:
+                break
             peer, message = received
             if isinstance(message, Wake):
                 self._core.pace.on_wake(message)

@@ -233,7 +233,9 @@ class MeshClient:
         number = instance.dispatch(entry.work)
         self._ledger.place(entry, instance.name, number)
         if not self._links[instance.name].connection.send(entry.submit(number)):
-            self._give_up(entry, _unavailable("the connection to the instance is full"))
+            # Its connection just broke, or it no longer reads: not used until it answers on a new one.
+            instance.attached = False
+            self._resume(entry, instance)
 
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""

@@ -161,6 +161,7 @@ def test_registering_twice_is_harmless() -> None:
     [
         (register("b", size=3), "-dp 3 differs from the mesh's -dp 2: start all parts with the same -dp"),
         (register("b", -1), "rank -1 is negative"),
+        (register("b", 2**40), f"rank {2**40} is more than the 65536 instances that a mesh can have"),
         (register("b", 5, size=2), "rank 5 is out of range: with -dp 2 ranks are 0 to 1"),
         (
             register("b", settings=msgspec.structs.replace(SETTINGS, dtype="bfloat16", block_size=8)),
@@ -254,3 +255,9 @@ def test_who_was_not_told_the_size_takes_what_depends_on_it_from_the_mesh() -> N
     (answer,) = to(b"b", membership.handle(b"b", register("b", 1, size=2, settings=SETTINGS), 0.0))
     assert isinstance(answer, Refused)
     assert "-ep is False, the mesh has True" in answer.reason
+
+
+def test_no_message_makes_the_mesh_absurdly_large() -> None:
+    membership = Membership(Rules())
+    (answer,) = to(b"a", membership.handle(b"a", register("a", size=10**12), 0.0))
+    assert answer == Refused(f"-dp {10**12} is more than the 65536 instances that a mesh can have")

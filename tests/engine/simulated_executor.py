@@ -49,7 +49,7 @@ class SimulatedExecutor:
         self.num_steps = 0
         self.computed_tokens = 0
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: Step, sizes: object = ()) -> StepResult:
         self.num_steps += 1
         self.computed_tokens += step.num_tokens
         assert 0 < step.num_tokens <= self._max_tokens
@@ -65,6 +65,12 @@ class SimulatedExecutor:
             self._tables[row.slot] += row.new_blocks
         self._write(step)
         return StepResult([self._sample(row.slot, row.start, row.count, row.sample) for row in step.rows])
+
+    def expert_times(self) -> None:
+        return None
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        return {}
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._block_size)

@@ -1,0 +1,99 @@
+"""What an instance refuses, said without a model."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.checkpoint import ModelInfo
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.messages import FinishReason, Submit
+from engine.sampling import SamplingParams
+from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+
+INFO = ModelInfo(
+    directory="", architecture="", model_type="", vocab_size=VOCAB, context_length=64, dtype="float32",
+    eos_token_ids=(VOCAB - 1,), num_experts=0,
+)  # fmt: skip
+PEER = b"router"
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_num_queued_reqs=3),
+    )
+    executor = SimulatedExecutor(block_size=4, max_tokens=32, max_rows=4)
+    return EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
+
+
+def submit(number: int = 1, **fields: object) -> Submit:
+    made = Submit(
+        request=number,
+        request_id="r",
+        prompt_ids=[1, 2, 3],
+        params=SamplingParams(max_tokens=4, ignore_eos=True),
+        seed=0,
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt_ids": []}, "the prompt is empty"),
+        ({"prompt_ids": [1] * 64}, "the prompt has 64 tokens; the context length is 64"),
+        ({"prompt_ids": [1] * 60, "output_ids": [1] * 4}, "fill the context length of 64 already"),
+        ({"prompt_ids": [VOCAB]}, "a token id is outside the vocabulary of 50"),
+        ({"prompt_ids": [-1]}, "a token id is outside the vocabulary of 50"),
+        ({"output_ids": [VOCAB]}, "a token id is outside the vocabulary of 50"),
+        ({"output_ids": [1] * 4}, "the request was complete already"),
+        ({"prompt_ids": [1] * 41}, "but the KV cache holds only 40"),
+        ({"params": SamplingParams(temperature=float("nan"))}, "temperature must be a finite number"),
+        ({"params": SamplingParams(stop_token_ids=(99,))}, "stop_token_ids names token 99"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_for_good(
+    core: EngineCore, fields: dict[str, object], reason: str
+) -> None:
+    refused = core.submit(PEER, submit(**fields))
+    assert refused is not None
+    assert reason in refused.reason
+    assert not refused.retry
+    assert not core.has_work
+
+
+def test_a_number_is_used_once_at_a_time(core: EngineCore) -> None:
+    assert core.submit(PEER, submit()) is None
+    again = core.submit(PEER, submit())
+    assert again is not None
+    assert "is here already" in again.reason
+    assert core.submit(b"another router", submit()) is None
+
+
+def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
+    for number in range(3):
+        assert core.submit(PEER, submit(number)) is None
+    refused = core.submit(PEER, submit(9))
+    assert refused is not None
+    assert refused.retry
+
+
+def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
+    core.submit(PEER, submit(1))
+    core.submit(b"b", submit(1, prompt_ids=[4, 5]))
+    core.submit(b"gone", submit(7))
+    assert core.abort_all(b"gone") == 1
+    core.abort(PEER, [99])
+    outputs: dict[bytes, list[int]] = {PEER: [], b"b": []}
+    while core.has_work:
+        for peer, deltas in core.step().items():
+            outputs[peer] += deltas[0].token_ids
+            last = deltas[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert outputs == {PEER: expected_output([1, 2, 3], 4), b"b": expected_output([4, 5], 4)}
+    report = core.report(last_dispatch=1, bad_messages=2)
+    assert (report.running, report.waiting, report.blocks_used, report.counters.bad_messages) == (0, 0, 0, 2)
+    assert core.step() == {}
