@@ -110,6 +110,8 @@ def load_model(
     model_class, config, is_part = _model_class(info, config)
     _check_supported(info, config, model_class)
     dummy = settings.load_format == "dummy"
+    if dummy and share is not None:
+        raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
     try:
         if dummy:
             module = _make_dummy(config, dtype, settings.trust_remote_code)

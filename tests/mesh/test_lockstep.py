@@ -120,6 +120,12 @@ def _ask_in_vain(ports: Ports) -> None:
         ask(ports, rank=0, max_tokens=1500)
 
 
+def test_random_experts_are_not_spread(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "-dp", "2", "-ep", "--load-format", "dummy", *Ports().head()) as command:
+        assert command.end() == 1
+        assert "--load-format dummy with -ep is not built" in command.log
+
+
 def test_ep_on_a_dense_model_warns_and_goes_on(tmp_path: Path) -> None:
     from tests.engine.tiny_models import make_tiny_model
 
