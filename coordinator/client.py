@@ -233,7 +233,7 @@ class Membership:
                 case Unknown():
                     self._register_again()
                 case View():
-                    pass  # instances of independent replicas need no view
+                    continue  # for watchers; an instance needs no view
 
     def _welcomed(self, message: Welcome) -> None:
         self._welcome, self._epoch = message, message.epoch

@@ -138,8 +138,8 @@ def _at_once(sent: Awaitable[Any]) -> None:
     sent.result()
 
 
-class Listener(Generic[In, Out]):
-    """The bound end for a loop that must not wait: ``receive`` returns at once."""
+class _Bound(Generic[In]):
+    """What both kinds of listener have: a bound ROUTER socket with its limits, and how frames are read."""
 
     def __init__(
         self,
@@ -161,6 +161,23 @@ class Listener(Generic[In, Out]):
     def bad_messages(self) -> int:
         return self._complaints.count
 
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, frames: list[bytes]) -> tuple[Peer, In]:
+        if len(frames) != 2:
+            raise Malformed(f"{len(frames)} frames instead of 2")
+        return frames[0], self._decoder.decode(frames[1])
+
+
+def _is_unreachable(error: zmq.ZMQError) -> bool:
+    """Whether a send failed because the peer is gone or does not keep up."""
+    return error.errno in (errno.EAGAIN, errno.EHOSTUNREACH)
+
+
+class Listener(_Bound[In], Generic[In, Out]):
+    """The bound end for a loop that must not wait: ``receive`` returns at once."""
+
     def receive(self) -> tuple[Peer, In] | None:
         """The next well-formed message, or None if none is there."""
         while True:
@@ -169,9 +186,7 @@ class Listener(Generic[In, Out]):
             except zmq.Again:
                 return None
             try:
-                if len(frames) != 2:
-                    raise Malformed(f"{len(frames)} frames instead of 2")
-                return frames[0], self._decoder.decode(frames[1])
+                return self._read(frames)
             except Malformed as error:
                 self._complaints.add(error)
 
@@ -184,13 +199,10 @@ class Listener(Generic[In, Out]):
         try:
             self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
-                return False
-            raise
+            if not _is_unreachable(error):
+                raise
+            return False
         return True
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class Sender(Generic[Out]):
@@ -213,37 +225,15 @@ class Sender(Generic[Out]):
         self._socket.close(linger=0)
 
 
-class AsyncListener(Generic[In, Out]):
-    """The bound end for asyncio."""
-
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        endpoint: str,
-        receives: Any,
-        *,
-        name: str,
-        max_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._socket = context.socket(zmq.ROUTER)
-        _set_options(self._socket, endpoint, max_bytes)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._decoder: Decoder[In] = Decoder(receives)
-        self._complaints = _Complaints(name)
-        self.endpoint = _bind(self._socket, endpoint)
-
-    @property
-    def bad_messages(self) -> int:
-        return self._complaints.count
+class AsyncListener(_Bound[In], Generic[In, Out]):
+    """The bound end for asyncio; its context is a :class:`zmq.asyncio.Context`."""
 
     async def receive(self) -> tuple[Peer, In | OtherProtocol]:
         """The next message; one of another protocol version is handed out as such, to be answered."""
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                if len(frames) != 2:
-                    raise Malformed(f"{len(frames)} frames instead of 2")
-                return frames[0], self._decoder.decode(frames[1])
+                return self._read(frames)
             except OtherProtocol as error:
                 self._complaints.add(error)
                 return frames[0], error
@@ -255,13 +245,10 @@ class AsyncListener(Generic[In, Out]):
         try:
             _at_once(self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK))
         except zmq.ZMQError as error:
-            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
-                return False
-            raise
+            if not _is_unreachable(error):
+                raise
+            return False
         return True
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class AsyncConnection(Generic[In, Out]):
