@@ -49,6 +49,8 @@ class Instance:
         self._name = uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
+        self._place: tuple[int, int] | None = None
+        """(rank, size) among the instances over which experts are spread; None if they are not."""
         self._serving = False
         self._threads = 0
         self._stop_signals = 0
@@ -114,6 +116,8 @@ class Instance:
             process.set_up(f"Engine_{welcome.rank}", self._log_level)
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
         self._config = adopt(self._config, welcome.settings)
+        if welcome.settings.enable_expert_parallel:
+            self._place = (welcome.rank, welcome.settings.data_parallel_size)
         info, settings = resolve(self._config, welcome.settings.data_parallel_size)
         if settings.fingerprint != welcome.settings.fingerprint:
             raise Ended(
@@ -129,7 +133,7 @@ class Instance:
         began = time.monotonic()
         self._share_cores(membership)
         membership.update(phase="loading libraries")
-        place = self._place_in_group(membership)
+        place = self._place
         executor = self._executor = make_executor(self._config, info, self._threads, place)
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))
@@ -155,12 +159,6 @@ class Instance:
                 core.pace.close()
         finally:
             executor.close()
-
-    def _place_in_group(self, membership: Membership) -> tuple[int, int] | None:
-        """(rank, size) among the instances over which experts are spread; None if they are not."""
-        welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
-        size = welcome.settings.data_parallel_size
-        return (welcome.rank, size) if welcome.settings.enable_expert_parallel else None
 
     def _join_group(
         self, membership: Membership, executor: Executor, place: tuple[int, int], address: str

@@ -168,8 +168,10 @@ class Supervisor:
     wrong. Later the coordinator and the router are started again, and instances may come and go.
     """
 
-    def __init__(self, table: list[ProcessSpec]) -> None:
+    def __init__(self, table: list[ProcessSpec], drain_timeout: float = 0.0) -> None:
+        """``drain_timeout``: seconds that headless instances may take to finish what they have."""
         self._table = table
+        self._drain_timeout = drain_timeout
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
@@ -260,13 +262,13 @@ class Supervisor:
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     child.terminate()
-            patience = None if role == "engine" and not self._roles_in_table("router") else STOP_TIMEOUT
-            await self._wait_for(children, patience)
+            drains = role == "engine" and not self._roles_in_table("router")
+            await self._wait_for(children, STOP_TIMEOUT + (self._drain_timeout if drains else 0.0))
 
     def _roles_in_table(self, role: str) -> bool:
         return any(spec.role == role for spec in self._table)
 
-    async def _wait_for(self, children: list[asyncio.subprocess.Process], patience: float | None) -> None:
+    async def _wait_for(self, children: list[asyncio.subprocess.Process], patience: float) -> None:
         if not children:
             return
         ended = asyncio.gather(*(child.wait() for child in children))

@@ -56,7 +56,7 @@ def main_serve(argv: list[str] | None = None) -> int:
     mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
     table = process_table(config, settings, usable_cores(), mesh_name)
     print_table(title, table)
-    return uvloop.run(_supervise(config, mesh_name, Supervisor(table)))
+    return uvloop.run(_supervise(config, mesh_name, Supervisor(table, config.engine.drain_timeout)))
 
 
 def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
