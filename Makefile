@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench model clean
+.PHONY: serve test check format bench bench-serving bench-wake soak chaos simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -22,8 +22,23 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the load generator against the shipped model: table and JSON
-	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench.json $(ARGS)
+bench: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
+	$(BIN)/python examples/bench_lockstep.py --output-json build/bench.json $(ARGS)
+
+bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
+	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
+
+bench-wake: $(STAMP)  ## what the first token after a sleep costs
+	$(BIN)/python examples/bench_wake.py --output-json build/bench-wake.json $(ARGS)
+
+soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails if anything is lost
+	$(BIN)/python examples/soak.py --minutes 10 --output-json build/soak.json $(ARGS)
+
+chaos: $(STAMP)  ## two minutes of deaths, stops, joins and leaves under load, checked token for token
+	$(BIN)/python -m tests.mesh.chaos $(ARGS)
+
+simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
+	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)
 
 model: $(STAMP)  ## train the shipped model again (about an hour)
 	$(BIN)/python examples/train_model.py $(ARGS)

@@ -11,10 +11,12 @@ import msgspec
 import uvloop
 
 from coordinator import process
+from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import parse
-from coordinator.membership import Rules
+from coordinator.keys import MeshKeys
 from coordinator.messages import Settings
+from coordinator.records import Rules
 from coordinator.rpc import PortInUse
 from coordinator.server import Coordinator
 
@@ -34,13 +36,17 @@ def rules_of(config: CoordinatorConfig) -> Rules:
     )
 
 
-async def serve(config: CoordinatorConfig) -> int:
+async def serve(config: CoordinatorConfig, keys: MeshKeys | None) -> int:
     """Run until SIGTERM or SIGINT."""
     mesh = config.mesh
     try:
+        address = own("--data-parallel-address", mesh.data_parallel_address)
         coordinator = Coordinator(
-            endpoint(mesh.data_parallel_address, mesh.data_parallel_rpc_port), rules_of(config)
+            endpoint(address, mesh.data_parallel_rpc_port), rules_of(config), keys, config.listen_fd
         )
+    except AddressError as error:
+        logger.error("%s", error)
+        return process.EXIT_FAILED
     except PortInUse as error:
         logger.error("%s with --data-parallel-rpc-port", error)
         return process.EXIT_FAILED
@@ -64,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
     )
     process.set_up("Coordinator", config.log_level)
-    return uvloop.run(serve(config))
+    keys = process.mesh_keys(config.mesh, "python -m coordinator")
+    process.warn_if_open(config.mesh)
+    return uvloop.run(serve(config, keys))
 
 
 if __name__ == "__main__":

@@ -7,29 +7,31 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 
-import msgspec
 import zmq.asyncio
 
+from coordinator.keys import MeshKeys
 from coordinator.messages import (
-    Beat,
+    Answer,
+    Drain,
     Form,
     FromCoordinator,
-    Heartbeat,
     Leave,
     Load,
+    Lost,
     Refused,
     Register,
+    Scale,
     State,
     ToCoordinator,
     Unknown,
     View,
-    Wait,
     Watch,
     Welcome,
 )
-from coordinator.rpc import AsyncConnection, OtherProtocol
+from coordinator.rpc import AsyncConnection, KeyRefused, OtherProtocol
+from coordinator.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +59,23 @@ class Membership:
     step takes long. The coordinator may be away at any time; it is told all again when it is back.
     """
 
-    def __init__(self, endpoint: str, register: Register, load: Callable[[], Load]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        register: Register,
+        load: Callable[[], Load],
+        keys: MeshKeys | None = None,
+        on_drain: Callable[[float | None], None] = lambda timeout: None,
+    ) -> None:
+        """``on_drain`` is called in the thread, once per command of an operator, with its timeout in
+        seconds."""
+        self._on_drain = on_drain
+        self._drain = ""
         self._endpoint = endpoint
-        self._register = register
+        self._keys = keys
+        self._standing = Standing(register)
         self._load = load
-        self._state = State.LOADING
-        self._phase = "starting"
-        self._address = self._store = ""
-        self._form: Form | None = None
-        self._formed = threading.Event()
-        self._welcome: Welcome | None = None
-        self._refusal: str | None = None
-        self._epoch = register.epoch
-        self._neighbours = 1
         self._heard_at = self._complained_at = time.monotonic()
-        self._waits_for = f"the coordinator at {endpoint}"
         self._progress_at = time.monotonic()
         self._answered = threading.Event()
         self._changed: asyncio.Event | None = None
@@ -80,8 +84,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __repr__(self) -> str:
-        rank = self._welcome.rank if self._welcome else "?"
-        return f"<Membership rank {rank} {self._state} epoch {self._epoch}>"
+        return f"<Membership {self._standing!r}>"
 
     def start(self) -> None:
         self._thread.start()
@@ -95,41 +98,44 @@ class Membership:
         """
         while not self._answered.wait(COMPLAINT_INTERVAL):
             waited = time.monotonic() - self._progress_at
+            missing = self._standing.waits_for or f"the coordinator at {self._endpoint}"
             if waited > timeout:
-                raise StartupTimeout(f"gave up after {waited:.0f} s of waiting for {self._waits_for}")
-            logger.info("waiting for %s (%.0f s of at most %.0f s)", self._waits_for, waited, timeout)
-        if self._refusal is not None:
-            raise RegistrationRefused(self._refusal)
-        assert self._welcome is not None
-        return self._welcome
+                raise StartupTimeout(f"gave up after {waited:.0f} s of waiting for {missing}")
+            logger.info("waiting for %s (%.0f s of at most %.0f s)", missing, waited, timeout)
+        welcome = self._standing.welcome
+        if self._standing.refusal is not None:
+            raise RegistrationRefused(self._standing.refusal)
+        assert welcome is not None
+        return welcome
 
     @property
     def refusal(self) -> str | None:
         """Why the coordinator no longer wants this instance (its rank went to another meanwhile)."""
-        return self._refusal
+        return self._standing.refusal
 
     @property
     def neighbours(self) -> int:
         """Instances on this host, this one included."""
-        return self._neighbours
+        return self._standing.neighbours
 
-    def wait_for_group(self, timeout: float) -> Form:
-        """Wait until all instances of the mesh are loaded, saying who is missing.
+    def follow(self, on_form: Callable[[Form], None], on_fenced: Callable[[], None]) -> None:
+        """From now on call ``on_form`` with each Form that comes (some come twice; one that has come already
+        is handed over at once), and ``on_fenced`` when the others go on without this instance, which was
+        taken for dead and has registered again. Both are called in the membership's thread: short."""
+        self._standing.on_fenced = on_fenced
+        self._standing.on_form = on_form
+        if self._standing.form is not None:
+            on_form(self._standing.form)
 
-        Raises:
-            RegistrationRefused: the coordinator no longer wants this instance.
-            StartupTimeout: ``timeout`` seconds went by.
-        """
-        began = time.monotonic()
-        while not self._formed.wait(COMPLAINT_INTERVAL):
-            waited = time.monotonic() - began
-            if waited > timeout:
-                raise StartupTimeout(f"gave up after {waited:.0f} s of waiting for the other instances")
-            logger.info("waiting for the other instances of the mesh (%.0f s)", waited)
-        if self._refusal is not None:
-            raise RegistrationRefused(self._refusal)
-        assert self._form is not None
-        return self._form
+    def enter(self, group: Form | None) -> None:
+        """This instance steps in another group now, or in none."""
+        self._standing.enter(group)
+        self._wake()
+
+    def report(self, lost: Lost) -> None:
+        """Tell the coordinator of a loss, now and until another Form comes, or a later group is entered."""
+        self._standing.report(lost)
+        self._wake()
 
     def update(
         self,
@@ -138,12 +144,19 @@ class Membership:
         phase: str | None = None,
         address: str | None = None,
         store: str | None = None,
+        experts: Iterable[int] | None = None,
+        max_experts: int | None = None,
+        ready_epoch: int | None = None,
     ) -> None:
         """Say something new about this instance; sent at once."""
-        self._store = store or self._store
-        self._state = state or self._state
-        self._phase = self._phase if phase is None else phase
-        self._address = address or self._address
+        standing = self._standing
+        standing.store = store or standing.store
+        standing.experts = standing.experts if experts is None else tuple(sorted(experts))
+        standing.max_experts = standing.max_experts if max_experts is None else max_experts
+        standing.ready_epoch = standing.ready_epoch if ready_epoch is None else ready_epoch
+        standing.state = state or standing.state
+        standing.phase = standing.phase if phase is None else phase
+        standing.address = address or standing.address
         self._wake()
 
     def leave(self) -> None:
@@ -166,29 +179,35 @@ class Membership:
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
         context = zmq.asyncio.Context(io_threads=1)
         connection: AsyncConnection[FromCoordinator, ToCoordinator] = AsyncConnection(
-            context, self._endpoint, FromCoordinator, name="coordinator"
+            context, self._endpoint, FromCoordinator, name="coordinator", keys=self._keys
         )
         listening = asyncio.create_task(self._listen(connection))
+        guarding = asyncio.create_task(self._watch_key(connection))
         try:
-            while not self._leaving and self._refusal is None:
+            while not self._leaving and self._standing.refusal is None:
                 self._complain_of_silence()
-                sent = connection.send(self._next_message())
-                interval = self._welcome.heartbeat_interval if self._welcome else ASK_INTERVAL
-                interval = interval if sent else RECONNECT_INTERVAL
+                self._changed.clear()
+                sent = [connection.send(message) for message in self._standing.outgoing(self._load())]
+                welcome = self._standing.welcome
+                interval = welcome.heartbeat_interval if welcome else ASK_INTERVAL
+                interval = interval if all(sent) else RECONNECT_INTERVAL
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), interval)
-                self._changed.clear()
-            if self._welcome is not None:
-                connection.send(Leave(self._register.instance))
+            if self._standing.welcome is not None:
+                connection.send(Leave(self._standing.register.instance))
         finally:
             listening.cancel()
+            guarding.cancel()
             connection.close()
             context.term()
 
     def _complain_of_silence(self) -> None:
         """Serving goes on without a coordinator, but whoever reads the log should know."""
         now = time.monotonic()
-        if self._welcome is None or now - max(self._heard_at, self._complained_at) < SILENCE_COMPLAINT:
+        if (
+            self._standing.welcome is None
+            or now - max(self._heard_at, self._complained_at) < SILENCE_COMPLAINT
+        ):
             return
         self._complained_at = now
         logger.warning(
@@ -197,102 +216,121 @@ class Membership:
             now - self._heard_at,
         )
 
-    def _next_message(self) -> ToCoordinator:
-        if self._welcome is None:
-            return self._register
-        return Heartbeat(
-            instance=self._register.instance,
-            state=self._state,
-            phase=self._phase,
-            address=self._address,
-            store=self._store,
-            load=self._load(),
-        )
-
     async def _listen(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
         while True:
             try:
                 message = await connection.receive()
             except OtherProtocol as error:
-                self._refuse(f"the coordinator speaks another protocol: {error}")
-                return
+                message = Refused(f"the coordinator speaks another protocol: {error}")
             self._heard_at = time.monotonic()
-            match message:
-                case Welcome():
-                    self._welcomed(message)
-                case Wait(reason):
-                    if self._waits_for != reason:
-                        self._waits_for, self._progress_at = reason, time.monotonic()
-                case Refused(reason):
-                    self._refuse(reason)
-                case Beat(epoch, neighbours):
-                    self._epoch, self._neighbours = epoch, neighbours
-                case Form():
-                    self._form = message
-                    self._formed.set()
-                case Unknown():
-                    self._register_again()
-                case View():
-                    continue  # for watchers; an instance needs no view
+            before = self._standing.waits_for
+            if isinstance(message, Unknown) and self._standing.welcome is not None:
+                logger.warning("the coordinator does not know this instance (any more): registering again")
+            if self._standing.take(message):
+                self._wake()
+            if self._standing.waits_for != before:
+                self._progress_at = self._heard_at
+            if isinstance(message, Welcome) and message.fenced:
+                logger.warning("the others went on without this instance: it joins them again")
+            if isinstance(message, Drain):
+                self._drain_once(message)
+            if isinstance(message, Welcome | Refused):
+                self._answered.set()
+            if isinstance(message, Refused):
+                return
 
-    def _welcomed(self, message: Welcome) -> None:
-        self._welcome, self._epoch = message, message.epoch
-        self._register = msgspec.structs.replace(
-            self._register, rank=message.rank, settings=message.settings, size=None
-        )
-        self._answered.set()
-        self._wake()
+    def _drain_once(self, message: Drain) -> None:
+        if message.command != self._drain:
+            self._drain = message.command
+            self._on_drain(message.timeout)
 
-    def _refuse(self, reason: str) -> None:
-        self._refusal = reason
-        self._answered.set()
-        self._formed.set()
-        self._wake()
-
-    def _register_again(self) -> None:
-        if self._welcome is not None:
-            logger.warning("the coordinator does not know this instance (any more): registering again")
-            self._register = msgspec.structs.replace(self._register, epoch=self._epoch)
-            self._welcome = None
-            self._wake()
+    async def _watch_key(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
+        """Who never was a member ends when its key is refused. A member serves on: what answers at the
+        coordinator's address is not its coordinator."""
+        while True:
+            refused = await connection.broken()
+            if refused is not None and not self._answered.is_set():
+                self._standing.take(Refused(str(refused)))
+                self._answered.set()
+                self._wake()
+                return
 
 
 class Watcher:
     """Keeps the newest view of the world, for routers, the launcher and ``lockstep status``."""
 
-    def __init__(self, endpoint: str, name: str, context: zmq.asyncio.Context | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        context: zmq.asyncio.Context | None = None,
+        keys: MeshKeys | None = None,
+        *,
+        launcher: str = "",
+        on_scale: Callable[[Scale], Awaitable[Answer]] | None = None,
+    ) -> None:
+        """A ``launcher`` gives its mesh's name, and is asked by ``on_scale`` for other numbers of
+        instances."""
         self._context = context or zmq.asyncio.Context.instance()
         self._connection: AsyncConnection[FromCoordinator, ToCoordinator] = AsyncConnection(
-            self._context, endpoint, FromCoordinator, name="coordinator"
+            self._context, endpoint, FromCoordinator, name="coordinator", keys=keys
         )
-        self._name = name
+        self._message = Watch(name, launcher)
+        self._on_scale = on_scale
         self._heard_at: float | None = None
         self.view: View | None = None
+
+    @property
+    def silent_for(self) -> float | None:
+        """Seconds since the coordinator was heard; None if it never was."""
+        return None if self._heard_at is None else time.monotonic() - self._heard_at
 
     async def run(self, on_view: Callable[[View], None]) -> None:
         """Call ``on_view`` with each view until cancelled. Serving goes on while the coordinator is away.
 
         Raises:
             OtherProtocol: the coordinator is of another version.
+            KeyRefused: it has another mesh key, or one of the two has none.
         """
-        asking = asyncio.create_task(self._ask())
+        tasks = [
+            asyncio.create_task(each) for each in (self._ask(), self._watch_key(), self._receive(on_view))
+        ]
         try:
-            while True:
-                message = await self._connection.receive()
-                if self._heard_at is None or time.monotonic() - self._heard_at > SILENCE:
-                    logger.debug("the coordinator answers")
-                self._heard_at = time.monotonic()
-                if isinstance(message, View):
-                    self.view = message
-                    on_view(message)
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in ended:
+                task.result()
         finally:
-            asking.cancel()
+            for task in tasks:
+                task.cancel()
             self._connection.close(linger_ms=0)
+
+    async def _receive(self, on_view: Callable[[View], None]) -> None:
+        while True:
+            message = await self._connection.receive()
+            if self._heard_at is None or time.monotonic() - self._heard_at > SILENCE:
+                logger.debug("the coordinator answers")
+            self._heard_at = time.monotonic()
+            if isinstance(message, View):
+                self.view = message
+                on_view(message)
+            elif isinstance(message, Scale) and self._on_scale is not None:
+                self._connection.send(await self._on_scale(message))
+
+    async def _watch_key(self) -> None:
+        """A coordinator that answered once was the right one; later a refusal is just an absence."""
+        while True:
+            refused = await self._connection.broken()
+            if refused is not None and self._heard_at is None:
+                raise KeyRefused(f"the coordinator at {self._connection.endpoint} refused us: {refused}")
+
+    def send(self, message: ToCoordinator) -> bool:
+        """Tell the coordinator something else; False if there is no connection now."""
+        return self._connection.send(message)
 
     async def _ask(self) -> None:
         complained_at = time.monotonic()
         while True:
-            sent = self._connection.send(Watch(self._name))
+            sent = self._connection.send(self._message)
             await asyncio.sleep(WATCH_INTERVAL if sent else RECONNECT_INTERVAL)
             now = time.monotonic()
             silent = now - (self._heard_at or complained_at)
@@ -301,25 +339,32 @@ class Watcher:
                 logger.warning("no answer from the coordinator at %s", self._connection.endpoint)
 
 
-async def fetch_view(endpoint: str, timeout: float) -> View:
+async def fetch_view(endpoint: str, timeout: float, keys: MeshKeys | None = None) -> View:
     """The view, asked for once.
 
     Raises:
         TimeoutError: no answer.
+        KeyRefused: the coordinator has another mesh key, or one of the two has none.
     """
     context = zmq.asyncio.Context()
-    watcher = Watcher(endpoint, "status", context)
+    watcher = Watcher(endpoint, "status", context, keys)
     arrived: asyncio.Future[View] = asyncio.get_running_loop().create_future()
 
     def first(view: View) -> None:
         if not arrived.done():
             arrived.set_result(view)
 
+    def ended(watching: asyncio.Task[None]) -> None:
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None and not arrived.done():
+            arrived.set_exception(error)
+
     watching = asyncio.create_task(watcher.run(first))
+    watching.add_done_callback(ended)
     try:
         return await asyncio.wait_for(arrived, timeout)
     finally:
         watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, KeyRefused, OtherProtocol):
             await watching
         context.term()

@@ -7,17 +7,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from coordinator.addresses import check_not_wildcard, is_loopback
 from coordinator.flags import Count, Natural, Port, flag
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
 ]
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def is_loopback(address: str) -> bool:
-    return address in LOOPBACK or address.startswith("127.")
 
 
 def endpoint(address: str, port: int) -> str:
@@ -59,9 +54,16 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(gt=0),
         flag(help="Seconds to wait for others without any sign of progress before giving up."),
     ] = 600.0
+    mesh_key_file: Annotated[
+        str | None,
+        flag(
+            help="Key of the mesh, made by `lockstep keygen`, the same for all its processes: they let in "
+            "only each other, and encrypt. Needed on addresses other than loopback."
+        ),
+    ] = None
     insecure_mesh: Annotated[
         bool,
-        flag(help="Allow mesh sockets on addresses other than loopback, unencrypted and unauthenticated."),
+        flag(help="Go without a mesh key on addresses other than loopback: unencrypted and unauthenticated."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -87,10 +89,14 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ("--data-parallel-address", self.data_parallel_address),
             ("--instance-address", self.instance_address),
         ):
-            if address is not None and not is_loopback(address) and not self.insecure_mesh:
+            if address is None or is_loopback(address):
+                continue
+            check_not_wildcard(name, address)
+            if self.mesh_key_file is None and not self.insecure_mesh:
                 raise ValueError(
-                    f"{name} {address} is not loopback, and the mesh's sockets are not encrypted yet: "
-                    "isolate that network and say --insecure-mesh, or use 127.0.0.1"
+                    f"{name} {address} is not loopback, so the mesh needs a key: make one with `lockstep "
+                    "keygen FILE`, copy it to all hosts and give --mesh-key-file FILE everywhere (or "
+                    "--insecure-mesh, if nobody else can reach that network)"
                 )
 
     @property
@@ -110,6 +116,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
 
     @property
+    def is_open(self) -> bool:
+        """Whether other hosts can reach the mesh's sockets and no key keeps anybody out."""
+        addresses = (self.data_parallel_address, self.instance_address or "127.0.0.1")
+        return self.mesh_key_file is None and not all(map(is_loopback, addresses))
+
+    @property
     def coordinator_endpoint(self) -> str:
         return endpoint(self.data_parallel_address, self.data_parallel_rpc_port)
 
@@ -123,4 +135,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         flag(help="JSON of the settings that instances must agree on; unset: those of the first instance."),
     ] = None
     mesh_name: Annotated[str, flag(help="A name of this mesh, told in its view.")] = ""
+    listen_fd: Annotated[
+        int | None,
+        flag(help="Inherited socket that listens at the RPC port already; unset: the port is bound here."),
+    ] = None
     log_level: LogLevel = "info"

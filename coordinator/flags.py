@@ -231,6 +231,8 @@ def _checked(field: Field, value: Any) -> Any:
         return parse_size(field.long_name, value)
     if field.many and isinstance(value, str | int | float):
         return [value]
+    if field.many and not field.repeated and len(value) == 1 and str(value[0]).startswith("["):
+        return _json_list(field, value[0])
     if field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if field.choices and value not in field.choices:
@@ -241,6 +243,14 @@ def _checked(field: Field, value: Any) -> Any:
         except ValueError:
             raise FlagError(f"{field.long_name} must be a number, not {value!r}") from None
     return value
+
+
+def _json_list(field: Field, text: str) -> Any:
+    """vLLM writes some lists as one JSON text: ``--allowed-origins '["*"]'``."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise FlagError(f"{field.long_name} must be words or a JSON list, not {text!r}") from None
 
 
 def parse_size(name: str, text: str) -> int:

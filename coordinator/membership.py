@@ -1,32 +1,37 @@
 """Who is in the mesh (pure: messages and a clock value in, messages out).
 
-The rules, all of them here: which rank an instance gets, when it is refused, when it is taken for
-dead, and what the world and its epoch are. The socket loop around it is :mod:`coordinator.server`.
+The rules: which rank an instance gets, when it is refused, when it is silent for too long, and what
+watchers see. The socket loop around it is :mod:`coordinator.server`.
 
-An instance is *loading* after registration, *ready* once it says so with an address, *draining* when it
-is about to leave. The world is the ready ones, and the epoch numbers it.
+An instance is *loading* after registration, *loaded* once it has its weights, *ready* when it serves,
+*draining* when it is about to leave. Where instances are independent, the world is the ready ones, and
+the epoch counts its changes. Where experts are spread, the world is a group: who is in the next one, and
+when it is formed, :mod:`coordinator.epochs` decides, and who is dead, :mod:`coordinator.suspicion`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.epochs import Epochs
 from coordinator.messages import (
     AGREED,
     NEEDS_SIZE,
+    Answer,
     Beat,
-    Form,
-    FromCoordinator,
+    Drain,
+    Evidence,
+    Exited,
     Heartbeat,
     Leave,
-    Load,
+    Lost,
     Member,
+    Probe,
     Refused,
     Register,
-    Settings,
+    Scale,
     State,
     ToCoordinator,
     Unknown,
@@ -35,76 +40,12 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
-from coordinator.messages import Peer as GroupPeer
-
-Peer = bytes
+from coordinator.operations import Operations
+from coordinator.records import Instruction, Note, Peer, Record, Rules, Send
+from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
 MAX_INSTANCES = 65_536
-
-
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator was told at its start. Times in seconds."""
-
-    name: str = ""
-    size: int | None = None
-    """``-dp``; None until the first instance brings one."""
-    reserved: tuple[int, ...] = ()
-    """Ranks that the head's own instances will take; "any" never gets one of them."""
-    settings: Settings | None = None
-    heartbeat_interval: float = 0.5
-    member_timeout: float = 5.0
-    loading_timeout: float = 30.0
-    """Loading may hold the interpreter for long; silence counts for less then."""
-    watcher_timeout: float = 10.0
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Instruction: send this message to this peer."""
-
-    peer: Peer
-    message: FromCoordinator
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Instruction: log this line."""
-
-    text: str
-    warning: bool = False
-
-
-Instruction = Send | Note
-
-
-@dataclass
-class _Record:
-    """What is known of one instance."""
-
-    instance: str
-    rank: int
-    peer: Peer
-    host: str
-    pid: int
-    heard_at: float
-    state: State = State.LOADING
-    phase: str = "starting"
-    address: str = ""
-    store: str = ""
-    load: Load = field(default_factory=Load)
-    contested_at: float | None = None
-    """When somebody else asked for this rank; cleared by the next sign of life."""
-
-    def member(self) -> Member:
-        return Member(
-            instance=self.instance,
-            rank=self.rank,
-            state=self.state,
-            phase=self.phase,
-            address=self.address,
-            host=self.host,
-            pid=self.pid,
-            load=self.load,
-        )
 
 
 class Membership:
@@ -115,30 +56,54 @@ class Membership:
         self._size = rules.size
         self._settings = rules.settings
         self._reserved = set(rules.reserved)
-        self._epoch = 0
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._watchers: dict[Peer, float] = {}
-        self._form: Form | None = None
+        self._epochs = Epochs(rules, self._records)
+        self._suspicions = Suspicions(rules)
+        self._operations = Operations()
+        self._left: set[int] = set()
+        """Ranks whose instances were drained: nobody waits for them."""
+        self._complete = False
 
     def __repr__(self) -> str:
         ranks = " ".join(f"{rank}:{record.state}" for rank, record in sorted(self._records.items()))
-        return f"<Membership epoch {self._epoch} [{ranks}] {len(self._watchers)} watchers>"
+        return f"<Membership epoch {self._epochs.number} [{ranks}] {len(self._watchers)} watchers>"
 
     def handle(self, peer: Peer, message: ToCoordinator, now: float) -> list[Instruction]:
         """React to one message."""
         match message:
             case Register():
-                return list(self._register(peer, message, now))
+                instructions = list(self._register(peer, message, now))
             case Heartbeat():
-                return list(self._heartbeat(peer, message, now))
+                before = self._standing_of(message)
+                instructions = list(self._heartbeat(peer, message, now))
+                if self._standing_of(message) == before and not self._suspicions:
+                    return instructions  # nothing new: most heartbeats
+            case Lost():
+                instructions = list(self._lost(peer, message, now))
             case Leave():
-                return list(self._leave(message))
+                instructions = list(self._leave(message))
+            case Exited():
+                instructions = list(self._exited(message))
             case Watch():
-                return list(self._watch(peer, now))
+                return list(self._watch(peer, message, now))
+            case Drain():
+                return [
+                    Note(f"an operator asks instance {message.rank} to drain"),
+                    *(Send(*sent) for sent in self._operations.drain(peer, message, self._records)),
+                ]
+            case Scale():
+                return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
+            case Answer():
+                return [Send(*sent) for sent in self._operations.answer(message)]
+        return [*instructions, *self._go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
         """Take out those who were silent for too long."""
         instructions: list[Instruction] = []
+        if not self._complete and self._epochs.age(now) >= self._rules.view_grace:
+            self._complete = True
+            instructions += self._publish()
         for record in list(self._records.values()):
             timeout = (
                 self._rules.loading_timeout if record.state is State.LOADING else self._rules.member_timeout
@@ -152,17 +117,19 @@ class Membership:
         for peer, heard_at in list(self._watchers.items()):
             if now - heard_at > self._rules.watcher_timeout:
                 del self._watchers[peer]
-        return instructions
+        return [*instructions, *self._go_on(now)]
 
     def view(self) -> View:
         """The world, for watchers."""
+        shortage = self._epochs.starved(self._settings) if self._spreads else ""
         return View(
             mesh=self._rules.name,
-            epoch=self._epoch,
+            epoch=self._epochs.number,
             size=self._size,
             settings=self._settings,
-            members=[record.member() for _, record in sorted(self._records.items())],
-            waiting_for=self._waiting_for(),
+            members=[self._shown_member(record, shortage) for _, record in sorted(self._records.items())],
+            waiting_for=shortage or self._waiting_for(),
+            complete=self._complete,
         )
 
     # ---- registration
@@ -171,7 +138,7 @@ class Membership:
         known = self._by_instance(message.instance)
         if known is not None:  # our Welcome was lost, or the instance reconnected
             known.peer, known.heard_at, known.contested_at = peer, now, None
-            yield Send(peer, self._welcome(known))
+            yield Send(peer, self._welcome(known, message))
             return
         problem = self._problem_with(message)
         if problem is not None:
@@ -181,18 +148,22 @@ class Membership:
         if self._settings is None and message.settings is None:
             yield Send(peer, Wait("no instance has brought a model yet"))
             return
-        if message.rank is not None and message.rank in self._records:
-            yield from self._contest(peer, message.rank, now)
+        wanted = message.rank
+        if wanted in self._records and self._spreads and message.epoch > 0:
+            wanted = None  # it was here before, and somebody took its place meanwhile: any other will do
+        if wanted is not None and wanted in self._records:
+            yield from self._contest(peer, message, self._records[wanted], now)
             return
-        rank = self._free_rank() if message.rank is None else message.rank
+        rank = self._free_rank() if wanted is None else wanted
         self._settings = self._settings or message.settings
         self._size = self._size or message.size
-        self._epoch = max(self._epoch, message.epoch)
-        record = _Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
+        self._epochs.learn(message.epoch, message.group, now)
+        record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
         self._records[rank] = record
+        self._left.discard(rank)
         self._reserved.discard(rank)  # came; should it go, anybody may take its place
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
-        yield Send(peer, self._welcome(record))
+        yield Send(peer, self._welcome(record, message))
         yield from self._publish()
 
     def _problem_with(self, message: Register) -> str | None:
@@ -210,12 +181,10 @@ class Membership:
                 f"rank {message.rank} is out of range: with -dp {message.size} ranks are 0 to "
                 f"{message.size - 1}"
             )
-        if self._form is not None and (size is None or message.rank is None or message.rank >= size):
-            return (
-                f"the experts are spread over the {size} instances of a complete mesh, and joining it while "
-                "it runs is not built yet: start all parts again with a larger -dp, or with "
-                "--no-enable-expert-parallel"
-            )
+        num_experts = self._settings.num_experts if self._settings is not None else 0
+        others = sum(rank != message.rank for rank in self._records)
+        if self._spreads and 0 < num_experts <= others:
+            return f"the model's {num_experts} experts are spread over as many instances: one more gets none"
         if message.settings is None or self._settings is None:
             return None
         differences = [
@@ -234,12 +203,14 @@ class Membership:
             )
         return "this instance differs from the mesh: " + "; ".join(differences)
 
-    def _contest(self, peer: Peer, rank: int, now: float) -> Iterator[Instruction]:
+    def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;
         a holder that is dead falls silent and is taken out, and then the newcomer gets the rank."""
-        holder = self._records[rank]
+        rank = holder.rank
         if holder.contested_at is None:
             holder.contested_at = now
+            if self._spreads and holder.state is not State.LOADING:
+                yield from self._accuse(holder, message.instance, Evidence.CLOSED, now)
         if holder.heard_at > holder.contested_at:
             yield Send(
                 peer,
@@ -254,13 +225,14 @@ class Membership:
             rank += 1
         return rank
 
-    def _welcome(self, record: _Record) -> Welcome:
+    def _welcome(self, record: Record, message: Register) -> Welcome:
         assert self._settings is not None
         return Welcome(
             rank=record.rank,
             settings=self._settings,
-            epoch=self._epoch,
+            epoch=self._epochs.number,
             heartbeat_interval=self._rules.heartbeat_interval,
+            fenced=self._spreads and self._epochs.fences(record.instance, message.epoch, message.group),
         )
 
     # ---- life
@@ -270,57 +242,108 @@ class Membership:
         if record is None:
             yield Send(peer, Unknown())
             return
-        before = record.state
-        changed = (record.state, record.phase, record.address) != (
-            message.state,
-            message.phase,
-            message.address,
-        )
-        record.peer, record.heard_at, record.load = peer, now, message.load
-        record.state, record.phase, record.address = message.state, message.phase, message.address
-        record.store = message.store
-        if (before is State.READY) != (record.state is State.READY):
-            if self._form is None:  # the members of a group got their epoch with it
-                self._epoch += 1
-            yield Note(f"instance {record.rank} is {record.state}; epoch {self._epoch}")
-        if record.state is State.LOADED:
-            yield from self._form_group(record, just_loaded=before is not State.LOADED)
-        yield Send(peer, Beat(self._epoch, self._neighbours(record)))
+        was_ready = record.state is State.READY
+        changed = record.hear(peer, message, now)
+        self._suspicions.answered(record.instance, message.answers)
+        if self._spreads:
+            self._epochs.heard(record)
+            form = self._epochs.awaits(record)
+            if form is not None:
+                yield Send(peer, form)
+        elif was_ready != (record.state is State.READY):
+            self._epochs.number += 1
+        if was_ready != (record.state is State.READY):
+            yield Note(f"instance {record.rank} is {record.state}; epoch {self._epochs.number}")
+        yield Send(peer, Beat(self._epochs.number, self._neighbours(record)))
         if changed:
             yield from self._publish()
-
-    def _form_group(self, record: _Record, *, just_loaded: bool) -> Iterator[Instruction]:
-        """Once all instances of the mesh are loaded, number their epoch and tell them to form its group.
-        Whoever still waits at its next heartbeat is told again."""
-        members = [member for _, member in sorted(self._records.items())]
-        complete = len(members) == self._size and all(member.state is State.LOADED for member in members)
-        if just_loaded and complete:
-            self._epoch += 1
-            self._form = Form(
-                epoch=self._epoch,
-                store=members[0].store,
-                peers=[GroupPeer(member.rank, member.address, member.host) for member in members],
-            )
-            yield Note(f"{len(members)} instances form the group of epoch {self._epoch}")
-            for member in members:
-                yield Send(member.peer, self._form)
-        elif self._form is not None and not just_loaded:
-            yield Send(record.peer, self._form)
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:
         record = self._by_instance(message.instance)
         if record is not None:
             yield Note(f"instance {record.rank} left")
+            if record.state not in (State.LOADING, State.LOADED):
+                self._left.add(record.rank)
             yield from self._remove(record)
 
-    def _remove(self, record: _Record) -> Iterator[Instruction]:
+    def _exited(self, message: Exited) -> Iterator[Instruction]:
+        record = self._by_instance(message.instance)
+        if record is not None:
+            yield Note(f"instance {record.rank} taken out: its process {message.how}", warning=True)
+            yield from self._remove(record)
+
+    def _remove(self, record: Record) -> Iterator[Instruction]:
         del self._records[record.rank]
-        if record.state is State.READY:
-            self._epoch += 1
-        self._form = None  # a group lives only with all its members
+        self._suspicions.forget(record.instance)
+        if record.state is State.READY and not self._spreads:
+            self._epochs.number += 1
         yield from self._publish()
 
-    def _watch(self, peer: Peer, now: float) -> Iterator[Instruction]:
+    # ---- groups
+
+    def _lost(self, peer: Peer, message: Lost, now: float) -> Iterator[Instruction]:
+        record = self._by_instance(message.instance)
+        if record is None:
+            yield Send(peer, Unknown())
+            return
+        if not self._spreads:
+            return
+        record.heard_at = now
+        entered = record.epoch >= message.epoch
+        news = self._epochs.lost(message.epoch, message.suspects, entered=entered)
+        self._suspicions.waits(record.instance)
+        for other in list(self._records.values()):
+            if other is record or not self._epochs.is_member(other.instance):
+                continue
+            if other.instance in message.suspects:
+                yield from self._accuse(other, record.instance, message.evidence, now)
+            elif news:
+                yield from self._probe(other, self._suspicions.ask(other.instance, now))
+
+    def _accuse(self, record: Record, accuser: str, evidence: Evidence, now: float) -> Iterator[Instruction]:
+        yield from self._probe(record, self._suspicions.accuse(record.instance, accuser, evidence, now))
+
+    def _probe(self, record: Record, number: int | None) -> Iterator[Instruction]:
+        if number is not None:
+            yield Send(record.peer, Probe(number))
+
+    def _go_on(self, now: float) -> Iterator[Instruction]:
+        """What follows from all that is known by now: who is taken out, and the next group."""
+        self._epochs.age(now)
+        if not self._spreads:
+            return
+        assert self._settings is not None
+        dead = self._suspicions.settle(now)
+        dead += [
+            (record.instance, f"did not prepare epoch {self._epochs.number} in time")
+            for record in self._epochs.stragglers(now)
+        ]
+        for instance, why in dead:
+            record = self._by_instance(instance)
+            if record is not None:
+                yield Note(f"instance {record.rank} taken out: {why}", warning=True)
+                yield from self._remove(record)
+        if self._epochs.begins():
+            self._suspicions.all_is_well()
+            yield Note(f"epoch {self._epochs.number} has begun")
+            yield from self._publish()
+        if self._suspicions:
+            return
+        size = self._size or self._settings.data_parallel_size
+        following = self._epochs.next_form(size, self._settings, now)
+        if following is None:
+            return
+        form, why = following
+        self._suspicions.begin_group()
+        yield Note(f"{len(form.peers)} instances form the group of epoch {form.epoch}: {why}")
+        for record in self._records.values():
+            if self._epochs.awaits(record) is not None:
+                yield Send(record.peer, form)
+        yield from self._publish()
+
+    def _watch(self, peer: Peer, message: Watch, now: float) -> Iterator[Instruction]:
+        if message.launcher and message.launcher == self._rules.name:
+            self._operations.on_launcher(peer, now)
         if peer in self._watchers or len(self._watchers) < MAX_WATCHERS:
             self._watchers[peer] = now
         yield Send(peer, self.view())
@@ -332,10 +355,31 @@ class Membership:
 
     # ---- questions
 
-    def _by_instance(self, instance: str) -> _Record | None:
+    @property
+    def _spreads(self) -> bool:
+        """Whether experts are spread over the instances, which then step in groups."""
+        return self._settings is not None and self._settings.enable_expert_parallel
+
+    def _shown_member(self, record: Record, shortage: str) -> Member:
+        """An instance as watchers see it: ready only if its group can serve."""
+        member = record.member()
+        if not self._spreads or record.state is not State.READY:
+            return member
+        if shortage:
+            return msgspec.structs.replace(member, state=State.LOADED, phase=f"waits for {shortage}")
+        if not self._epochs.is_member(record.instance):
+            return msgspec.structs.replace(member, state=State.LOADED)
+        return member
+
+    def _standing_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
+        """What may lead to another group when it changes."""
+        record = self._by_instance(message.instance)
+        return None if record is None else (record.state, record.epoch, record.ready_epoch)
+
+    def _by_instance(self, instance: str) -> Record | None:
         return next((record for record in self._records.values() if record.instance == instance), None)
 
-    def _neighbours(self, record: _Record) -> int:
+    def _neighbours(self, record: Record) -> int:
         return sum(other.host == record.host for other in self._records.values())
 
     def _waiting_for(self) -> str:
@@ -349,9 +393,10 @@ class Membership:
             for rank, record in sorted(self._records.items())
             if record.state in (State.LOADING, State.LOADED)
         ]
-        missing = self._size - len(self._records)
+        missing = self._size - len(self._records) - len(self._left)
         if missing > 0:
-            absent = [str(rank) for rank in range(self._size) if rank not in self._records]
+            taken = {*self._records, *self._left}
+            absent = [str(rank) for rank in range(self._size) if rank not in taken]
             parts.append(f"rank{'s' * (missing > 1)} {', '.join(absent[:8])} to register")
         return "; ".join(parts)
 

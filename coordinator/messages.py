@@ -8,8 +8,13 @@ carry all that is known of them: a restarted coordinator learns the world from t
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+Epoch = Annotated[int, Meta(ge=0, le=2**53)]
+"""The number of a group; what is no number of one is dropped where it is decoded."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +37,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     expert_placement_strategy: str
     all2all_backend: str
     data_parallel_size: int
-    """Instances among which the experts are spread; 0 without expert parallelism."""
+    """Instances among which the experts are spread at first; 0 without expert parallelism."""
+    num_experts: int = 0
+    """Routed experts of a layer that are spread; 0 if none are."""
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -61,9 +68,27 @@ class State(enum.StrEnum):
 
     LOADING = "loading"
     LOADED = "loaded"
-    """Has its experts and waits for all others, to form their group."""
+    """Has its weights and waits for its group to form."""
     READY = "ready"
     DRAINING = "draining"
+    DRAINED = "drained"
+    """Holds no request any more, and waits for a group without it (only where experts are spread)."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether it serves or will; the others are on their way out."""
+        return self in (State.LOADING, State.LOADED, State.READY)
+
+
+class Evidence(enum.StrEnum):
+    """What makes a member think that another one is lost."""
+
+    EXITED = "exited"
+    """Its process has ended: certain."""
+    CLOSED = "closed"
+    """Its end of the group is closed, as a dead one's is, and that of a live one that gave the group up."""
+    DEADLINE = "deadline"
+    """It did not come to a collective within the deadline."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -78,6 +103,8 @@ class Load(msgspec.Struct, frozen=True):
     steps: int = 0
     stalled_for: float = 0.0
     """Seconds since the last step while there is work; 0 without work. Large: it makes no progress."""
+    refused_peers: int = 0
+    """Connections refused for want of the mesh's key."""
 
 
 # ---- to the coordinator
@@ -96,8 +123,10 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     """None to learn them."""
     host: str
     pid: int
-    epoch: int = 0
+    epoch: Epoch = 0
     """The last epoch it knew, for a coordinator that was restarted."""
+    group: Form | None = None
+    """The group it steps in, for a coordinator that was restarted."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
@@ -112,6 +141,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     store: str = ""
     """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
+    experts: tuple[int, ...] = ()
+    """The experts that it holds, ascending."""
+    max_experts: int = 0
+    """How many it has room for; 0: any number."""
+    epoch: Epoch = 0
+    """Of the group that it steps in; 0: none."""
+    ready_epoch: Epoch = 0
+    """Of the newest group that it is ready to enter, or has entered."""
+    answers: int = 0
+    """The number of the newest :class:`Probe` that it has received."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -120,13 +159,66 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     instance: str
 
 
+class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
+    """A group is broken, or could not form. Repeated until a :class:`Form` of a later epoch comes."""
+
+    instance: str
+    """Who says so, and is therefore alive."""
+    epoch: Epoch
+    """Of the group."""
+    suspects: tuple[str, ...] = ()
+    """The instances to blame, as far as this one can tell."""
+    evidence: Evidence = Evidence.CLOSED
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """The launcher of an instance saw its process end: there is no need to wait for its silence."""
+
+    instance: str
+    how: str
+
+
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
     """Answer with the view now, and push it when it changes; repeated as a sign of life."""
 
     watcher: str
+    launcher: str = ""
+    """Set by the ``serve`` that runs the coordinator of the mesh of this name: wishes to scale go there."""
 
 
-ToCoordinator = Register | Heartbeat | Leave | Watch
+class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
+    """An operator wants an instance to finish what it has and go. Passed on to the instance. Repeated
+    until it is answered; the same command twice is one wish."""
+
+    command: str
+    """Random name of this wish."""
+    rank: int
+    timeout: float | None = None
+    """Seconds that its requests get to finish before they move elsewhere; None for its own setting."""
+    force: bool = False
+    """Also if nobody serves then."""
+
+
+class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
+    """An operator wants so many instances in all. Passed on to the launcher, which starts or drains its
+    own."""
+
+    command: str
+    size: int
+    force: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
+    """What becomes of a command: the launcher tells the coordinator, the coordinator tells who asked."""
+
+    command: str
+    status: int
+    """As in HTTP: 202 accepted, 404 no such rank, 409 not as things are, 503 nobody to do it."""
+    text: str
+    """For the operator: what happens now, or what is in the way and what to do."""
+
+
+ToCoordinator = Register | Heartbeat | Lost | Leave | Exited | Watch | Drain | Scale | Answer
 
 
 # ---- from the coordinator
@@ -138,6 +230,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     epoch: int
     heartbeat_interval: float
     """Seconds."""
+    fenced: bool = False
+    """The others go on without it: the group that it steps in, or was to enter, is to be given up, and all
+    requests with it."""
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
@@ -158,16 +253,34 @@ class Peer(msgspec.Struct, frozen=True):
     rank: int
     address: str
     host: str
+    instance: str = ""
 
 
 class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
-    """All instances have their experts: form the group of this epoch, then be ready."""
+    """Prepare the group of this epoch: have the experts that it gives you, connect to its members. When to
+    enter it, :mod:`engine.recovery` says. It takes the place of every earlier one."""
 
-    epoch: int
+    epoch: Epoch
     store: str
-    """The rendezvous, host:port, at the instance of the lowest rank."""
+    """The rendezvous, host:port, at the first peer."""
     peers: list[Peer]
-    """By rank."""
+    """The members, by rank; ranks may have gaps, a member's number in the group is its place here. Empty
+    when all who are left leave."""
+    owners: tuple[int, ...] = ()
+    """Who owns each expert: its place in ``peers``."""
+    leavers: tuple[str, ...] = ()
+    """Instances that are in the group before this one, and leave in good order when this one begins."""
+    broken: int = 0
+    """Groups of this epoch and earlier ones are dead: nobody waits in them any more."""
+    token: str = ""
+    """Of the coordinator process that formed it. One that was restarted may use the number of an epoch that
+    its predecessor told to somebody who is away now: those two groups must never meet at a rendezvous."""
+
+
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Somebody says that you are lost: answer at once, with a heartbeat that bears this number."""
+
+    number: int
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -201,6 +314,11 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     """By rank."""
     waiting_for: str
     """What is still missing before all of ``size`` are ready; empty when nothing is."""
+    refused_peers: int = 0
+    """Connections that the coordinator refused for want of the mesh's key."""
+    complete: bool = True
+    """False at first: instances that serve may not have noticed this coordinator yet. Who is missing in
+    such a view need not be gone."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -211,4 +329,4 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Instances on the asking one's host, itself included: they share its cores."""
 
 
-FromCoordinator = Welcome | Wait | Refused | Form | Unknown | View | Beat
+FromCoordinator = Welcome | Wait | Refused | Form | Probe | Unknown | View | Beat | Drain | Scale | Answer

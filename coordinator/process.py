@@ -8,6 +8,12 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
+
+from coordinator import keys
+from coordinator.config import MeshConfig
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 
@@ -17,6 +23,8 @@ EXIT_FAILED = 1
 """Something needed could not be had: a port, memory, a model, the other instances in time."""
 EXIT_REFUSED = 3
 """The coordinator refused this instance."""
+EXIT_WORKER_LOST = 4
+"""A worker process of this instance ended, and with it a part of the model and of its cache."""
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 
@@ -37,6 +45,27 @@ def set_up(role: str, log_level: str) -> None:
     )
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The keys of ``--mesh-key-file``, None without; ends the process when the file cannot be used."""
+    if mesh.mesh_key_file is None:
+        return None
+    try:
+        return keys.load(Path(mesh.mesh_key_file))
+    except keys.KeyFileError as error:
+        print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def warn_if_open(mesh: MeshConfig) -> None:
+    """Say at start what ``--insecure-mesh`` means."""
+    if mesh.is_open:
+        logger.warning(
+            "--insecure-mesh: whoever reaches this network can read all requests, send its own and join"
+        )
+    elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
+        logger.warning("--insecure-mesh ignored: there is a mesh key")
 
 
 def die_with_parent() -> None:

@@ -8,13 +8,19 @@ above the size limit.
 Two ends: a *listener* binds (ROUTER) and answers peers by their opaque name; a *connection* (DEALER)
 talks to one listener and reconnects by itself. An instance's step loop uses the blocking listener,
 asyncio programs the others.
+
+With the mesh's keys (:mod:`coordinator.keys`) both ends prove who they are and everything is encrypted
+(CURVE). Either both ends of a connection have keys or none has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
+import threading
 import time
 from collections.abc import Awaitable
 from typing import Any, Generic, TypeVar
@@ -23,6 +29,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
+
+from coordinator.greeting import mechanism_at
+from coordinator.guard import Guard
+from coordinator.keys import MeshKeys
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +48,21 @@ LINGER_MS = 500
 
 COMPLAINT_INTERVAL = 10.0
 """Seconds between two log lines about messages that could not be decoded."""
+
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 1000
+"""Milliseconds between two tries to connect, doubling."""
+
+GREETING_TIMEOUT = 1.0
+"""Seconds to find out why a listener hung up."""
+ENOUGH_FAILURES = 3
+"""Handshakes in a row that fail with keys on both sides before the keys are to blame: a listener may also end
+in the middle of one."""
+FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 Peer = bytes
 """A listener's name for one connection; new after every reconnect."""
@@ -56,6 +81,10 @@ class OtherProtocol(Malformed):
     def __init__(self, version: int) -> None:
         super().__init__(f"protocol version {version}, ours is {PROTOCOL}")
         self.version = version
+
+
+class KeyRefused(ConnectionError):
+    """A listener and this process do not agree on the mesh's key; says in what, and what to do."""
 
 
 class PortInUse(OSError):
@@ -119,6 +148,14 @@ def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
 
 
+def _identify(socket: zmq.Socket[Any], keys: MeshKeys | None) -> None:
+    """Give a connecting socket the mesh's client key, and the key that the listener must prove."""
+    if keys is not None:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey = keys.client_public
+        socket.curve_secretkey = keys.client_secret
+
+
 def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     """Bind, then learn the real port: the address is advertised only once it is held."""
     try:
@@ -139,7 +176,8 @@ def _at_once(sent: Awaitable[Any]) -> None:
 
 
 class _Bound(Generic[In]):
-    """What both kinds of listener have: a bound ROUTER socket with its limits, and how frames are read."""
+    """What both kinds of listener have: a bound ROUTER socket with its limits and its guard, and how frames
+    are read. With ``keys``, a context can have one listener."""
 
     def __init__(
         self,
@@ -149,9 +187,15 @@ class _Bound(Generic[In]):
         *,
         name: str,
         max_bytes: int = MAX_MESSAGE_BYTES,
+        keys: MeshKeys | None = None,
+        listen_fd: int | None = None,
     ) -> None:
+        """``listen_fd``: a socket of whoever started this process, which listens at ``endpoint`` already."""
         self._socket = context.socket(zmq.ROUTER)
         _set_options(self._socket, endpoint, max_bytes)
+        self._guard = Guard(context, self._socket, keys, name) if keys is not None else None
+        if listen_fd is not None:
+            self._socket.setsockopt(zmq.USE_FD, listen_fd)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
@@ -160,6 +204,11 @@ class _Bound(Generic[In]):
     @property
     def bad_messages(self) -> int:
         return self._complaints.count
+
+    @property
+    def refused_peers(self) -> int:
+        """Connections refused because they did not have the mesh's key."""
+        return self._guard.refused_peers if self._guard is not None else 0
 
     def close(self) -> None:
         self._socket.close()
@@ -176,7 +225,25 @@ def _is_unreachable(error: zmq.ZMQError) -> bool:
 
 
 class Listener(_Bound[In], Generic[In, Out]):
-    """The bound end for a loop that must not wait: ``receive`` returns at once."""
+    """The bound end for a loop that must not wait: ``receive`` returns at once. Other threads may only
+    :meth:`interrupt`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        receives: Any,
+        *,
+        name: str,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+        keys: MeshKeys | None = None,
+    ) -> None:
+        super().__init__(context, endpoint, receives, name=name, max_bytes=max_bytes, keys=keys)
+        self._interrupts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._interrupts, zmq.POLLIN)
 
     def receive(self) -> tuple[Peer, In] | None:
         """The next well-formed message, or None if none is there."""
@@ -191,8 +258,23 @@ class Listener(_Bound[In], Generic[In, Out]):
                 self._complaints.add(error)
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for something to receive."""
-        return bool(self._socket.poll(int(timeout * 1000), zmq.POLLIN))
+        """Wait up to ``timeout`` seconds for something to receive, or an interruption."""
+        events = self._poller.poll(int(timeout * 1000))
+        if any(socket == self._interrupts for socket, _ in events):
+            os.eventfd_read(self._interrupts)
+        return bool(events)
+
+    def interrupt(self) -> None:
+        """End the wait of the loop's thread, now or at its next one. From any thread, also after the end."""
+        with self._lock:
+            if not self._socket.closed:
+                os.eventfd_write(self._interrupts, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._socket.closed:
+                super().close()
+                os.close(self._interrupts)
 
     def send(self, peer: Peer, message: Out) -> bool:
         """Queue a message; False if the peer is gone or does not keep up."""
@@ -208,9 +290,10 @@ class Listener(_Bound[In], Generic[In, Out]):
 class Sender(Generic[Out]):
     """A connecting end that only sends, for threads without an event loop."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: MeshKeys | None = None) -> None:
         self._socket = context.socket(zmq.DEALER)
         _set_options(self._socket, endpoint, MAX_MESSAGE_BYTES)
+        _identify(self._socket, keys)
         self._socket.connect(endpoint)
 
     def send(self, message: Out) -> bool:
@@ -263,16 +346,22 @@ class AsyncConnection(Generic[In, Out]):
         *,
         name: str,
         max_bytes: int = MAX_MESSAGE_BYTES,
+        keys: MeshKeys | None = None,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         _set_options(self._socket, endpoint, max_bytes)
+        _identify(self._socket, keys)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
+        self._has_keys = keys is not None
+        self._failed_handshakes = 0
         self.endpoint = endpoint
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKES
+        )
         self._socket.connect(endpoint)
 
     @property
@@ -296,9 +385,38 @@ class AsyncConnection(Generic[In, Out]):
             except Malformed as error:
                 self._complaints.add(error)
 
-    async def broken(self) -> None:
-        """Wait until the established connection breaks: the listener's process ended, or the network did."""
-        await recv_monitor_message(self._monitor)
+    async def broken(self) -> KeyRefused | None:
+        """Wait until a connection breaks: the listener's process ended, or the network did. Or the two ends
+        do not have the same key, as far as that can be told: then why. It is tried again all the same."""
+        while True:
+            event = int((await recv_monitor_message(self._monitor))["event"])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failed_handshakes = 0
+            elif event & FAILED_HANDSHAKES:
+                self._failed_handshakes += 1
+                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after these, ZeroMQ itself gives up
+                    asyncio.get_running_loop().call_later(RECONNECT_MAX_MS / 1000, self._connect_again)
+            else:
+                return await self._refusal() if self._failed_handshakes else None
+
+    async def _refusal(self) -> KeyRefused | None:
+        """Whether keys are the reason for failed handshakes."""
+        match await mechanism_at(self.endpoint, GREETING_TIMEOUT), self._has_keys:
+            case "CURVE", False:
+                return KeyRefused(
+                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too"
+                )
+            case "NULL", True:
+                return KeyRefused("it was started without a mesh key: give it --mesh-key-file, too")
+            case "CURVE", True if self._failed_handshakes >= ENOUGH_FAILURES:
+                return KeyRefused("it has another mesh key: give the same --mesh-key-file everywhere")
+        return None
+
+    def _connect_again(self) -> None:
+        if not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self.endpoint)
+            self._socket.connect(self.endpoint)
 
     def send(self, message: Out) -> bool:
         """Queue a message; False if there is no connection now, or its queue is full."""

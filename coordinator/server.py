@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Iterable
 
+import msgspec
 import zmq.asyncio
 
-from coordinator.membership import Instruction, Membership, Note, Rules, Send
-from coordinator.messages import FromCoordinator, Refused, ToCoordinator
+from coordinator.keys import MeshKeys
+from coordinator.membership import Membership
+from coordinator.messages import FromCoordinator, Refused, ToCoordinator, View
+from coordinator.records import Instruction, Note, Rules, Send
 from coordinator.rpc import PROTOCOL, AsyncListener, OtherProtocol
 
 logger = logging.getLogger(__name__)
 
-TICK = 0.25
-"""Seconds between two looks at who has fallen silent."""
+TICK = 0.05
+"""Seconds between two looks at who has fallen silent; a probe waits only 0.3 s for its answer."""
 
 MAX_CONTROL_BYTES = 1024**2
 """Control messages are small; a larger frame is not one of ours."""
@@ -25,12 +29,20 @@ MAX_CONTROL_BYTES = 1024**2
 class Coordinator:
     """One process's worth of coordinator. Binds at once; :meth:`run` serves until cancelled."""
 
-    def __init__(self, endpoint: str, rules: Rules) -> None:
+    def __init__(
+        self, endpoint: str, rules: Rules, keys: MeshKeys | None = None, listen_fd: int | None = None
+    ) -> None:
         self._context = zmq.asyncio.Context()
         self._listener: AsyncListener[ToCoordinator, FromCoordinator] = AsyncListener(
-            self._context, endpoint, ToCoordinator, name="coordinator", max_bytes=MAX_CONTROL_BYTES
+            self._context,
+            endpoint,
+            ToCoordinator,
+            name="coordinator",
+            max_bytes=MAX_CONTROL_BYTES,
+            keys=keys,
+            listen_fd=listen_fd,
         )
-        self._membership = Membership(rules)
+        self._membership = Membership(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
 
     @property
     def endpoint(self) -> str:
@@ -64,6 +76,9 @@ class Coordinator:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
+                case Send(peer, View() as view):
+                    refused = self._listener.refused_peers
+                    self._listener.send(peer, msgspec.structs.replace(view, refused_peers=refused))
                 case Send(peer, message):
                     self._listener.send(peer, message)
                 case Note(text, warning):

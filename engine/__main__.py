@@ -9,24 +9,33 @@ import socket
 import sys
 import time
 import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from coordinator import process
+from coordinator.addresses import AddressError, interfaces, is_loopback, own, toward
 from coordinator.client import Membership, RegistrationRefused, StartupTimeout
-from coordinator.config import endpoint, is_loopback
+from coordinator.config import endpoint
 from coordinator.flags import parse
+from coordinator.keys import MeshKeys
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.rpc import PortInUse
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import InstanceConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
-from engine.executor.base import Executor
-from engine.pace import Pace
+from engine.executor.base import Executor, WorkerLost
+from engine.pace import NoGroup
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.step import ModelFacts
-from parallel.communicators.base import CollectiveError
-from parallel.topology import threads_per_worker, usable_cores
+from engine.trace import write_chrome_trace
+from parallel.topology import threads_per_worker
+
+if TYPE_CHECKING:
+    from engine.spread import Spread
 
 logger = logging.getLogger("engine")
 
@@ -42,17 +51,22 @@ class Ended(Exception):
 class Instance:
     """One instance from registration to its end."""
 
-    def __init__(self, config: InstanceConfig) -> None:
+    def __init__(self, config: InstanceConfig, keys: MeshKeys | None = None) -> None:
         self._mesh = config.mesh
+        self._keys = keys
         self._config = config.engine
         self._log_level = config.log_level
         self._name = uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
         self._place: tuple[int, int] | None = None
-        """(rank, size) among the instances over which experts are spread; None if they are not."""
+        """(rank, size) by which the experts to load first are chosen; None if they are not spread."""
+        self._spread: Spread | None = None
         self._serving = False
+        self._rank = 0
         self._threads = 0
+        self._cores: list[int] = []
+        """Those that no other instance computes on, if there are any."""
         self._stop_signals = 0
         self._announced_draining = False
 
@@ -100,6 +114,8 @@ class Instance:
                 pid=os.getpid(),
             ),
             self._load,
+            self._keys,
+            self._on_drain,
         )
         membership.start()
         return membership
@@ -114,10 +130,13 @@ class Instance:
             raise Ended(process.EXIT_FAILED, str(error)) from error
         if self._mesh.data_parallel_start_rank is None:
             process.set_up(f"Engine_{welcome.rank}", self._log_level)
+        self._rank = welcome.rank
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
         self._config = adopt(self._config, welcome.settings)
         if welcome.settings.enable_expert_parallel:
-            self._place = (welcome.rank, welcome.settings.data_parallel_size)
+            from engine.spread import first_share
+
+            self._place = first_share(welcome.rank, welcome.settings)
         info, settings = resolve(self._config, welcome.settings.data_parallel_size)
         if settings.fingerprint != welcome.settings.fingerprint:
             raise Ended(
@@ -134,7 +153,9 @@ class Instance:
         self._share_cores(membership)
         membership.update(phase="loading libraries")
         place = self._place
-        executor = self._executor = make_executor(self._config, info, self._threads, place)
+        executor = self._executor = make_executor(
+            self._config, info, self._threads, place, cores=self._cores, rank=self._rank
+        )
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
@@ -144,72 +165,68 @@ class Instance:
             core = EngineCore(
                 self._config, info, executor, num_blocks=num_blocks, max_model_len=max_model_len
             )
-            self._server = Server(self._name, endpoint(self._listen_address(), 0), core)
-            if place is not None:
-                core.pace = self._join_group(membership, executor, place, self._server.endpoint)
-            membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
-            logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
+            self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
+            if place is None:
+                membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
+                logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
+            else:
+                self._spread = self._spread_experts(membership, executor, self._server)
+                core.pace = self._spread.pace
+                logger.info("loaded after %.1f s", time.monotonic() - began)
             self._serving = True
             self._check_stopped()
             try:
                 self._server.run(lambda: self._on_step(membership))
-            except CollectiveError as error:
-                self._on_lost_group(error)
+                self._write_trace(executor)
+            except NoGroup as error:
+                raise Ended(process.EXIT_FAILED, str(error)) from error
+            except WorkerLost as error:
+                raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
-                core.pace.close()
+                if self._spread is not None:
+                    self._spread.close()
         finally:
             executor.close()
 
-    def _join_group(
-        self, membership: Membership, executor: Executor, place: tuple[int, int], address: str
-    ) -> Pace:
-        """Wait until all instances have their experts, then form the group of their epoch."""
-        from engine.pace import InLockstep
-        from parallel import groups  # loads torch.distributed
-
-        rank, size = place
-        timeout = self._config.device.collective_timeout
-        host = self._listen_address()
-        store = groups.open_store(host, None, is_host=True, timeout=timeout) if rank == 0 else None
-        membership.update(
-            state=State.LOADED,
-            phase="waits for the other instances",
-            address=address,
-            store=f"{host}:{store.port}" if store is not None else "",
-        )
-        form = membership.wait_for_group(self._mesh.startup_timeout)
-        if store is None:
-            store_host, _, port = form.store.rpartition(":")
-            store = groups.open_store(store_host, int(port), is_host=False, timeout=timeout)
-        try:
-            backend = groups.choose_backend(
-                self._config.device.all2all_backend, [peer.host for peer in form.peers]
-            )
-            group = groups.form(store, form.epoch, rank, size, backend, timeout, host=host)
-        except (ValueError, CollectiveError) as error:
-            raise Ended(
-                process.EXIT_FAILED, f"the group of epoch {form.epoch} cannot form: {error}"
-            ) from error
-        executor.join(group)
-        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, size, backend)
-        peers = [peer.address for peer in form.peers if peer.rank != rank]
-        return InLockstep(group, form.epoch, peers)
-
-    def _on_lost_group(self, error: CollectiveError) -> None:
-        """A peer is gone, and with it its experts. Its requests go on elsewhere if they can."""
-        if self._stop_signals:
-            logger.info("the group ended: %s", error)
+    def _write_trace(self, executor: Executor) -> None:
+        if self._config.device.trace is None:
             return
-        raise Ended(process.EXIT_FAILED, f"lost the lockstep group: {error}")
+        asked = Path(self._config.device.trace)
+        path = asked.with_name(f"{asked.stem}.{self._rank}{asked.suffix or '.json'}")
+        try:
+            logger.info("%s: %s", path, write_chrome_trace(path, executor.spans()))
+        except OSError as error:
+            logger.error("the trace could not be written: %s", error)
+
+    def _spread_experts(self, membership: Membership, executor: Executor, server: Server) -> Spread:
+        from engine.executor.uni import UniExecutor
+        from engine.spread import Spread  # loads torch.distributed
+
+        assert isinstance(executor, UniExecutor), "-ep with -tp or -pp is refused with the settings"
+        return Spread(
+            self._name,
+            membership,
+            executor,
+            server,
+            host=self._listen_address(),
+            device=self._config.device,
+            startup_timeout=self._mesh.startup_timeout,
+            keys=self._keys,
+        )
 
     def _on_step(self, membership: Membership) -> None:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
         self._share_cores(membership)
+        if self._spread is not None:
+            self._spread.drains = self._stop_signals > 0
+            self._spread.look()
+        if self._executor is not None:
+            self._executor.check()
         if membership.refusal is not None and self._server is not None:
             self._server.drain(0.0)
         elif self._stop_signals and not self._announced_draining:
             self._announced_draining = True
-            logger.info("draining for at most %.0f s", self._config.drain_timeout)
+            logger.info("draining for at most %.0f s", self._server.drain_time_left if self._server else 0.0)
             membership.update(state=State.DRAINING, phase="draining")
 
     def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:
@@ -256,26 +273,48 @@ class Instance:
         sharers = membership.neighbours
         if self._server is None:  # others may not have registered yet
             sharers = max(sharers, self._mesh.instances_here)
-        threads = self._config.device.cpu_threads or threads_per_worker(sharers, usable_cores())
-        if threads != self._threads:
-            self._threads = threads
-            logger.info("computes with %d thread%s", threads, "s" * (threads > 1))
+        workers, given = self._config.device.num_workers, self._config.device.cpu_threads
+        every_core = sorted(os.sched_getaffinity(0))
+        threads = threads_per_worker(workers if given else sharers * workers, given or len(every_core))
+        cores = every_core if sharers == 1 else []
+        if (threads, cores) != (self._threads, self._cores):
+            if threads != self._threads:
+                each = f" in each of {workers} workers" if workers > 1 else ""
+                logger.info("computes with %d thread%s%s", threads, "s" * (threads > 1), each)
+                self._warn_of_crowding(sharers * workers, len(every_core))
+            self._threads, self._cores = threads, cores
             if self._executor is not None:
-                self._executor.set_threads(threads)
+                self._executor.set_threads(threads, cores)
+
+    def _warn_of_crowding(self, workers: int, cores: int) -> None:
+        if self._config.device.num_workers > 1 and workers > cores and self._config.device.device != "cuda":
+            logger.warning(
+                "%d workers share the %d core%s of this host: expect each step to take longer than with "
+                "fewer (lower -tp or -pp, or run fewer instances here)",
+                workers, cores, "s" * (cores > 1),
+            )  # fmt: skip
 
     def _listen_address(self) -> str:
         """An address that routers elsewhere can reach: given, or of the way to the coordinator."""
         if self._mesh.instance_address is not None:
-            return self._mesh.instance_address
+            return own("--instance-address", self._mesh.instance_address)
         target = self._mesh.data_parallel_address
         if is_loopback(target):
             return "127.0.0.1"
-        with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, self._mesh.data_parallel_rpc_port))
-            return str(probe.getsockname()[0])
+        address = toward(target, self._mesh.data_parallel_rpc_port)
+        others = [str(each) for each in interfaces() if each.address != address]
+        if others and self._server is None:
+            logger.info(
+                "listens on %s, the way to the coordinator; --instance-address chooses another (%s)",
+                address,
+                ", ".join(others),
+            )
+        return address
 
     def _load(self) -> Load:
-        return self._server.progress.load() if self._server is not None else Load()
+        if self._server is None:
+            return Load()
+        return msgspec.structs.replace(self._server.progress.load(), refused_peers=self._server.refused_peers)
 
     # ---- the end
 
@@ -285,6 +324,14 @@ class Instance:
         if self._server is None or not self._serving:
             raise Ended(0, "told to stop before it was ready")
         self._server.drain(self._config.drain_timeout if self._stop_signals == 1 else 0.0)
+
+    def _on_drain(self, timeout: float | None) -> None:
+        """An operator's wish, passed on by the coordinator; called by the membership thread."""
+        if self._server is None or not self._serving:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._server.drain(self._config.drain_timeout if timeout is None else timeout)
+        self._stop_signals = max(1, self._stop_signals)
 
     def _check_stopped(self) -> None:
         if self._stop_signals:
@@ -308,12 +355,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     rank = config.mesh.data_parallel_start_rank
     process.set_up("Engine" if rank is None else f"Engine_{rank}", config.log_level)
+    keys = process.mesh_keys(config.mesh, "python -m engine")
+    process.warn_if_open(config.mesh)
     try:
-        Instance(config).run()
+        Instance(config, keys).run()
     except Ended as ended:
         logger.log(logging.ERROR if ended.status else logging.INFO, "%s", ended)
         return ended.status
-    except (CheckpointError, PortInUse) as error:
+    except WorkerLost as error:
+        logger.error("lost a worker while starting: %s", error)
+        return process.EXIT_WORKER_LOST
+    except (CheckpointError, PortInUse, AddressError) as error:
         logger.error("%s", error)
         return process.EXIT_FAILED
     except MemoryError:

@@ -7,6 +7,7 @@ command line to refuse a wrong model before any process is started.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import struct
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
+
+EXPERTS_INTERFACE = "use_experts_implementation"
+"""In transformers' modelling code, the mark of experts that can be spread."""
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
@@ -55,6 +59,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     num_experts: int
     """0 for a dense model."""
+    num_layers: int = 0
+    num_heads: int = 0
+    """Of queries; 0 where config.json does not say."""
+    num_kv_heads: int = 0
 
 
 def find_model(name: str | None, revision: str | None = None) -> Path:
@@ -126,7 +134,30 @@ def read_model_info(directory: Path) -> ModelInfo:
             ),
             0,
         ),
+        num_layers=_optional_number(text, "num_hidden_layers", "n_layer", "num_layers"),
+        num_heads=_optional_number(text, "num_attention_heads", "n_head"),
+        num_kv_heads=_optional_number(text, "num_key_value_heads"),
     )
+
+
+def why_experts_stay_whole(info: ModelInfo) -> str:
+    """Why the experts of a mixture-of-experts model cannot be spread over instances; empty if they can.
+
+    transformers' own code says whether a family's experts go through its experts interface. It is read as
+    text, for whoever decides this has no torch.
+    """
+    config = _read_json(Path(info.directory) / "config.json", required=True)
+    if "text_config" in config:
+        return "it is the language part of a larger model"
+    if config.get("quantization_config"):
+        return "its weights are quantised"
+    found = importlib.util.find_spec("transformers")
+    name = info.model_type.replace("-", "_")
+    if found is not None and found.origin is not None:
+        code = Path(found.origin).parent / "models" / name / f"modeling_{name}.py"
+        if code.is_file() and EXPERTS_INTERFACE in code.read_text(errors="replace"):
+            return ""
+    return f"the experts of {info.model_type} do not go through transformers' experts interface"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -217,6 +248,10 @@ def _number(directory: Path, config: dict[str, Any], *keys: str) -> int:
         if isinstance(config.get(key), int):
             return int(config[key])
     raise CheckpointError(f"{directory}/config.json gives no {keys[0]}")
+
+
+def _optional_number(config: dict[str, Any], *keys: str) -> int:
+    return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), 0)
 
 
 def _dtype(*configs: dict[str, Any]) -> str:

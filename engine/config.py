@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Size, flag
+from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 
@@ -55,7 +56,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float, Meta(gt=0, le=1), flag(help="Share of a GPU's memory that an instance may use.")
     ] = 0.92
     kv_cache_memory_bytes: Annotated[
-        Size | None, flag(help="Bytes for the KV cache (4G and the like work); unset: from free memory.")
+        Size | None,
+        flag(help="Bytes for each worker's KV cache (4G and the like work); unset: from free memory."),
     ] = None
     num_gpu_blocks_override: Annotated[
         Count | None, flag(help="Number of KV blocks, whatever the memory (any device).")
@@ -81,8 +83,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_queued_reqs: Annotated[
         Natural, flag(help="Requests that may wait on an instance; more are answered 503.")
     ] = 4096
+    max_num_queued_tokens: Annotated[
+        Size | None,
+        flag(help="Tokens that may wait on an instance before it takes no more requests (503); unset: any."),
+    ] = None
 
     def __post_init__(self) -> None:
+        if self.max_num_queued_tokens is not None and self.max_num_queued_tokens < 1:
+            raise ValueError("--max-num-queued-tokens must be at least 1")
         if self.max_num_batched_tokens < 1:
             raise ValueError("--max-num-batched-tokens must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -100,15 +108,42 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     tensor_parallel_size: Annotated[Count, flag("-tp", help="Tensor-parallel shards inside an instance.")] = 1
     pipeline_parallel_size: Annotated[Count, flag("-pp", help="Pipeline stages inside an instance.")] = 1
+    pipeline_split: Annotated[
+        str | None,
+        flag(help="Layers of each pipeline stage, like 10,12,10; unset: balanced by parameter bytes."),
+    ] = None
+    pipeline_micro_batches: Annotated[
+        Natural,
+        flag(
+            help="Steps of different requests under way at once in a pipeline (0: as many as stages). More "
+            "keep the stages busier, each with smaller batches."
+        ),
+    ] = 0
+    distributed_executor_backend: Annotated[
+        Literal["uni", "mp"] | None,
+        flag(
+            help="Where workers run: uni, in the instance's own process; mp, a process each. Unset: uni for "
+            "one worker, mp for more."
+        ),
+    ] = None
+    trace: Annotated[
+        str | None,
+        flag(
+            help="When the instance ends, write to this file when each of its workers computed, in Chrome's "
+            "trace format; the rank goes in front of the suffix, as in FILE.0.json."
+        ),
+    ] = None
     cpu_threads: Annotated[
-        Natural, flag(help="Compute threads per instance (0: this machine's cores, shared fairly).")
+        Natural,
+        flag(help="Compute threads per instance, over its workers (0: this machine's cores, shared fairly)."),
     ] = 0
     enable_expert_parallel: Annotated[
         bool | None,
         flag(
             "-ep",
             help="Spread the experts of a mixture-of-experts model over all instances, which then step in "
-            "lockstep (default: off; each instance holds all experts).",
+            "lockstep (default: on where it can be done, if -dp is more than 1). Without it each instance "
+            "holds all experts and steps by itself.",
         ),
     ] = None
     expert_placement_strategy: Annotated[
@@ -129,15 +164,48 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
 
     def __post_init__(self) -> None:
-        for name, size in (
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-            ("--pipeline-parallel-size", self.pipeline_parallel_size),
-        ):
-            if size != 1:
+        if self.distributed_executor_backend == "uni" and self.num_workers > 1:
+            raise ValueError(
+                f"--distributed-executor-backend uni runs one worker, -tp {self.tensor_parallel_size} -pp "
+                f"{self.pipeline_parallel_size} needs {self.num_workers}: use mp, or leave the flag out"
+            )
+        if self.num_workers > 1 and self.enable_expert_parallel:
+            raise ValueError(
+                "-ep with -tp or -pp above 1 is not built yet: instances that are sharded inside hold all "
+                "experts"
+            )
+        if self.pipeline_split is not None:
+            try:
+                parse_split(self.pipeline_split)
+            except ValueError as error:
+                raise ValueError(f"--pipeline-split: {error}") from error
+            if len(self.split or ()) != self.pipeline_parallel_size:
                 raise ValueError(
-                    f"{name} {size}: sharding inside an instance is not built yet; use 1, "
-                    "and more instances (-dp) to scale"
+                    f"--pipeline-split {self.pipeline_split} is for {len(self.split or ())} stages, but "
+                    f"--pipeline-parallel-size is {self.pipeline_parallel_size}"
                 )
+
+    @property
+    def num_workers(self) -> int:
+        """Of one instance."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """Layers of each stage, if they were given."""
+        return None if self.pipeline_split is None else parse_split(self.pipeline_split)
+
+    @property
+    def micro_batches(self) -> int:
+        """Steps that may be under way at once."""
+        if self.pipeline_parallel_size == 1:
+            return 1
+        return self.pipeline_micro_batches or self.pipeline_parallel_size
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether each worker is a process of its own."""
+        return self.num_workers > 1 or self.distributed_executor_backend == "mp"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import msgspec
 
@@ -17,7 +17,7 @@ from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
 from engine.split import StepSplit
-from engine.step import Step
+from engine.step import Step, StepResult
 
 Peer = bytes
 
@@ -49,21 +49,27 @@ class EngineCore:
                 block_size=config.cache.block_size,
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+                micro_batches=executor.in_flight,
+                tells_tokens=executor.needs_tokens,
             ),
             self._pool,
         )
         self._arrivals = 0
+        self._unfinished: Step | None = None
+        """A step that was scheduled and did not run to its end, because the group broke or changed."""
+        self._steps: deque[Step] = deque()
+        """Under way in a pipeline, oldest first."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._unfinished is not None or bool(self._steps)
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
-        if self.scheduler.num_waiting >= self._config.scheduler.max_num_queued_reqs:
+        if self._is_full():
             return Refused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
         if problem is not None:
@@ -91,10 +97,18 @@ class EngineCore:
     def step(self) -> dict[Peer, list[Delta]]:
         """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
 
+        A step that does not come to its end is kept and runs the next time, before anything else is
+        scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
+        So nothing has to be taken back, and nothing was handed out.
+
         Raises:
             parallel.communicators.base.CollectiveError: in lockstep, a peer is lost.
+            engine.executor.base.WorkerLost: a worker of this instance is.
         """
-        step = self.scheduler.schedule() or Step([], [])
+        if self._executor.in_flight > 1:
+            return self._step_of_pipeline()
+        step = self._unfinished or self.scheduler.schedule() or Step([], [])
+        self._unfinished = step if step.rows else None
         agreement = self.pace.agree(
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
@@ -105,9 +119,26 @@ class EngineCore:
             return {}
         began = time.perf_counter()
         result = self._executor.execute(step, agreement.sizes)
+        self._unfinished = None
         times = self._executor.expert_times()
         if times is not None:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
+        return self._take_in(step, result)
+
+    def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
+        """Fill the pipeline, then wait for the step that is furthest."""
+        while len(self._steps) < self._executor.in_flight:
+            step = self.scheduler.schedule()
+            if step is None:
+                break
+            self._executor.begin(step)
+            self._steps.append(step)
+        if not self._steps:
+            return {}
+        result = self._executor.finish()
+        return self._take_in(self._steps.popleft(), result)
+
+    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
         for outcome in self.scheduler.update(step, result):
             deltas[outcome.request.key[0]].append(_delta(outcome))
@@ -127,7 +158,23 @@ class EngineCore:
         )
 
     def _lockstep_counters(self) -> LockstepCounters:
-        return self._split.counters(self._executor.tokens_per_expert())
+        counters = self._split.counters(self._executor.tokens_per_expert())
+        times = self.pace.times
+        return msgspec.structs.replace(
+            counters,
+            epoch=times.epoch,
+            changes=times.changes,
+            recoveries=times.recoveries,
+            recovery_seconds=dict(times.seconds),
+        )
+
+    def _is_full(self) -> bool:
+        """Tokens are counted before a request is added: a long one finds room in an empty queue."""
+        limits = self._config.scheduler
+        most_tokens = limits.max_num_queued_tokens
+        return self.scheduler.num_waiting >= limits.max_num_queued_reqs or (
+            most_tokens is not None and self.scheduler.num_waiting_tokens >= most_tokens
+        )
 
     def _problem_with(self, submit: Submit) -> str | None:
         num_prompt = len(submit.prompt_ids)

@@ -1,4 +1,5 @@
-"""Reading one rank's share of a mixture-of-experts checkpoint: its experts and all that is not an expert.
+"""Reading a part of a mixture-of-experts checkpoint: a rank's share (its experts and all that is not an
+expert), or some more experts for a model that serves already.
 
 transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, fused
 in memory). That conversion works on whatever experts it is given, so a rank gives it only its own, numbered
@@ -8,8 +9,9 @@ anew, read one tensor or slice at a time; the bytes of the others are never read
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.checkpoint import CheckpointError, weight_files
 from parallel.placement import Placement
@@ -45,6 +47,38 @@ def expert_modules(model: Any) -> dict[str, Any]:
     }
 
 
+def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of an experts module that have a row per expert, by name."""
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.shape[0] == module.num_experts
+    ]
+
+
+class ReadingStopped(Exception):
+    """What was being read is not wanted any more."""
+
+
+def read_experts(
+    model: Any, directory: Path, experts: Sequence[int], should_stop: Callable[[], bool] = lambda: False
+) -> dict[str, torch.Tensor]:
+    """Some experts of all layers from the checkpoint of a model: parameter -> [len(experts), ...], in their
+    order. Only their bytes are read; the model, which may hold other ones, is not changed.
+
+    Raises:
+        CheckpointError: the checkpoint lacks some of them (any more).
+        ReadingStopped: ``should_stop``, which is asked before each tensor, said so.
+    """
+    layers = expert_modules(model)
+    wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
+    found = _Reader(model, layers, experts).read_experts(directory, should_stop)
+    for name in wanted:
+        if name not in found or found[name].shape[0] != len(experts):
+            raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
+    return {name: found[name] for name in wanted}
+
+
 @contextmanager
 def only_experts_of(model_class: Any, config: Any, share: ExpertShare) -> Iterator[dict[str, torch.Tensor]]:
     """While it lasts, models of this class are made with the share's experts only; gives their weights.
@@ -65,7 +99,7 @@ def only_experts_of(model_class: Any, config: Any, share: ExpertShare) -> Iterat
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield _Reader(whole, layers, share).read(Path(config._name_or_path))
+        yield _Reader(whole, layers, share.experts).read(Path(config._name_or_path))
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -76,46 +110,78 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
 
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            if parameter.shape[0] == self.num_experts:
-                local = parameter.new_empty(len(share.experts), *parameter.shape[1:])
-                setattr(self, name, torch.nn.Parameter(local, requires_grad=False))
+        for name, parameter in expert_parameters(self):
+            local = parameter.new_empty(len(share.experts), *parameter.shape[1:])
+            setattr(self, name, torch.nn.Parameter(local, requires_grad=False))
         self.num_experts = len(share.experts)
 
     return initialise
 
 
 class _Reader:
-    """Decides tensor by tensor what of a checkpoint a share needs."""
+    """Decides tensor by tensor what of a checkpoint is needed for some experts of a model, which may hold
+    any number of them itself."""
 
-    def __init__(self, whole: Any, layers: dict[str, Any], share: ExpertShare) -> None:
-        transforms = get_model_conversion_mapping(whole)
+    def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[int]) -> None:
+        transforms = get_model_conversion_mapping(model)
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
-        self._prefix = whole.base_model_prefix
-        self._known = whole.state_dict()
+        self._prefix = model.base_model_prefix
+        self._known = model.state_dict()
         self._expert_parameters = {
-            f"{path}.{name}"
-            for path, module in layers.items()
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.shape[0] == module.num_experts
+            f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)
         }
-        self._local = {expert: number for number, expert in enumerate(share.experts)}
+        self._local = {expert: number for number, expert in enumerate(experts)}
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """All tensors that the share needs, under the names that transformers expects on disk."""
+        """The experts and all that is no expert, under the names that transformers expects on disk."""
         tensors: dict[str, torch.Tensor] = {}
         for file in weight_files(directory):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
-                    self._take(opened, name, tensors)
+                    if self._target(name)[0] in self._expert_parameters:
+                        self._take(opened, name, tensors)
+                    else:
+                        tensors[name] = opened.get_tensor(name)
         return tensors
 
+    def read_experts(self, directory: Path, should_stop: Callable[[], bool]) -> dict[str, torch.Tensor]:
+        """The experts alone, converted: parameter -> [experts, ...]."""
+        tensors: dict[str, torch.Tensor] = {}
+        for file in weight_files(directory):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+                    if should_stop():
+                        raise ReadingStopped
+                    if self._target(name)[0] in self._expert_parameters:
+                        self._take(opened, name, tensors)
+        return self._convert(tensors)
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """The parameter that a tensor on disk is for, and the pattern of its converter if it has one."""
+        target: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._known
+        )
+        return target
+
+    def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As transformers' ``convert_and_load_state_dict_in_model`` does it, without a model to fill."""
+        by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        converted: dict[str, torch.Tensor] = {}
+        running: dict[str, WeightConverter] = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            target, pattern = self._target(name)
+            if pattern is None:
+                converted[target] = tensors[name]
+                continue
+            converter = running.setdefault(target, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(target, name, pattern, lambda name=name: tensors[name])
+        for target, converter in running.items():
+            for name, value in converter.convert(target).items():
+                converted[name] = value[0] if isinstance(value, list) else value
+        return converted
+
     def _take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        target, _ = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
-        if target not in self._expert_parameters:
-            tensors[name] = opened.get_tensor(name)
-            return
         match = ONE_EXPERT.search(name)
         if match is None:
             tensors[name] = self._slices(opened.get_slice(name))

@@ -107,6 +107,10 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Messages dropped because they could not be decoded."""
 
 
+STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds: bounds of the histogram of step durations."""
+
+
 class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     """Totals of the steps taken in lockstep. Times in seconds, as this instance saw them."""
 
@@ -117,7 +121,6 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     wait_seconds: float
     """Waiting for the other instances' headers."""
     attention_seconds: float
-    """Attention and all else that is no expert layer."""
     dispatch_seconds: float
     experts_seconds: float
     combine_seconds: float
@@ -126,6 +129,23 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     mean_tokens: float
     tokens_per_expert: dict[int, int]
     """Tokens that each expert of this instance computed, over all layers."""
+    rest_seconds: float = 0.0
+    """What is neither waiting, attention, nor the exchange and the products of expert layers."""
+    attention_calls: int = 0
+    """Layers of steps in which this instance computed attention: none in steps without its tokens."""
+    step_counts: list[int] = []
+    """Steps and sleeps by duration: up to each of ``STEP_BOUNDS``, then the longer ones."""
+    all_steps_seconds: float = 0.0
+    """Their durations in all, from giving the header to having the result."""
+    longest_step_seconds: float = 0.0
+    epoch: int = 0
+    """Of the group that it stepped in last."""
+    changes: int = 0
+    """Groups that followed another by agreement: somebody came or left."""
+    recoveries: int = 0
+    """Groups that followed another after a loss."""
+    recovery_seconds: dict[str, float] = {}
+    """Time from a loss noticed to the first step after it, by part: see :mod:`engine.recovery_times`."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,9 @@
 """When an instance may step: alone, or in lockstep with all others.
 
-The step loop asks :meth:`Pace.agree` before each step. Independent instances (dense models, or experts
-whole on each) always may. In lockstep the answer comes from the headers of all instances
-(:mod:`parallel.lockstep`), exchanged over the group's communicator; wakes travel over ZeroMQ.
+The step loop asks :meth:`Pace.turn` in each turn and :meth:`Pace.agree` before each step. Independent
+instances (dense models, or experts whole on each) always may step. In lockstep the answer comes from the
+headers of all instances (:mod:`parallel.lockstep`), exchanged over the group's communicator; wakes travel
+over ZeroMQ. How one group follows another is :mod:`engine.elastic`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
+from coordinator.keys import MeshKeys
 from coordinator.rpc import Sender
+from engine.recovery import Step as MayStep
+from engine.recovery import Turn
+from engine.recovery_times import RecoveryTimes
 from parallel.lockstep import Decision, Header, Lockstep, Run, Sleep, Switch, Wake
 
 if TYPE_CHECKING:
-    from parallel.communicators.base import Communicator
+    from parallel.communicators.base import CollectiveError, Communicator
 
 logger = logging.getLogger(__name__)
 
 WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""
+
+
+class NoGroup(Exception):
+    """This instance can be in no group of the mesh; says why."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -36,14 +45,27 @@ class Agreement(msgspec.Struct, frozen=True):
     """Rows of each rank, in lockstep."""
     waited: float = 0.0
     """Seconds spent waiting for the others' headers."""
+    switches_to: int = 0
+    """The epoch that all enter instead of this step; 0: none."""
 
 
 class Pace(Protocol):
     """The rhythm of one instance."""
 
+    times: RecoveryTimes
+    """How its changes of the group went."""
+
     @property
     def must_step(self) -> bool:
         """Whether the next step has to be agreed on even without work here."""
+        ...
+
+    def turn(self) -> Turn:
+        """At the top of each turn: whether this instance steps now, waits for a group, or ends.
+
+        Raises:
+            NoGroup: it can never step in this mesh.
+        """
         ...
 
     def notice_work(self) -> None:
@@ -62,6 +84,18 @@ class Pace(Protocol):
         """
         ...
 
+    def failed(self, error: CollectiveError) -> None:
+        """The step ended with this; it runs again in the next group."""
+        ...
+
+    def drained(self) -> bool:
+        """No request is left here and none will come: whether to end now. Else :meth:`turn` says when."""
+        ...
+
+    def is_fenced(self) -> bool:
+        """Whether all requests must be forgotten, as the others went on without this instance: said once."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -69,6 +103,12 @@ class Alone:
     """Steps whenever there is work."""
 
     must_step = False
+
+    def __init__(self) -> None:
+        self.times = RecoveryTimes()
+
+    def turn(self) -> Turn:
+        return MayStep()
 
     def notice_work(self) -> None:
         return
@@ -79,18 +119,29 @@ class Alone:
     def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
         return Agreement(runs=num_tokens > 0)
 
+    def failed(self, error: CollectiveError) -> None:
+        raise error
+
+    def drained(self) -> bool:
+        return True
+
+    def is_fenced(self) -> bool:
+        return False
+
     def close(self) -> None:
         return
 
 
 class InLockstep:
-    """Steps with all others of the group."""
+    """Steps with all others of one group."""
 
-    def __init__(self, group: Communicator, epoch: int, peers: Sequence[str]) -> None:
+    def __init__(
+        self, group: Communicator, epoch: int, peers: Sequence[str], keys: MeshKeys | None = None
+    ) -> None:
         """``peers``: the addresses of the other instances."""
-        self._group = group
+        self.group = group
         self._lockstep = Lockstep(group.rank, group.size, epoch)
-        self._waker = Waker(peers)
+        self._waker = Waker(peers, keys)
 
     def __repr__(self) -> str:
         return f"<InLockstep {self._lockstep!r}>"
@@ -107,31 +158,38 @@ class InLockstep:
     def on_wake(self, wake: Wake) -> None:
         self._lockstep.on_wake(wake)
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
-        header = self._lockstep.header(num_tokens, queued_prefill=queued_prefill, longest=longest)
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, ready_epoch: int) -> Agreement:
+        """See :class:`Pace`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as there
+        are some while a change is pending, is not computed."""
+        header = self._lockstep.header(
+            num_tokens, queued_prefill=queued_prefill, longest=longest, ready_epoch=ready_epoch
+        )
         began = time.perf_counter()
-        rows = self._group.all_gather_ints(header.ints())
+        rows = self.group.all_gather_ints(header.ints())
         waited = time.perf_counter() - began
         decision: Decision = self._lockstep.advance([Header.of(row) for row in rows])
         if self._lockstep.outstanding_wake is None:
             self._waker.end()
         match decision:
             case Run(sizes):
-                return Agreement(runs=True, sizes=sizes, waited=waited)
-            case Sleep() | Switch():
+                return Agreement(runs=any(sizes), sizes=sizes, waited=waited)
+            case Sleep():
                 return Agreement(runs=False, waited=waited)
+            case Switch(switches_to):
+                return Agreement(runs=False, waited=waited, switches_to=switches_to)
 
     def close(self) -> None:
         self._waker.close()
-        self._group.close()
+        self.group.close()
 
 
 class Waker:
     """A thread that tells the peers to wake, again and again until the step has begun: the step loop itself
     is by then inside the exchange that it waits for."""
 
-    def __init__(self, peers: Sequence[str]) -> None:
+    def __init__(self, peers: Sequence[str], keys: MeshKeys | None = None) -> None:
         self._peers = list(peers)
+        self._keys = keys
         self._wake: Wake | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -155,7 +213,7 @@ class Waker:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        senders: list[Sender[Wake]] = [Sender(context, peer) for peer in self._peers]
+        senders: list[Sender[Wake]] = [Sender(context, peer, self._keys) for peer in self._peers]
         while not self._closed:
             wake = self._wake
             if wake is None:

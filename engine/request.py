@@ -52,6 +52,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     """Of the full blocks of ``token_ids``, as far as they were needed."""
+    num_in_flight: int = 0
+    """Steps under way that compute some of it."""
     num_named: int = 0
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0

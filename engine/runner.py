@@ -6,17 +6,32 @@ State is set by position, never appended blindly, so that a step which was cut s
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
 from engine.messages import TokenLogprobs
-from engine.sampler import SampleRow, logprob_table, read_logprobs, sample
+from engine.sampler import (
+    SampleRow,
+    VocabularyShard,
+    logprob_table,
+    read_logprobs,
+    sample,
+    sample_shard,
+)
 from engine.step import Admit, Row, Sampled, Step, StepResult
+from engine.trace import MOST_SPANS, Span
 from engine.weights import LoadedModel
+from parallel.tensor_parallel import TensorRank
+
+if TYPE_CHECKING:
+    from engine.kernels.program import Program
 
 MIN_TABLE_WIDTH = 16
 MIN_SPARE_TOKENS = 64
@@ -93,16 +108,32 @@ class _Wanted:
 class ModelRunner:
     """A model, its KV cache, and the requests in its slots."""
 
-    def __init__(self, model: LoadedModel, cache: PagedAttention, block_size: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: PagedAttention | None,
+        block_size: int,
+        program: Program | None = None,
+    ) -> None:
+        """``program`` computes steps natively, over a cache of its own, in place of the model's modules."""
         self._model = model
         self._cache = cache
+        self._program = program
         self._block_size = block_size
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        """When steps were computed here, waiting for other stages not included."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables()
+        shard = model.stage.shard
+        self._shard = shard
+        self._vocabulary: VocabularyShard | None = None
+        if shard.size > 1:
+            ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+            self._vocabulary = VocabularyShard(ranks, model.vocab_size)
 
     def __repr__(self) -> str:
         name = type(self._model.module).__name__
-        return f"ModelRunner({name}, slots={len(self._slots)}, cache={self._cache!r})"
+        return f"ModelRunner({name}, slots={len(self._slots)}, {self._program or self._cache!r})"
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Running it again gives the same result and leaves the same state."""
@@ -111,11 +142,20 @@ class ModelRunner:
             self._tables.clear(admit.slot)
         if not step.rows:
             return StepResult([])
+        for row in step.rows:
+            if row.token is not None:
+                self._slots[row.slot].put(row.start, row.token)
         with torch.inference_mode():
             packed, input_ids = self._pack(step.rows)
+            hidden = self._receive(len(input_ids))
+            began = time.monotonic()
             wanted = self._wanted(step.rows, packed)
-            logits = self._forward(packed, input_ids, wanted.tokens)
-            return self._finish(step.rows, wanted, logits)
+            output = self._forward(packed, input_ids, wanted.tokens, hidden)
+            result = self._finish(step.rows, wanted, output) if self._shard.is_last else StepResult([])
+            self.spans.append((began, time.monotonic()))
+            if not self._shard.is_last:
+                self._send(output)
+            return result
 
     def _pack(self, rows: Sequence[Row]) -> tuple[PackedRows, Int64s]:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
@@ -149,24 +189,41 @@ class ModelRunner:
             tokens.append(np.arange(first, first + count))
         return _Wanted(np.concatenate(tokens), sampled, prompt_rows)
 
-    def _forward(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> torch.Tensor:
-        """Logits [wanted, vocabulary]."""
+    def _forward(
+        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden]."""
+        if self._program is not None:
+            return self._program.forward(packed, input_ids, wanted)
+        assert self._cache is not None
         device = self._model.device
-        output = self._model.module(
+        return self._model.stage.forward(
+            self._model.module,
+            hidden,
             input_ids=torch.from_numpy(input_ids).to(device).unsqueeze(0),
             position_ids=torch.from_numpy(packed.positions).to(device).unsqueeze(0),
             use_cache=False,
             logits_to_keep=torch.from_numpy(wanted).to(device),
             **{PLAN_KEYWORD: self._cache.plan(packed)},
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+
+    def _receive(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before this one gives for this step."""
+        if self._shard.is_first:
+            return None
+        assert self._shard.stages is not None
+        like = torch.empty(1, num_tokens, self._model.hidden_size, dtype=self._model.dtype)
+        return self._shard.stages.receive(like, self._shard.stage - 1).to(self._model.device)
+
+    def _send(self, hidden: torch.Tensor) -> None:
+        assert self._shard.stages is not None
+        self._shard.stages.send(hidden.to(self._model.dtype).cpu(), self._shard.stage + 1)
 
     def _finish(self, rows: Sequence[Row], wanted: _Wanted, logits: torch.Tensor) -> StepResult:
         """Sample, fetch everything from the device at once, and keep the new tokens."""
         num_sampled = len(wanted.sampled)
         sample_rows = [self._sample_row(rows[index]) for index in wanted.sampled]
-        chosen = sample(logits[:num_sampled], sample_rows) if sample_rows else logits.new_empty(0).long()
+        chosen = self._sample(logits[:num_sampled], sample_rows)
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
             return self._result(rows, wanted, chosen.tolist(), {}, {})
@@ -183,6 +240,13 @@ class ModelRunner:
             prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
             begin += count
         return self._result(rows, wanted, tokens, logprobs, prompt_logprobs)
+
+    def _sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        if not rows:
+            return logits.new_empty(0).long()
+        if self._vocabulary is None:
+            return sample(logits, rows)
+        return sample_shard(logits, rows, self._vocabulary)
 
     def _sample_row(self, row: Row) -> SampleRow:
         slot = self._slots[row.slot]
@@ -212,13 +276,15 @@ class ModelRunner:
         places = torch.tensor(with_logprobs, dtype=torch.int64, device=device)
         parts = []
         if with_logprobs:
-            parts.append(
-                logprob_table(logits.index_select(0, places), chosen.index_select(0, places), num_top)
-            )
+            lines = self._whole(logits.index_select(0, places))
+            parts.append(logprob_table(lines, chosen.index_select(0, places), num_top))
         if targets:
             expected = torch.from_numpy(np.concatenate(targets)).to(device)
-            parts.append(logprob_table(logits[num_sampled:], expected, num_top))
+            parts.append(logprob_table(self._whole(logits[num_sampled:]), expected, num_top))
         return torch.cat(parts)
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
 
     def _result(
         self,

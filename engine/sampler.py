@@ -10,6 +10,9 @@ chosen. The result is distributed as it should be, and when rounding shifts the 
 epsilon (another batch, another instance) the winner changes with a chance of that order only. Inverting
 a cumulative sum with one number per row would be cheaper, but moves the border between any two tokens
 by the errors of all tokens before them.
+
+With the vocabulary cut over tensor-parallel ranks each looks at its own tokens, and only the best of each
+are compared (:func:`sample_shard`): both argmax and the race allow that. Top-k and top-p look at whole rows.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import torch
 from engine.attention.base import Int64s
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
+from parallel.communicators.arithmetic import even_sizes
+from parallel.tensor_parallel import TensorRank
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 """Rows are sampled and normalised in chunks of about this size: on CPU, what stays in the cache."""
@@ -79,12 +84,66 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return chosen
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The tokens of one tensor-parallel rank. What its calls return is the same on all ranks."""
+
+    ranks: TensorRank
+    vocab_size: int
+
+    @property
+    def first(self) -> int:
+        return self.ranks.even(self.vocab_size)[0]
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, tokens of this rank] of all ranks: [rows, vocabulary]."""
+        return self.ranks.all_gather_columns(logits, even_sizes(self.vocab_size, self.ranks.size))
+
+    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each rank's best values [rows] and tokens [rows]: the greatest, the lowest rank's if equal."""
+        mine = torch.stack([values.double(), tokens.double()], dim=1)  # holds float32 and token ids exactly
+        columns = self.ranks.all_gather_columns(mine, [2] * self.ranks.size).view(len(values), -1, 2)
+        winners = columns[:, :, 0].argmax(dim=1, keepdim=True)
+        value, token = columns[:, :, 0].gather(1, winners)[:, 0], columns[:, :, 1].gather(1, winners)[:, 0]
+        return value.to(values.dtype), token.long()
+
+
+def sample_shard(
+    logits: torch.Tensor, rows: Sequence[SampleRow], vocabulary: VocabularyShard
+) -> torch.Tensor:
+    """:func:`sample` with logits [rows, tokens of this rank], called on all ranks: the same tokens on all."""
+    first = vocabulary.first
+    shaped = shape_logits(logits, rows, first)
+    truncated = [i for i, row in enumerate(rows) if not row.params.greedy and _truncates(row.params)]
+    racing = [i for i, row in enumerate(rows) if not row.params.greedy and not _truncates(row.params)]
+    values, places = shaped.max(dim=-1)
+    best, chosen = vocabulary.best(values.float(), places + first)
+    if racing:
+        at = torch.tensor(racing, device=logits.device)
+        entrants = [rows[i] for i in racing]
+        scaled = _scale(shaped.index_select(0, at).float(), entrants, best.index_select(0, at)[:, None])
+        tokens = torch.arange(first, first + scaled.shape[1], dtype=torch.int32, device=logits.device)[None]
+        times = _speeds(scaled, tokens, entrants)
+        speeds, winners = times.max(dim=-1)
+        chosen.index_copy_(0, at, vocabulary.best(speeds, winners + first)[1])
+    if truncated:
+        at = torch.tensor(truncated, device=logits.device)
+        whole = vocabulary.whole(shaped.index_select(0, at))
+        step = _rows_per_chunk(whole)
+        for begin in range(0, len(truncated), step):
+            part = [rows[i] for i in truncated[begin : begin + step]]
+            picked = _draw_truncated(whole[begin : begin + step].float(), part)
+            chosen.index_copy_(0, at[begin : begin + step], picked)
+    return chosen
+
+
 def _rows_per_chunk(logits: torch.Tensor) -> int:
     return max(CHUNK_ELEMENTS[logits.device.type] // int(logits.shape[1]), 1)
 
 
-def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Logits after all that precedes temperature: a changed copy in float32, or the same if none asks."""
+def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0) -> torch.Tensor:
+    """Logits after all that precedes temperature: a changed copy in float32, or the same if none asks.
+    Column 0 is token ``first``; what concerns tokens outside is left to whoever has them."""
     allowed = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
     biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
     too_short = [i for i, row in enumerate(rows) if _is_too_short(row)]
@@ -93,21 +152,24 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tenso
         return logits
     shaped = logits.to(torch.float32, copy=True)
     device = logits.device
+    stop = first + logits.shape[1]
     if allowed:
-        where = _pairs(device, allowed, (rows[i].params.allowed_token_ids or () for i in allowed))
+        ids = (rows[i].params.allowed_token_ids or () for i in allowed)
+        where = _pairs(device, allowed, ([t - first for t in each if first <= t < stop] for each in ids))
         kept = shaped[where]
         shaped[torch.tensor(allowed, device=device)] = NEVER
         shaped[where] = kept
     if biased:
-        where = _pairs(device, biased, (rows[i].params.logit_bias for i in biased))
-        values = [bias for i in biased for bias in rows[i].params.logit_bias.values()]
+        biases = [{t: b for t, b in rows[i].params.logit_bias.items() if first <= t < stop} for i in biased]
+        where = _pairs(device, biased, ([t - first for t in each] for each in biases))
+        values = [bias for each in biases for bias in each.values()]
         shaped[where] += torch.tensor(values, dtype=torch.float32, device=device)
     if too_short:
-        stops = ([token for token in rows[i].stop_ids if token < shaped.shape[1]] for i in too_short)
+        stops = ([t - first for t in rows[i].stop_ids if first <= t < stop] for i in too_short)
         shaped[_pairs(device, too_short, stops)] = NEVER
     if penalised:
         places = torch.tensor(penalised, device=device)
-        shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised])
+        shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised], first)
     return shaped
 
 
@@ -132,13 +194,14 @@ def _pairs(
     return torch.from_numpy(repeated).to(device), torch.from_numpy(flat).to(device)
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> torch.Tensor:
     """Repetition over prompt and output (multiplies), presence and frequency over output (subtract)."""
     device = logits.device
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-    seen[_history(device, [row.token_ids for row in rows])] = True
+    width = logits.shape[1]
+    seen[_history(device, [row.token_ids for row in rows], first, width)] = True
     counts = torch.zeros_like(logits)
-    outputs = _history(device, [row.token_ids[row.num_prompt :] for row in rows])
+    outputs = _history(device, [row.token_ids[row.num_prompt :] for row in rows], first, width)
     counts.index_put_(outputs, torch.ones((), device=device), accumulate=True)
     repetition = _column(device, [row.params.repetition_penalty for row in rows])
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -148,9 +211,16 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return logits
 
 
-def _history(device: torch.device, histories: Sequence[Int64s]) -> tuple[torch.Tensor, torch.Tensor]:
+def _history(
+    device: torch.device, histories: Sequence[Int64s], first: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the tokens of each row, as far as they are among these columns."""
     rows = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(histories)).to(device)
+    columns = np.concatenate(histories) - first
+    here = (columns >= 0) & (columns < width)
+    if not here.all():
+        rows, columns = rows[here], columns[here]
+    return torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
 
 
 def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
@@ -220,9 +290,11 @@ def _truncate(
     return values, tokens, short
 
 
-def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Temperature and min-p. The best token gets 0, so that no temperature overflows."""
-    best = logits.amax(dim=-1, keepdim=True)
+def _scale(logits: torch.Tensor, rows: Sequence[SampleRow], best: torch.Tensor | None = None) -> torch.Tensor:
+    """Temperature and min-p. The best token gets 0, so that no temperature overflows; ``best`` [rows, 1] are
+    its logits, where it may be another rank's."""
+    if best is None:
+        best = logits.amax(dim=-1, keepdim=True)
     scaled = (logits - best) / _column(logits.device, [row.params.temperature for row in rows])
     if any(row.params.min_p > 0.0 for row in rows):
         shares = [row.params.min_p for row in rows]
@@ -233,8 +305,13 @@ def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """The column of the winner of each row: scaled logits [rows, n], token ids [rows or 1, n] int32."""
+    return _speeds(scaled, tokens, rows).argmax(dim=-1)
+
+
+def _speeds(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """How fast each is in the race, as [rows, n]."""
     clocks = _exponentials(tokens, [row.seed for row in rows], [row.position for row in rows])
-    return scaled.exp().div_(clocks).argmax(dim=-1)
+    return scaled.exp().div_(clocks)
 
 
 def _exponentials(tokens: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

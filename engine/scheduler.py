@@ -9,6 +9,7 @@ Order is arrival, or (priority, arrival).
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -30,6 +31,10 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    micro_batches: int = 1
+    """Steps of different requests that are under way at once; each takes its share of the requests."""
+    tells_tokens: bool = False
+    """Whether a row of one token says which: some workers do not sample."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -51,6 +56,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
+        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
         self._waiting_tokens = 0
         self._generated = 0
         self._prompt_tokens = 0
@@ -134,13 +140,22 @@ class Scheduler:
 
     # ---- one step
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and not yet answered."""
+        return len(self._in_flight)
+
     def schedule(self) -> Step | None:
-        """Choose the rows of the next step; None if nothing can run."""
+        """Choose the rows of the next step; None if nothing can run. Steps may be under way: a request is not
+        in the next one before its token is there, but a prompt's next chunk may follow the one before."""
         budget = self._rules.max_num_batched_tokens
+        most_rows = self._rows_per_step()
         rows: list[Row] = []
         scheduled: set[int] = set()
         preempted = False
         for request in self._decodes_then_prefills():
+            if len(rows) == most_rows:
+                break
             if request.status is not Status.RUNNING:
                 continue  # preempted by one before it
             count = self._chunk(request, budget)
@@ -156,22 +171,32 @@ class Scheduler:
             budget -= count
         admits: list[Admit] = []
         if not preempted:
-            for admit, row in self._admissions(budget):
+            for admit, row in self._admissions(budget, most_rows - len(rows)):
                 admits.append(admit)
                 rows.append(row)
         if not rows:
             return None
         self._steps += 1
         rows.sort(key=lambda row: row.count > 1)
-        return Step(admits=admits, rows=rows)
+        step = Step(admits=admits, rows=rows)
+        requests = [self._by_slot[row.slot] for row in rows]
+        for request in requests:
+            request.num_in_flight += 1
+        self._in_flight.append((step, requests))
+        return step
 
     def update(self, step: Step, result: StepResult) -> list[Outcome]:
-        """Take in what a step sampled; returns the requests that got a token."""
-        outcomes = []
-        for row, sampled in zip(step.rows, result.sampled, strict=True):
-            request = self._by_slot.get(row.slot)
-            if request is None:
-                continue  # aborted while the step ran
+        """Take in what the oldest step under way sampled; returns the requests that got a token."""
+        outcomes: list[Outcome] = []
+        if not step.rows:
+            return outcomes
+        scheduled, requests = self._in_flight.popleft()
+        assert scheduled is step, "steps are answered in order"
+        for request in requests:
+            request.num_in_flight -= 1
+        for row, request, sampled in zip(step.rows, requests, result.sampled, strict=True):
+            if request.slot != row.slot:
+                continue  # aborted while the step ran; its slot may be another's by now
             if sampled.prompt_logprobs and request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(sampled.prompt_logprobs)
             if sampled.token_id is not None:
@@ -179,6 +204,13 @@ class Scheduler:
         return outcomes
 
     # ---- helpers of schedule
+
+    def _rows_per_step(self) -> int:
+        """So many that every step under way gets its share of those that can run."""
+        if self._rules.micro_batches == 1:
+            return self._rules.max_num_seqs
+        could_run = len(self._running) + min(len(self._waiting), len(self._free_slots))
+        return -(-could_run // self._rules.micro_batches)
 
     def _decodes_then_prefills(self) -> list[Request]:
         """Requests that need one token come before partly computed prompts, so that a long prompt never
@@ -207,10 +239,15 @@ class Scheduler:
         victims = 0
         while (new_blocks := self._pool.take(needed)) is None:
             victim = next(
-                (other for other in reversed(self._running) if other.slot not in scheduled), request
+                (
+                    other
+                    for other in reversed(self._running)
+                    if other.slot not in scheduled and not other.num_in_flight
+                ),
+                request,
             )
-            if victim is request and request.num_uncomputed > 1 and scheduled:
-                return None, victims  # those in this step will end or give way; keep what is computed
+            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and scheduled)):
+                return None, victims  # those under way will end or give way; keep what is computed
             self._preempt(victim)
             victims += 1
             if victim is request:
@@ -226,6 +263,9 @@ class Scheduler:
             count=count,
             new_blocks=new_blocks,
             sample=count == request.num_uncomputed,
+            token=request.token_ids[request.num_computed]
+            if count == 1 and self._rules.tells_tokens
+            else None,
         )
         request.num_computed += count
         self._name_full_blocks(request)
@@ -240,9 +280,9 @@ class Scheduler:
             self._pool.name(request.blocks[index], hashes[index])
         request.num_named = max(request.num_named, num_full)
 
-    def _admissions(self, budget: int) -> Iterator[tuple[Admit, Row]]:
-        """Waiting requests that fit, in order; the first that does not fit ends it."""
-        while self._waiting and self._free_slots and budget > 0:
+    def _admissions(self, budget: int, most: int) -> Iterator[tuple[Admit, Row]]:
+        """At most so many waiting requests that fit, in order; the first that does not fit ends it."""
+        while self._waiting and self._free_slots and budget > 0 and most > 0:
             request = self._waiting[0]
             known = self._known_prefix(request)
             request.num_computed = len(known) * self._rules.block_size
@@ -256,6 +296,7 @@ class Scheduler:
             assert taken is not None
             yield self._admit(request, known, taken), self._row(request, count, request.blocks[:])
             budget -= count
+            most -= 1
 
     def _known_prefix(self, request: Request) -> list[int]:
         """Cached blocks this request can start from. At least one token is left to compute, and prompts

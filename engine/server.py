@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from coordinator.keys import MeshKeys
 from coordinator.messages import Load
 from coordinator.rpc import Listener, Peer
 from engine.core import EngineCore
@@ -25,6 +26,8 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )
+from engine.recovery import End, Wait
+from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
 
 logger = logging.getLogger(__name__)
@@ -92,12 +95,12 @@ class Progress:
 class Server:
     """Binds at once; :meth:`run` steps until it is told to stop and has drained."""
 
-    def __init__(self, instance: str, address: str, core: EngineCore) -> None:
+    def __init__(self, instance: str, address: str, core: EngineCore, keys: MeshKeys | None = None) -> None:
         self._instance = instance
         self._core = core
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._listener: Listener[ToInstance, ToRouter] = Listener(
-            self._context, address, ToInstance, name="instance"
+            self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
         self._draining = threading.Event()
@@ -109,33 +112,63 @@ class Server:
         """Where routers connect, with the real port."""
         return self._listener.endpoint
 
+    @property
+    def refused_peers(self) -> int:
+        """Connections refused for want of the mesh's key."""
+        return self._listener.refused_peers
+
     def drain(self, timeout: float) -> None:
         """Finish what is here within ``timeout`` seconds, take nothing new, then let :meth:`run` return."""
         self._drain_until = time.monotonic() + timeout
         self._draining.set()
+
+    @property
+    def drain_time_left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._drain_until - time.monotonic())
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """The step loop; ``between_steps`` is called once a turn."""
         while True:
             between_steps()
             self._take_in()  # 1. requests and aborts that came meanwhile
-            if self._core.has_work:
-                self._core.pace.notice_work()
-            if self._core.has_work or self._core.pace.must_step:
-                deltas = self._core.step()  # 2. one forward pass
-                self._hand_out(deltas)  # 3. its tokens, one message per router
-                self.progress.stepped(self._report(0))
-            if self._draining.is_set() and self._drained():
+            turn = self._core.pace.turn()  # 2. is there a group to step in?
+            if isinstance(turn, End):
                 break
-            if not self._core.has_work and not self._core.pace.must_step:
+            steps = not isinstance(turn, Wait) and self._wants_step()
+            if steps:
+                self._step()  # 3. one forward pass; its tokens, one message per router
+            if self._draining.is_set() and self._drained() and self._core.pace.drained():
+                break
+            if not steps:
                 self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
                 self._listener.wait(IDLE_WAIT)
         self._listener.close()
         self._context.term()
 
+    def wake(self) -> None:
+        """End the sleep of :meth:`run`; from any thread."""
+        self._listener.interrupt()
+
+    def _wants_step(self) -> bool:
+        if self._core.has_work:
+            self._core.pace.notice_work()
+        return self._core.has_work or self._core.pace.must_step
+
+    def _step(self) -> None:
+        try:
+            deltas = self._core.step()
+        except CollectiveError as error:
+            self._core.pace.failed(error)
+            return
+        self._hand_out(deltas)
+        self.progress.stepped(self._report(0))
+
     # ---- in
 
     def _take_in(self) -> None:
+        if self._core.pace.is_fenced():
+            self._drop_everything()
         had_work = self._core.has_work
         for _ in range(MAX_MESSAGES_PER_TURN):
             received = self._listener.receive()
@@ -175,6 +208,13 @@ class Server:
             refused = self._core.submit(peer, message)
         if refused is not None:
             self._listener.send(peer, refused)
+
+    def _drop_everything(self) -> None:
+        """The others went on without this instance, and routers have had its requests resumed elsewhere; what
+        they have not, they do when they hear that it is lost here."""
+        for peer in list(self._routers):
+            self._core.abort_all(peer)
+            self._listener.send(peer, Attached(self._instance))
 
     def _forget_silent_routers(self) -> None:
         limit = time.monotonic() - ROUTER_TIMEOUT

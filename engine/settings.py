@@ -9,9 +9,18 @@ from typing import Any
 import msgspec
 
 from coordinator.messages import Settings
-from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
+from engine.checkpoint import (
+    CheckpointError,
+    ModelInfo,
+    find_model,
+    fingerprint,
+    read_model_info,
+    why_experts_stay_whole,
+)
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from parallel.pipeline_parallel import check_split
 from parallel.placement import place
+from parallel.topology import kv_heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +33,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
     """
     model = config.model
     info = read_model_info(find_model(model.model, model.revision))
+    _check_sharding(config.device, info)
     settings = Settings(
         model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
         revision=model.revision,
@@ -35,7 +45,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
-        **_expert_settings(config.device, info, size or 1),
+        **_expert_settings(config.device, info, size or 1, model.load_format),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
@@ -49,7 +59,18 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
 
 
 def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """This instance's settings with all that the mesh shares taken from the mesh."""
+    """This instance's settings with all that the mesh shares taken from the mesh.
+
+    Raises:
+        CheckpointError: what it was told itself does not go with them.
+    """
+    try:
+        return _adopted(config, settings)
+    except ValueError as error:
+        raise CheckpointError(f"with the settings of the mesh: {error}") from error
+
+
+def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(
@@ -94,25 +115,70 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     return [name for name, was_given in given.items() if was_given]
 
 
-def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int) -> dict[str, Any]:
-    """Whether and how experts are spread. One instance has nothing to spread."""
-    wanted = bool(device.enable_expert_parallel)
-    if wanted and not info.num_experts:
-        logger.warning("-ep ignored: %s is a dense model", info.architecture)
-    elif wanted and size < 2:
-        logger.warning("-ep ignored: one instance (-dp 1) holds all experts")
-    spread = wanted and info.num_experts > 0 and size > 1
-    if spread:
-        try:
-            place(info.num_experts, size, device.expert_placement_strategy)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int, load_format: str) -> dict[str, Any]:
+    """Whether and how experts are spread."""
+    spread = _spreads(device, info, size, load_format)
     return {
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
         "all2all_backend": device.all2all_backend,
         "data_parallel_size": size if spread else 0,
+        "num_experts": info.num_experts if spread else 0,
     }
+
+
+def _spreads(device: DeviceConfig, info: ModelInfo, size: int, load_format: str) -> bool:
+    """Where it can be done, unless it is told not to be. One instance has nothing to spread.
+
+    Raises:
+        CheckpointError: it is told to be, and cannot.
+    """
+    asked = device.enable_expert_parallel
+    if asked is False:
+        return False
+    if not info.num_experts or size < 2:
+        if asked:
+            why = f"{info.architecture} is a dense model" if not info.num_experts else (
+                "one instance (-dp 1) holds all experts"
+            )  # fmt: skip
+            logger.warning("-ep ignored: %s", why)
+        return False
+    try:
+        place(info.num_experts, size, device.expert_placement_strategy)
+    except ValueError as error:
+        if asked:
+            raise CheckpointError(str(error)) from error
+        problem = f"there are {info.num_experts} experts for {size} instances"
+    else:
+        problem = "" if asked else _why_whole(device, info, load_format)
+    if problem:
+        logger.info("each instance holds all experts: %s", problem)
+    return not problem
+
+
+def _why_whole(device: DeviceConfig, info: ModelInfo, load_format: str) -> str:
+    """Why experts are not spread unless that is asked for; empty if they are."""
+    if load_format == "dummy":
+        return "random weights are not spread"
+    if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
+        return "instances are sharded themselves (-tp, -pp)"
+    return why_experts_stay_whole(info)
+
+
+def _check_sharding(device: DeviceConfig, info: ModelInfo) -> None:
+    """What can be said of ``-tp`` and ``-pp`` before any weight is read."""
+    try:
+        if device.tensor_parallel_size > 1 and info.num_heads:
+            kv_heads_of(info.num_heads, info.num_kv_heads or info.num_heads, 0, device.tensor_parallel_size)
+    except ValueError as error:
+        size = device.tensor_parallel_size
+        raise CheckpointError(f"--tensor-parallel-size {size}: {info.architecture}: {error}") from error
+    try:
+        if device.pipeline_parallel_size > 1 and info.num_layers:
+            check_split(device.split, info.num_layers, device.pipeline_parallel_size)
+    except ValueError as error:
+        name = "--pipeline-parallel-size" if device.split is None else "--pipeline-split"
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _dtype(asked: str, info: ModelInfo) -> str:

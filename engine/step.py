@@ -39,6 +39,8 @@ class Row(msgspec.Struct, frozen=True):
     sample: bool
     """Whether the last position is the newest token, so that the next one is sampled. The worker
     appends the sampled token to the slot's ids by itself."""
+    token: int | None = None
+    """The token at ``start`` of a row of one, for workers that did not sample it themselves."""
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -8,7 +8,10 @@ of what is missing, instead of served wrong.
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +26,11 @@ from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
+from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
+from engine.shard_weights import random_shard, read_shard
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
+from parallel.placement import place
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """How transformers' MoE layers multiply: tokens sorted by expert, one product per expert that has any.
@@ -45,7 +51,13 @@ TEXT_PART = {
     r"^language_model\.lm_head\.": "lm_head.",
 }
 """Names in a checkpoint with other modalities -> names in its language model alone."""
+_LOADING = threading.Lock()
+"""transformers changes global state while it makes a model, so workers in one process load one by one."""
+
 OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision")
+
+
+WHOLE_STAGE = Stage(WHOLE, range(0))
 
 
 @dataclass(frozen=True)
@@ -56,13 +68,15 @@ class LoadedModel:
     """The transformers model, in evaluation mode."""
     layers: tuple[LayerShape, ...]
     vocab_size: int
-    """Width of the logits."""
+    """Width of the logits, over all tensor-parallel ranks."""
     dtype: torch.dtype
     device: torch.device
     experts: ExpertParallel | None = None
     """The expert layers' common part, when they are spread over instances."""
     expert_layers: tuple[Any, ...] = ()
     """Their modules, in the order in which a step passes them."""
+    stage: Stage = WHOLE_STAGE
+    """Which part of the model this is."""
 
     @property
     def hidden_size(self) -> int:
@@ -96,9 +110,13 @@ def load_model(
     device: torch.device,
     share: ExpertShare | None = None,
     dispatch: Dispatch = "allgather_reducescatter",
+    shard: Shard = WHOLE,
+    before_first_run: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Read a checkpoint, or make random weights of its shape, and find out what its layers cache.
-    With ``share``, only those experts are read, and the others are reached by ``dispatch``.
+    With ``share``, only those experts are read, and the others are reached by ``dispatch``. With ``shard``,
+    only that part of the model is; then all workers of a stage must run the model for the first time
+    together: ``before_first_run`` returns when they do.
 
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
@@ -112,8 +130,12 @@ def load_model(
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
+    sharded = None if shard.is_whole else sharded_class(model_class, config, shard)
     try:
-        if dummy:
+        if sharded is not None:
+            with _LOADING:
+                module = _read_shard(info, settings, sharded, config, dtype, is_part)
+        elif dummy:
             module = _make_dummy(config, dtype, settings.trust_remote_code)
         else:
             module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
@@ -129,15 +151,21 @@ def load_model(
     experts, expert_layers = None, ()
     if share is not None:
         experts, expert_layers = _spread_experts(module, share, dispatch)
+    elif sharded is not None and sharded.done.whole_experts:
+        placement = place(info.num_experts, shard.size, "linear")
+        _spread_experts(module, ExpertShare(placement, shard.rank), dispatch)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     wanted = settings.max_model_len or -1
     _fix_rope_scaling(module, wanted if wanted > 0 else info.context_length)
+    stage = WHOLE_STAGE if sharded is None else sharded.stage_of(module)
+    before_first_run()
     with torch.inference_mode():
-        vocab_size, layers = probe_layers(module, info.architecture, info.context_length)
+        width, layers = probe_layers(module, info.architecture, info.context_length, stage)
+        vocab_size = width if sharded is None else sharded.vocab_size
         if not dummy:
-            verify(module, info.architecture, layers, vocab_size, dtype)
-    return LoadedModel(module, layers, vocab_size, dtype, device, experts, expert_layers)
+            verify(module, info.architecture, layers, vocab_size, dtype, stage)
+    return LoadedModel(module, layers, vocab_size, dtype, device, experts, expert_layers, stage)
 
 
 def _spread_experts(
@@ -248,12 +276,7 @@ def _read_weights(
     is_part: bool,
     share: ExpertShare | None,
 ) -> Any:
-    options: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
-    if is_part:
-        options["key_mapping"] = TEXT_PART
-    if _quantization_method(config) == DEQUANTISED:
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    options |= {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}
+    options = _load_options(settings, config, dtype, is_part)
     if share is None:
         module, report = model_class.from_pretrained(
             info.directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
@@ -263,6 +286,39 @@ def _read_weights(
             module, report = model_class.from_pretrained(
                 None, state_dict=tensors, output_loading_info=True, **options
             )
+    _check_report(info, report, is_part)
+    return module
+
+
+def _read_shard(
+    info: ModelInfo,
+    settings: ModelConfig,
+    sharded: ShardedClass,
+    config: Any,
+    dtype: torch.dtype,
+    is_part: bool,
+) -> Any:
+    options = _load_options(settings, config, dtype, is_part) | {"output_loading_info": True}
+    if settings.load_format == "dummy":
+        module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
+        return module
+    tensors = read_shard(sharded, Path(info.directory), TEXT_PART if is_part else None)
+    module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
+    _check_report(info, report, is_part)
+    return module
+
+
+def _load_options(settings: ModelConfig, config: Any, dtype: torch.dtype, is_part: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
+    if is_part:
+        options["key_mapping"] = TEXT_PART
+    if _quantization_method(config) == DEQUANTISED:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    return options | {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}
+
+
+def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> None:
+    """Refuse what is missing, and what nobody asked for."""
     unexpected = [key for key in report["unexpected_keys"] if not HARMLESS_TENSORS.search(key)]
     if is_part:
         unexpected = [key for key in unexpected if not OTHER_MODALITIES.search(key)]
@@ -275,7 +331,6 @@ def _read_weights(
             raise CheckpointError(
                 f"{info.architecture}: {info.directory} {problem.format(len(keys))}: {names}"
             )
-    return module
 
 
 def _fix_rope_scaling(module: Any, longest: int) -> None:

@@ -265,13 +265,17 @@ def save(args: Args, results: Sequence[Result]) -> None:
         args.result_dir.mkdir(parents=True, exist_ok=True)
         (args.result_dir / name).write_text(json.dumps(result))
     if args.output_json:
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-        machine = {"cpu": cpu[1] if cpu else "unknown", "cores": os.cpu_count(), "memory_gib": memory}
         sums = [{key: result[key] for key in result if key[:-1] not in DETAILS} for result in results]
-        page = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "runs": sums}
+        page = {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "runs": sums}
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(page, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return {"cpu": cpu[1] if cpu else "unknown", "cores": os.cpu_count(), "memory_gib": memory}
 
 
 @contextlib.contextmanager

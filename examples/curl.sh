@@ -19,6 +19,10 @@ ask /v1/completions '{"prompt": "The morning was so fine, that", "max_tokens": 3
 ask /v1/completions '{"prompt": ["Emma", "Elizabeth"], "max_tokens": 8, "temperature": 0}'
 ask /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello!"}], "max_completion_tokens": 30}'
 ask /v1/completions '{"prompt": "Elizabeth", "max_tokens": 4, "stream": true, "stream_options": {"include_usage": true}}'
+ask /v1/responses '{"input": "Hello!", "max_output_tokens": 20}'
+ask /v1/messages '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 3, "stream": true}'
+ask /v1/messages/count_tokens '{"messages": [{"role": "user", "content": "Hello!"}]}'
+ask /v1/loads
 ask /tokenize '{"prompt": "Mr. Darcy", "return_token_strs": true}'
 ask /detokenize '{"tokens": [45, 46, 47]}'
 

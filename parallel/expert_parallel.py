@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from parallel.communicators.base import Communicator
+from parallel.expert_products import ExpertProducts
 from parallel.placement import Placement
 
 Dispatch = Literal["allgather_reducescatter", "all_to_all"]
@@ -35,6 +39,17 @@ ATTRIBUTE = "lockstep_experts"
 
 LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
+
+
+class Products(Protocol):
+    """Computes local experts on the CPU."""
+
+    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """See :meth:`parallel.expert_products.ExpertProducts.compute`."""
+        ...
+
+
+Ints = npt.NDArray[np.integer[Any]]
 
 
 class Times:
@@ -52,33 +67,51 @@ class ExpertParallel:
 
     Until :meth:`join` gives it a group, pairs of experts that are elsewhere count as zero: that is enough
     to find out the shapes of a model while it is loaded.
+
+    Where pairs go is worked out in numpy on the host: for the few hundred numbers of a step that is faster
+    than small torch calls, and the collectives need the counts on the host anyway.
     """
 
     def __init__(
         self, placement: Placement, rank: int, dispatch: Dispatch, local_experts: LocalExperts
     ) -> None:
-        self.placement = placement
-        self.rank = rank
+        """``local_experts`` computes on devices other than the CPU."""
         self.times = Times()
         self._dispatch = dispatch
         self._local_experts = local_experts
-        self._owners = torch.tensor(placement.owners)
-        self._local_numbers = torch.tensor(placement.local_numbers())
+        self._products: Products = ExpertProducts()
+        self._place(placement, rank)
         self._group: Communicator | None = None
         self._sizes: Sequence[int] = ()
-        self.tokens_per_expert = torch.zeros(len(placement.owners), dtype=torch.int64)
+        self._ends: Sequence[int] = ()
+        self.tokens_per_expert = np.zeros(len(placement.owners), dtype=np.int64)
         """Pairs computed here by expert, over all layers and steps."""
 
     def __repr__(self) -> str:
         return f"<ExpertParallel rank {self.rank} of {self.placement.num_ranks}, {self._dispatch}>"
 
-    def join(self, group: Communicator) -> None:
-        """Use this group from the next step on; the one before is left to its owner."""
+    def join(self, group: Communicator, placement: Placement) -> None:
+        """From the next step on, use this group, in which the experts are placed like this; the group before
+        is left to its owner. The modules must hold the experts of this rank in it by then."""
+        if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
+            raise ValueError(f"{placement} does not fit {group!r}")
+        self._place(placement, group.rank)
         self._group = group
+
+    def _place(self, placement: Placement, rank: int) -> None:
+        self.placement = placement
+        self.rank = rank
+        self._owners = np.array(placement.owners)
+        self._local_numbers = np.array(placement.local_numbers())
+        self._mine = np.array(placement.experts_of(rank))
+
+    def use_products(self, products: Products) -> None:
+        """Compute the experts held here with these from now on."""
+        self._products = products
 
     def begin(self, sizes: Sequence[int]) -> None:
         """A step begins in which rank r has ``sizes[r]`` tokens in every layer."""
-        self._sizes = sizes
+        self._sizes, self._ends = sizes, list(accumulate(sizes))
         self.times.reset()
 
     def forward(
@@ -88,8 +121,6 @@ class ExpertParallel:
 
         With zero tokens it only takes part in what the others need.
         """
-        if self._owners.device != hidden.device:
-            self._move(hidden.device)
         if self._group is None or self._group.size == 1:
             outputs = self._compute_alone(module, hidden, expert_ids)
         elif self._dispatch == "all_to_all":
@@ -101,11 +132,10 @@ class ExpertParallel:
     # ---- ways of dispatch; each returns the unweighted outputs of this rank's pairs [tokens * k, H]
 
     def _compute_alone(self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        flat = expert_ids.reshape(-1)
-        mine = (self._owners[flat] == self.rank).nonzero()[:, 0]
-        rows = hidden[mine // expert_ids.shape[1]]
+        flat = _to_host(expert_ids).reshape(-1)
+        mine = (self._owners[flat] == self.rank).nonzero()[0]
         outputs = hidden.new_zeros(len(flat), hidden.shape[1])
-        outputs[mine] = self._compute(module, rows, flat[mine])
+        outputs[_like(hidden, mine)] = self._compute(module, hidden, mine // expert_ids.shape[1], flat[mine])
         return outputs
 
     def _all_gather(
@@ -113,64 +143,67 @@ class ExpertParallel:
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        packed = _pack(hidden, expert_ids)
-        all_hidden, all_ids = _unpack(group.all_gather(packed, self._sizes), hidden, top_k)
-        flat = all_ids.reshape(-1)
-        mine = (self._owners[flat] == self.rank).nonzero()[:, 0]
-        gathered = time.perf_counter()
-        computed = self._compute(module, all_hidden[mine // top_k], flat[mine])
-        done = time.perf_counter()
+        gathered = group.all_gather(_pack(hidden, expert_ids), self._sizes)
+        all_hidden, all_ids = _unpack(gathered, hidden)
+        owners = self._owners[all_ids.reshape(-1)]
+        mine = (owners == self.rank).nonzero()[0]
         # Results in pair order are in the order of home ranks; how many go to each and come from each
         # follows from the routing, which is here.
-        ends = torch.tensor(self._sizes, device=hidden.device).cumsum(0) * top_k
-        homes = torch.searchsorted(ends, mine, right=True)
-        own = expert_ids.reshape(-1)
-        owners = self._owners[own]
-        send = torch.bincount(homes, minlength=group.size).tolist()
-        receive = torch.bincount(owners, minlength=group.size).tolist()
+        ends = [end * top_k for end in self._ends]
+        upto = [0, *mine.searchsorted(ends).tolist()]
+        send = [after - before for before, after in pairwise(upto)]
+        own = owners[ends[self.rank] - expert_ids.numel() : ends[self.rank]]
+        receive = np.bincount(own, minlength=group.size).tolist()
+        arrived = time.perf_counter()
+        computed = self._compute(module, all_hidden, mine // top_k, all_ids.reshape(-1)[mine])
+        done = time.perf_counter()
         returned = group.all_to_all(computed, send, receive)
-        outputs = torch.empty_like(returned)
-        outputs[owners.argsort(stable=True)] = returned
-        self._note(began, gathered, done)
+        outputs = returned.index_select(0, _like(hidden, _places(own.argsort(kind="stable"))))
+        self._note(began, arrived, done)
         return outputs
 
     def _all_to_all(
         self, module: Any, group: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
         began = time.perf_counter()
-        flat = expert_ids.reshape(-1)
-        owners = self._owners[flat]
-        order = owners.argsort(stable=True)
-        send = torch.bincount(owners, minlength=group.size).tolist()
+        owners = self._owners[_to_host(expert_ids).reshape(-1)]
+        order = owners.argsort(kind="stable")
+        send = np.bincount(owners, minlength=group.size).tolist()
         counts = group.all_gather_ints(send)
         receive = [row[self.rank] for row in counts]
-        packed = _pack(hidden[order // expert_ids.shape[1]], flat[order][:, None])
-        rows, ids = _unpack(group.all_to_all(packed, send, receive), hidden, 1)
-        gathered = time.perf_counter()
-        computed = self._compute(module, rows, ids[:, 0])
+        on_device = _like(hidden, order)
+        pairs = hidden.index_select(0, on_device // expert_ids.shape[1])
+        packed = _pack(pairs, expert_ids.reshape(-1, 1).index_select(0, on_device))
+        rows, ids = _unpack(group.all_to_all(packed, send, receive), hidden)
+        arrived = time.perf_counter()
+        computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0])
         done = time.perf_counter()
         returned = group.all_to_all(computed, receive, send)
-        outputs = torch.empty_like(returned)
-        outputs[order] = returned
-        self._note(began, gathered, done)
+        outputs = returned.index_select(0, _like(hidden, _places(order)))
+        self._note(began, arrived, done)
         return outputs
 
     # ---- helpers
 
-    def _compute(self, module: Any, rows: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Outputs [n, H] of rows [n, H] at experts that are all held here."""
-        self.tokens_per_expert += torch.bincount(expert_ids, minlength=len(self.placement.owners)).cpu()
-        if not len(rows):
-            return rows.new_empty(rows.shape)
-        local = self._local_numbers[expert_ids][:, None]
-        return self._local_experts(module, rows, local, rows.new_ones(len(rows), 1))
+    def _compute(self, module: Any, hidden: torch.Tensor, tokens: Ints, expert_ids: Ints) -> torch.Tensor:
+        """Outputs [n, H] of pairs: hidden[tokens[i]] at expert expert_ids[i], all of which are held here."""
+        local = self._local_numbers[expert_ids]
+        counts = np.bincount(local, minlength=len(self._mine))
+        self.tokens_per_expert[self._mine] += counts
+        if not len(local):
+            return hidden.new_empty(0, hidden.shape[1])
+        order = local.argsort(kind="stable")
+        rows = hidden.index_select(0, _like(hidden, tokens[order]))
+        if hidden.device.type == "cpu":
+            outputs = self._products.compute(module, rows, counts.tolist())
+        else:
+            numbers = _like(hidden, local[order])[:, None]
+            outputs = self._local_experts(module, rows, numbers, rows.new_ones(len(rows), 1))
+        return outputs.index_select(0, _like(hidden, _places(order)))
 
-    def _move(self, device: torch.device) -> None:
-        self._owners, self._local_numbers = self._owners.to(device), self._local_numbers.to(device)
-
-    def _note(self, began: float, gathered: float, done: float) -> None:
-        self.times.dispatch += gathered - began
-        self.times.experts += done - gathered
+    def _note(self, began: float, arrived: float, done: float) -> None:
+        self.times.dispatch += arrived - began
+        self.times.experts += done - arrived
         self.times.combine += time.perf_counter() - done
 
 
@@ -185,25 +218,35 @@ def expert_forward(
 def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """outputs [tokens * k, H] weighted by [tokens, k] and summed over k, in order, in one type."""
     by_choice = outputs.view(*weights.shape, outputs.shape[-1]) * weights[:, :, None]
-    total = by_choice[:, 0]
-    for choice in range(1, weights.shape[1]):
-        total = total + by_choice[:, choice]
+    total, *others = by_choice.unbind(1)
+    for one in others:
+        total = total + one
     return total.to(hidden.dtype)
 
 
 def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes, hidden state then expert ids (int32): one collective instead of two."""
-    ids = expert_ids.to(torch.int32).contiguous()
-    parts = (hidden.contiguous().view(torch.uint8), ids.view(torch.uint8))
-    return torch.cat([part.reshape(len(hidden), -1) for part in parts] if len(hidden) else [
-        part.new_empty(0, tensor.shape[1] * tensor.element_size())
-        for part, tensor in zip(parts, (hidden, ids), strict=True)
-    ], dim=1)  # fmt: skip
+    """Hidden state, then expert ids (int32) as numbers of the same type: one collective instead of two."""
+    return torch.cat([hidden, expert_ids.to(torch.int32).contiguous().view(hidden.dtype)], dim=1)
 
 
-def _unpack(packed: torch.Tensor, like: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of :func:`_pack`: hidden [n, H] of the type of ``like``, ids [n, num_ids] int64."""
-    width = like.shape[1] * like.element_size()
-    hidden = packed[:, :width].contiguous().view(like.dtype).reshape(-1, like.shape[1])
-    ids = packed[:, width:].contiguous().view(torch.int32).reshape(-1, num_ids)
-    return hidden, ids.long()
+def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Ints]:
+    """The inverse of :func:`_pack`: hidden [n, H] as a view, ids [n, k] on the host."""
+    width = like.shape[1]
+    return packed[:, :width], _to_host(packed[:, width:].contiguous().view(torch.int32))
+
+
+def _to_host(numbers: torch.Tensor) -> Ints:
+    host: Ints = numbers.cpu().numpy()
+    return host
+
+
+def _like(tensor: torch.Tensor, numbers: Ints) -> torch.Tensor:
+    """Indices on the device of a tensor."""
+    return torch.from_numpy(numbers).to(tensor.device)
+
+
+def _places(order: Ints) -> Ints:
+    """The inverse of a permutation."""
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return places

@@ -41,10 +41,20 @@ def open_store(host: str, port: int | None, *, is_host: bool, timeout: float) ->
         )
     if not port:
         raise ValueError("to connect to a store, its port must be known")
+    _see_that_it_listens(host, port, timeout)
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
-        raise CollectiveError(f"no store answers at {host}:{port} within {timeout:g} s") from error
+        raise CollectiveError(f"no store answers at {host}:{port} within {timeout:g} s", 0) from error
+
+
+def _see_that_it_listens(host: str, port: int, timeout: float) -> None:
+    """A store listens before anybody is told of it: a port that refuses is one whose host is gone. torch
+    would try it again and again, and say so at length."""
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise CollectiveError(f"no store answers at {host}:{port} ({error})", 0) from error
 
 
 def choose_backend(asked: str, hosts: Sequence[str]) -> Backend:
@@ -72,10 +82,12 @@ def form(
     group: str = "all",
     host: str = "127.0.0.1",
     should_stop: Callable[[], bool] | None = None,
+    forming_timeout: float | None = None,
 ) -> Communicator:
     """This member's end of one group of an epoch; returns when all members are connected.
 
-    ``timeout`` (seconds) bounds the forming and then every call. ``host`` is the address on which the others
+    ``timeout`` (seconds) bounds every call, and how long this waits for the others unless
+    ``forming_timeout`` does. ``host`` is the address on which the others
     reach this member. ``should_stop`` ends the forming when a later epoch has come, or there is another
     reason not to wait any longer; then, and when somebody does not come, raises CollectiveError. One
     client of a store forms one group at a time.
@@ -89,6 +101,7 @@ def form(
         timeout=timeout,
         host=host,
         should_stop=should_stop,
+        forming_timeout=forming_timeout,
     )
 
 

@@ -1,16 +1,23 @@
 """Which instance holds which expert (pure).
 
-Strategies have vLLM's names: ``linear`` gives each rank a run of neighbours, ``round_robin`` deals them
-out like cards. Numbers that do not divide give the first ranks one expert more.
+The first group of a mesh is placed by :func:`place`. Strategies have vLLM's names: ``linear`` gives each
+rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
+first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
+
+A *rank* is here a member's place in its group, from 0 without gaps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
 
 Strategy = Literal["linear", "round_robin"]
+
+_LONGEST_CHAIN = 100
+"""Members that hand an expert on to one another, at most, so that one more can stay where it is."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -50,3 +57,69 @@ def place(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Pl
     share, more = divmod(num_experts, num_ranks)
     owners = [rank for rank in range(num_ranks) for _ in range(share + (rank < more))]
     return Placement(tuple(owners), num_ranks)
+
+
+def cover(num_experts: int, held: Sequence[Collection[int]], room: Sequence[int]) -> Placement:
+    """Spread the experts over members who hold some of them already.
+
+    ``held[rank]`` are the experts of a member, ``room[rank]`` is how many it can own (0: any number). Loads
+    are as equal as the room allows: to within one, where it is no limit. Of the experts as many stay
+    where they are as loads permit (for certain when no expert is held twice); the others go to those who have
+    the fewest. The same arguments, the same placement.
+
+    Raises:
+        ValueError: there is not room for all.
+    """
+    limits = [limit or num_experts for limit in room]
+    if sum(limits) < num_experts:
+        raise ValueError(f"{num_experts} experts do not fit on instances that have room for {limits}")
+    holdings = [{expert for expert in experts if 0 <= expert < num_experts} for experts in held]
+    quotas = _quotas(num_experts, limits, [len(experts) for experts in holdings])
+    owners = _keep(num_experts, holdings, quotas)
+    loads = [owners.count(rank) for rank in range(len(quotas))]
+    for expert, owner in enumerate(owners):
+        if owner is None:
+            below = [rank for rank, quota in enumerate(quotas) if loads[rank] < quota]
+            rank = min(below, key=lambda rank: (loads[rank], rank))
+            owners[expert] = rank
+            loads[rank] += 1
+    return Placement(tuple(owner for owner in owners if owner is not None), len(quotas))
+
+
+def _quotas(num_experts: int, limits: Sequence[int], holdings: Sequence[int]) -> list[int]:
+    """How many experts each member is to own. Where one more or less is open, who holds more gets more."""
+    level = 0
+    while sum(min(limit, level + 1) for limit in limits) <= num_experts and level < num_experts:
+        level += 1
+    quotas = [min(limit, level) for limit in limits]
+    open_to_more = [rank for rank, limit in enumerate(limits) if limit > level]
+    open_to_more.sort(key=lambda rank: (-holdings[rank], rank))
+    for rank in open_to_more[: num_experts - sum(quotas)]:
+        quotas[rank] += 1
+    return quotas
+
+
+def _keep(num_experts: int, holdings: Sequence[Collection[int]], quotas: Sequence[int]) -> list[int | None]:
+    """An owner for as many experts as possible among those who hold them: a matching by augmenting paths."""
+    owners: list[int | None] = [None] * num_experts
+    owned: list[list[int]] = [[] for _ in quotas]
+
+    def give(expert: int, tried: set[int]) -> bool:
+        """To a holder who may own one more, or can hand another one over to make place."""
+        for rank, holding in enumerate(holdings):
+            if expert not in holding or rank in tried or len(tried) == _LONGEST_CHAIN:
+                continue
+            tried.add(rank)
+            if len(owned[rank]) >= quotas[rank]:
+                handed = next((other for other in owned[rank] if give(other, tried)), None)
+                if handed is None:
+                    continue
+                owned[rank].remove(handed)
+            owned[rank].append(expert)
+            owners[expert] = rank
+            return True
+        return False
+
+    for expert in range(num_experts):
+        give(expert, set())
+    return owners

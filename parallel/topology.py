@@ -1,4 +1,4 @@
-"""Which worker stands where, and how many cores it gets (pure: no torch, no sockets).
+"""Which worker stands where, which heads and how many cores it gets (pure: no torch, no sockets).
 
 World rank order is (dp, pp, tp) with tp fastest, so the workers of one instance are neighbours and
 the tensor-parallel group, which talks most, is the closest of all.
@@ -7,8 +7,14 @@ the tensor-parallel group, which talks most, is the closest of all.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+
+
+class CannotCut(ValueError):
+    """A model that cannot be cut in this way. The message says what is in the way and what to do."""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -50,6 +56,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def visible_cuda_devices() -> int:
+    """CUDA devices that processes started from here will see, found without loading torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
+    return sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+
+
 def threads_per_worker(workers_on_host: int, cores: int) -> int:
     """Compute threads for each worker of a host, at least one.
 
@@ -57,3 +71,38 @@ def threads_per_worker(workers_on_host: int, cores: int) -> int:
     product tens of times slower.
     """
     return max(1, cores // max(1, workers_on_host))
+
+
+def cores_of_worker(cores: Sequence[int], worker: int, num_workers: int, threads: int) -> tuple[int, ...]:
+    """Cores of its own for one of an instance's workers; none (run anywhere) if they do not suffice."""
+    if threads * num_workers > len(cores):
+        return ()
+    return tuple(cores[worker * threads : (worker + 1) * threads])
+
+
+def sizes_that_divide(total: int) -> str:
+    """For messages."""
+    return "Sizes that do: " + ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)
+
+
+def kv_heads_of(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """The KV heads that the query heads of this rank use.
+
+    Raises:
+        CannotCut: the query heads do not divide, or a rank's query heads would share KV heads unevenly.
+    """
+    fitting = [
+        n
+        for n in range(1, num_heads + 1)
+        if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+    ]
+    if size not in fitting:
+        raise CannotCut(
+            f"{num_heads} attention heads and {num_kv_heads} KV heads cannot be divided by {size}. "
+            f"Sizes that do: {', '.join(map(str, fitting))}"
+        )
+    if num_kv_heads % size == 0:
+        each = num_kv_heads // size
+        return rank * each, (rank + 1) * each
+    head = rank * num_kv_heads // size
+    return head, head + 1

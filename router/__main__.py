@@ -19,9 +19,10 @@ def main(argv: list[str] | None = None) -> int:
         description="The OpenAI-compatible endpoint of a Lockstep mesh.",
     )
     process.set_up("Router", config.log_level)
+    keys = process.mesh_keys(config.mesh, "python -m router")
     from router.server import serve  # after the flags: --help needs no HTTP server
 
-    return uvloop.run(serve(config))
+    return uvloop.run(serve(config, keys))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""What the two generating endpoints have in common: how pieces of samples become JSON."""
+"""What the generating endpoints have in common: how pieces of samples become JSON."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
+from router.errors import ApiError, error_body
 from router.openai_api import PromptTokensDetails, StreamOptions, Usage
 from router.sample import Piece, Sample
 
@@ -16,6 +19,10 @@ MARK = "\0"
 """Stands for the text in a chunk that is made once and filled in for every token."""
 
 encode = msgspec.json.Encoder().encode
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def event(content: msgspec.Struct) -> bytes:
@@ -33,30 +40,55 @@ class Answer(ABC):
         model: str,
         samples: Sequence[Sample],
         *,
-        stream_options: StreamOptions | None,
         tells_cached_tokens: bool,
     ) -> None:
         self.id = id
         self.created = created
         self.model = model
         self.samples = samples
-        options = stream_options or StreamOptions()
-        self._includes_usage = options.include_usage is True
-        self._usage_in_every_chunk = options.continuous_usage_stats is True
         self._tells_cached_tokens = tells_cached_tokens
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """By sample: what stands before and after the text in chunks with nothing but text."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
 
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
-        """The body of an answer that is not streamed: one piece per sample, in their order."""
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        """The body of an answer that is not streamed: the pieces of each sample, in their order."""
 
     @abstractmethod
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
         """The events for one more piece of a sample; nothing if the client would see nothing."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that cannot go on."""
+
+    def usage(self) -> Usage:
+        """Of all samples; a prompt with several samples counts once."""
+        of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
+        prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
+        usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
+        if self._tells_cached_tokens:
+            usage.prompt_tokens_details = PromptTokensDetails(
+                sum(sample.num_cached_tokens for sample in of_prompts)
+            )
+        return usage
+
+
+class ChunkedAnswer(Answer):
+    """An answer with choices: what completions and chat have in common."""
+
+    def __init__(self, *, stream_options: StreamOptions | None, **common: Any) -> None:
+        super().__init__(**common)
+        options = stream_options or StreamOptions()
+        self._includes_usage = options.include_usage is True
+        self._usage_in_every_chunk = options.continuous_usage_stats is True
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """By sample: what stands before and after the text in chunks with nothing but text."""
 
     @abstractmethod
     def text_chunk(self, sample: Sample, text: str) -> bytes:
@@ -77,19 +109,10 @@ class Answer(ABC):
         return frame[0] + encode(text) + frame[1]
 
     def closing(self) -> bytes:
-        """The last events of a stream."""
         return self.usage_chunk() + DONE if self._includes_usage else DONE
 
-    def usage(self) -> Usage:
-        """Of all samples; a prompt with several samples counts once."""
-        of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
-        prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
-        usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
-        if self._tells_cached_tokens:
-            usage.prompt_tokens_details = PromptTokensDetails(
-                sum(sample.num_cached_tokens for sample in of_prompts)
-            )
-        return usage
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def usage_so_far(self, sample: Sample) -> Usage | msgspec.UnsetType | None:
         """What a chunk says of usage: that of its sample, null, or nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
+from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, bad_request, refuse
 
 DRAIN_FACTOR = 8
@@ -21,16 +23,22 @@ FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 
 CLOSE = {"connection": "close"}
 
+HEAVY = 50_000
+"""Bodies of more bytes are tokenised in a thread, so that other clients' streams do not wait for it."""
+
+Result = TypeVar("Result")
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """The whole body.
+async def read_body(request: Request, config: HttpConfig) -> bytes:
+    """The whole body; ``request.state.arrival`` is when it was complete.
 
     Raises:
         ApiError: it is no JSON (400), too large (413) or too slow (408).
         ClientGone: the client hung up while sending.
     """
+    max_bytes, timeout = config.max_request_bytes, config.request_timeout
     _check_type(request.headers.get("content-type"))
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -39,9 +47,16 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
             raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout):
-            return await _receive_all(request.receive, max_bytes)
+            body = await _receive_all(request.receive, max_bytes)
     except TimeoutError as error:
         raise ApiError(408, f"The body did not arrive within {timeout:g} seconds.", headers=CLOSE) from error
+    request.state.arrival = time.perf_counter()
+    return body
+
+
+async def run_sized(work: Callable[[], Result], size: int) -> Result:
+    """Do work whose time grows with the body's size, in bytes."""
+    return work() if size <= HEAVY else await asyncio.to_thread(work)
 
 
 async def _receive_all(receive: Receive, max_bytes: int) -> bytes:

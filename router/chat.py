@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from router.answers import Answer, encode, event
+from router.answers import ChunkedAnswer, encode, event
+from router.chat_deltas import DeltaWriter, finish_reason, message_of
 from router.logprobs import LogprobShapes
 from router.openai_api import (
     AssistantMessage,
@@ -18,17 +19,28 @@ from router.openai_api import (
     ChatDelta,
     ChatLogprobs,
     ChatRequest,
+    CompletionTokensDetails,
+    Usage,
 )
-from router.sample import Piece, Sample
+from router.sample import Piece, Sample, join
 from router.tokens import Tokenizer
+from router.turn_format import TurnFormat
+from router.turns import TurnReader, turn_of
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkedAnswer):
     """Messages of the assistant."""
 
-    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, **common: Any) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        tokenizer: Tokenizer,
+        turn_format: TurnFormat,
+        response_role: str = "assistant",
+        **common: Any,
+    ) -> None:
         super().__init__(stream_options=request.stream_options, **common)
-        self._role = _role_of_answer(request)
+        self._role = _role_of_answer(request, response_role)
         self._echoed = _echoed(request, self._role)
         self._wants_logprobs = request.logprobs is True
         self._num_prompt_logprobs = request.prompt_logprobs
@@ -36,19 +48,25 @@ class ChatAnswer(Answer):
         self._shapes = LogprobShapes(
             tokenizer, request.top_logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
+        self._readers: list[TurnReader] = []
+        """One per sample, unless all text is content."""
+        if not turn_format.is_plain:
+            self._readers = [turn_format.reader(sample.prompt_text) for sample in self.samples]
+        self._writers = [DeltaWriter(reader) for reader in self._readers]
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
-        choices = [
-            ChatChoice(
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        choices = []
+        for sample, pieces in zip(self.samples, said, strict=True):
+            piece = join(pieces)
+            choice = ChatChoice(
                 index=sample.index,
-                message=AssistantMessage(self._role, self._echoed + piece.text),
+                message=self._message(sample, pieces, piece),
                 logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
+                finish_reason=self._finish_reason(sample, piece),
                 stop_reason=piece.stop_reason,
                 token_ids=piece.token_ids if self._returns_ids else UNSET,
             )
-            for sample, piece in zip(self.samples, pieces, strict=True)
-        ]
+            choices.append(choice)
         first = self.samples[0]
         answer = ChatCompletion(self.id, self.created, self.model, choices, self.usage())
         if self._num_prompt_logprobs is not None:
@@ -59,14 +77,14 @@ class ChatAnswer(Answer):
 
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening(sample) if first else b""
-        text = self._echoed + piece.text if first else piece.text
+        delta = self._delta(sample, piece, echoed=self._echoed if first else "")
         if piece.finish_reason is None and not (self._returns_ids or piece.logprobs):
-            return opening + self.framed(sample, text) if text else opening
+            return opening + self._delta_chunk(sample, delta)
         choice = ChatChunkChoice(
             index=sample.index,
-            delta=ChatDelta(text),
+            delta=delta,
             logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
+            finish_reason=self._finish_reason(sample, piece),
             stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
             token_ids=piece.token_ids if self._returns_ids else UNSET,
         )
@@ -78,6 +96,12 @@ class ChatAnswer(Answer):
     def usage_chunk(self) -> bytes:
         return event(ChatChunk(self.id, self.created, self.model, [], self.usage()))
 
+    def usage(self) -> Usage:
+        usage = super().usage()
+        if count := sum(reader.num_reasoning_tokens for reader in self._readers):
+            usage.completion_tokens_details = CompletionTokensDetails(count)
+        return usage
+
     def _opening(self, sample: Sample) -> bytes:
         """The first chunk of a choice: whose message it is."""
         chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
@@ -85,17 +109,39 @@ class ChatAnswer(Answer):
             chunk.prompt_token_ids = sample.prompt.prompt_ids
         return event(chunk)
 
+    def _message(self, sample: Sample, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
+        if not self._readers:
+            return AssistantMessage(self._role, self._echoed + piece.text)
+        turn = turn_of([(each.text, len(each.token_ids)) for each in pieces], self._readers[sample.index])
+        turn.content = self._echoed + turn.content
+        return message_of(turn, self._role)
+
+    def _delta(self, sample: Sample, piece: Piece, *, echoed: str) -> ChatDelta:
+        if not self._writers:
+            return ChatDelta(echoed + piece.text)
+        ended = piece.finish_reason is not None
+        return self._writers[sample.index].delta(piece.text, len(piece.token_ids), echoed, ended=ended)
+
+    def _delta_chunk(self, sample: Sample, delta: ChatDelta) -> bytes:
+        """A chunk with nothing but a delta, nothing at all for an empty one."""
+        if delta.reasoning is UNSET and delta.tool_calls is UNSET:
+            return self.framed(sample, delta.content) if delta.content else b""
+        return event(self._chunk([ChatChunkChoice(sample.index, delta)], sample))
+
     def _chunk(self, choices: list[ChatChunkChoice], sample: Sample) -> ChatChunk:
         return ChatChunk(self.id, self.created, self.model, choices, self.usage_so_far(sample))
+
+    def _finish_reason(self, sample: Sample, piece: Piece) -> str | None:
+        return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return self._shapes.chat(piece.logprobs) if self._wants_logprobs else None
 
 
-def _role_of_answer(request: ChatRequest) -> str:
+def _role_of_answer(request: ChatRequest, response_role: str) -> str:
     """The assistant's turn, unless the client has the last message continued, whoever wrote it."""
     continues = request.continue_final_message or request.add_generation_prompt is False
-    return str(request.messages[-1]["role"]) if continues else "assistant"
+    return str(request.messages[-1]["role"]) if continues else response_role
 
 
 def _echoed(request: ChatRequest, role: str) -> str:

@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 
 from router.tokens import Tokenizer, TokenizerError
 
@@ -55,6 +56,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"The chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
+        self.takes_null = self._probe_null()
 
     def __repr__(self) -> str:
         return f"<ChatTemplate strings={self.takes_strings} parts={self.takes_parts}>"
@@ -107,10 +109,14 @@ class ChatTemplate:
     def _shape(self, index: int, message: Message) -> Message:
         """A message as the template wants it: content as text, or as a list of parts."""
         content = message.get("content")
-        shaped = message | {"content": self._shape_content(index, content)}
-        if calls := message.get("tool_calls"):
+        shaped = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = message.get("tool_calls")
+        if calls:
             shaped["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        return shaped
+        if not (calls and content is None and self.takes_null):
+            content = self._shape_content(index, content)
+        shaped["content"] = content
+        return _with_reasoning(shaped)
 
     def _shape_content(self, index: int, content: Any) -> Any:
         if content is None:
@@ -122,13 +128,23 @@ class ChatTemplate:
 
     def _probe(self, content: Any) -> bool:
         """Whether content in this form comes out as its text, not as a printed list or not at all."""
-        probe: Message = {"role": "user", "content": content}
-        variables = {"messages": [probe], "tools": None, "documents": None, "add_generation_prompt": False}
-        try:
-            text = self._write(self._special_tokens | variables)
-        except ChatTemplateError:
-            return False
+        text = self._try([{"role": "user", "content": content}])
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+    def _probe_null(self) -> bool:
+        """Whether a call may come with content null: some templates look for that, others would print it."""
+        call = {"id": PROBE, "type": "function", "function": {"name": PROBE, "arguments": {}}}
+        user: Message = {"role": "user", "content": "" if self.takes_strings else [_part("")]}
+        text = self._try([user, {"role": "assistant", "content": None, "tool_calls": [call]}])
+        return PROBE in text and "None" not in text
+
+    def _try(self, messages: list[Message]) -> str:
+        """What comes of some messages, nothing if they do not fit."""
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            return self._write(self._special_tokens | variables)
+        except ChatTemplateError:
+            return ""
 
 
 class ChatTemplates:
@@ -246,13 +262,25 @@ def _part(text: str) -> dict[str, str]:
 def _with_parsed_arguments(call: Any) -> Any:
     """A tool call whose arguments, JSON text in the API, are an object, as templates expect them."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
+        return call
+    if function.get("arguments") is None:
+        return call | {"function": function | {"arguments": {}}}
+    if not isinstance(function["arguments"], str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
         raise ChatTemplateError("The arguments of a tool call are not valid JSON.") from error
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Reasoning of an earlier turn under both of its names: templates know one, clients send the other."""
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str):
+        return message
+    return message | {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _cut_after_final(text: str, messages: Sequence[Message]) -> str:

@@ -11,13 +11,14 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
 import zmq.asyncio
 
 from coordinator.client import Watcher
+from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, State, View
 from coordinator.rpc import AsyncConnection, OtherProtocol
 from engine.checkpoint import CheckpointError, find_model
@@ -33,9 +34,10 @@ from engine.messages import (
     ToRouter,
 )
 from router import policy
+from router.faults import Event, Faults
 from router.ledger import MAX_ATTEMPTS, Entry, Ledger
 from router.mesh import MeshError, Prompt, ServedModel
-from router.pool import Instance, Pool
+from router.pool import Instance, Pool, Standing
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +113,13 @@ class _Link:
 class MeshClient:
     """The real :class:`router.mesh.Mesh`."""
 
-    def __init__(self, coordinator: str, *, model_directory: Path | None = None) -> None:
+    def __init__(
+        self, coordinator: str, *, model_directory: Path | None = None, keys: MeshKeys | None = None
+    ) -> None:
         self._context = zmq.asyncio.Context()
         self._name = f"router-{uuid.uuid4().hex[:8]}"
-        self._watcher = Watcher(coordinator, self._name, self._context)
+        self._keys = keys
+        self._watcher = Watcher(coordinator, self._name, self._context, keys)
         self._model_directory = model_directory
         self._model: ServedModel | None = None
         self._pool = Pool()
@@ -123,6 +128,7 @@ class MeshClient:
         self._streams: dict[Entry, Stream] = {}
         self._orphans: list[Entry] = []
         self._resumes = 0
+        self.faults = Faults()
 
     def __repr__(self) -> str:
         return f"<MeshClient {self._pool!r} {self._ledger!r}>"
@@ -134,7 +140,9 @@ class MeshClient:
             await self._watcher.run(self._on_view)
         finally:
             placing.cancel()
-            for link in self._links.values():
+            links = list(self._links.values())
+            self._links.clear()  # what is closed from now on needs no word to anybody
+            for link in links:
                 link.close()
             self._context.term()
 
@@ -146,12 +154,22 @@ class MeshClient:
 
     @property
     def healthy(self) -> bool:
-        return bool(policy.eligible([instance.candidate() for instance in self._pool]))
+        return bool(policy.eligible(self._candidates()))
+
+    @property
+    def num_ready(self) -> int:
+        """Instances that take requests now."""
+        return sum(instance.ready for instance in self._pool)
 
     @property
     def view(self) -> View | None:
         """The world as the coordinator last told it."""
         return self._watcher.view
+
+    @property
+    def coordinator_silent_for(self) -> float | None:
+        """Seconds since the coordinator was heard; None if it never was."""
+        return self._watcher.silent_for
 
     @property
     def num_in_flight(self) -> int:
@@ -174,6 +192,25 @@ class MeshClient:
         """How many instances are loading, ready, draining."""
         members = self.view.members if self.view else []
         return {state.value: sum(member.state is state for member in members) for state in State}
+
+    def refused_peers(self) -> Mapping[str, int]:
+        """Connections without the mesh's key, by who refused them: the coordinator, or an instance's rank."""
+        if self.view is None:
+            return {}
+        refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
+        return {"coordinator": self.view.refused_peers, **refused}
+
+    def standing(self) -> Mapping[int, Standing]:
+        """How this router stands with each instance, by rank."""
+        counts = Counter(entry.address[0] for entry in self._streams if entry.address is not None)
+        return {
+            instance.rank: Standing(
+                attached=instance.attached,
+                failures=instance.trust.failures,
+                in_flight=counts[instance.name],
+            )
+            for instance in self._pool
+        }
 
     def rank_of(self, entry: Entry) -> int | None:
         """Where a request runs now."""
@@ -203,6 +240,10 @@ class MeshClient:
 
     # ---- choosing
 
+    def _candidates(self, ranks: Collection[int] | None = None) -> list[policy.Candidate]:
+        now = time.monotonic()
+        return [instance.candidate(now) for instance in self._pool if ranks is None or instance.rank in ranks]
+
     def _choose(self, entry: Entry) -> Instance:
         instances = {instance.rank: instance for instance in self._pool}
         pinned = entry.prompt.rank
@@ -214,9 +255,7 @@ class MeshClient:
                 f"there is no instance with data-parallel rank {pinned}; ranks now: {ranks}",
                 param="X-data-parallel-rank",
             )
-        candidates = [
-            instance.candidate() for rank, instance in instances.items() if pinned is None or rank == pinned
-        ]
+        candidates = self._candidates() if pinned is None else self._candidates({pinned})
         able = policy.eligible(candidates, entry.failed_ranks)
         if not able:
             raise _unavailable(self._why_nobody(pinned))
@@ -230,11 +269,12 @@ class MeshClient:
         return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
 
     def _dispatch(self, entry: Entry, instance: Instance) -> None:
-        number = instance.dispatch(entry.work)
+        number = instance.dispatch(entry.work, time.monotonic())
         self._ledger.place(entry, instance.name, number)
         if not self._links[instance.name].connection.send(entry.submit(number)):
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
-            instance.attached = False
+            instance.lost(time.monotonic())
+            self.faults.count(Event.RESUME, "connection_lost")
             self._resume(entry, instance)
 
     def _resume(self, entry: Entry, failed: Instance) -> None:
@@ -269,7 +309,7 @@ class MeshClient:
     def _on_view(self, view: View) -> None:
         if self._model is None and view.settings is not None:
             self._model = self._learn_model(view.settings)
-        changes = self._pool.apply(view)
+        changes = self._pool.apply(view, time.monotonic())
         for instance in changes.added:
             self._connect(instance)
         for instance in changes.removed:
@@ -292,7 +332,11 @@ class MeshClient:
     def _connect(self, instance: Instance) -> None:
         logger.info("instance %d at %s", instance.rank, instance.member.address)
         connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
-            self._context, instance.member.address, ToRouter, name=f"instance {instance.rank}"
+            self._context,
+            instance.member.address,
+            ToRouter,
+            name=f"instance {instance.rank}",
+            keys=self._keys,
         )
         tasks = [
             asyncio.create_task(self._receive(instance, connection)),
@@ -303,15 +347,18 @@ class MeshClient:
 
     def _disconnect(self, instance: Instance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
-        self._move_requests(instance)
+        instance.lost(time.monotonic())
+        self._move_requests(instance, "removed" if instance.member.state is State.READY else "drained")
         self._links.pop(instance.name).close()
 
-    def _move_requests(self, instance: Instance) -> None:
+    def _move_requests(self, instance: Instance, reason: str) -> None:
         """What an instance had goes on elsewhere; should it still run there, it is aborted."""
         lost = list(self._ledger.of_instance(instance.name))
         if not lost:
             return
-        logger.info("%d requests of instance %d go on elsewhere", len(lost), instance.rank)
+        text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
+        logger.info("%s (%s)", text, reason)
+        self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._links[instance.name].connection.send(Abort(numbers))
         for entry in lost:
@@ -348,10 +395,17 @@ class MeshClient:
     async def _watch(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
         """A broken connection is the first sign of a dead instance: its requests go on elsewhere at once.
         Should it live, it is used again once it answers on a new connection."""
+        complained = False
         while True:
-            await connection.broken()
-            instance.attached = False
-            self._move_requests(instance)
+            refused = await connection.broken()
+            if refused is not None and not complained:
+                complained = True
+                logger.error("instance %d at %s refused us: %s", instance.rank, connection.endpoint, refused)
+            serves = instance.member.state is State.READY
+            if instance.lost(time.monotonic()) and serves:
+                text = f"the connection to instance {instance.rank} ({instance.name}) broke"
+                self.faults.record(Event.DETECTION, "connection_lost", text, time.time())
+            self._move_requests(instance, "connection_lost" if serves else "drained")
 
     async def _receive(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -364,6 +418,8 @@ class MeshClient:
                 match message:
                     case Tokens(deltas, report):
                         instance.take_report(report)
+                        if deltas:
+                            instance.trust.proved()
                         for delta in deltas:
                             self._pass_on(instance, delta)
                     case Refused():
@@ -392,6 +448,7 @@ class MeshClient:
             or instance.member.state is not State.READY
             or entry.attempts < len(list(self._pool))
         ):
+            self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)
         else:
             self._give_up(entry, _unavailable(refused.reason))
@@ -399,7 +456,7 @@ class MeshClient:
     def _on_attached(self, instance: Instance) -> None:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
         instance.attached = True
-        self._move_requests(instance)
+        self._move_requests(instance, "reattached")
         self._place_orphans()
 
 

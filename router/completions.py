@@ -7,14 +7,14 @@ from typing import Any
 
 from msgspec import UNSET
 
-from router.answers import Answer, encode, event
+from router.answers import ChunkedAnswer, encode, event
 from router.logprobs import LogprobShapes, offsets_of
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from router.sample import Piece, Sample
+from router.sample import Piece, Sample, join
 from router.tokens import Tokenizer
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkedAnswer):
     """Texts, with ``echo`` after their prompts."""
 
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, **common: Any) -> None:
@@ -29,10 +29,10 @@ class CompletionAnswer(Answer):
             tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
 
-    def whole(self, pieces: Sequence[Piece]) -> bytes:
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
         choices = []
-        for sample, piece in zip(self.samples, pieces, strict=True):
-            choice = self._choice(sample, piece, first=True)
+        for sample, pieces in zip(self.samples, said, strict=True):
+            choice = self._choice(sample, join(pieces), first=True)
             if self._num_prompt_logprobs is not None:
                 choice.prompt_logprobs = self._shapes.prompt(
                     sample.prompt_logprobs, self._num_prompt_logprobs

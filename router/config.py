@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
-from coordinator.flags import Natural, Port, Size, flag
+from coordinator.flags import Count, Natural, Port, Size, flag
 from engine.config import EngineConfig
+from router.reasoning import REASONING_PARSERS
+from router.tool_parsers import TOOL_PARSERS
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"--default-chat-template-kwargs must be a JSON object: {error}") from error
+
+
+def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None:
+    if given is not None and given not in known:
+        raise ValueError(f"{flag_name} must be one of {', '.join(known)}, not {given!r}")
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +36,30 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_key: Annotated[
         tuple[str, ...], flag(repeated=True, help="Key that clients must present; repeat it for several.")
     ] = ()
+    admin_host: Annotated[str, flag(help="Address of the admin API, with --admin-port.")] = "127.0.0.1"
+    admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: it has none.")] = None
+    admin_api_key: Annotated[
+        tuple[str, ...],
+        flag(
+            repeated=True,
+            help="Key that the admin API asks for; with one, the API is also at /admin of the endpoint.",
+        ),
+    ] = ()
+    ssl_keyfile: Annotated[str | None, flag(help="Private key in PEM: the endpoint speaks HTTPS.")] = None
+    ssl_certfile: Annotated[str | None, flag(help="Certificate chain in PEM, for --ssl-keyfile.")] = None
+    ssl_ca_certs: Annotated[
+        str | None, flag(help="Certificates in PEM that clients' own must be signed by.")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int, Meta(ge=0, le=2), flag(help="Client certificates: 0 none, 1 checked if sent, 2 required.")
+    ] = 0
+    root_path: Annotated[str, flag(help="Prefix that a proxy in front of the endpoint has.")] = ""
+    allowed_origins: Annotated[
+        tuple[str, ...], flag(help="Origins whose pages may ask (CORS), * for all; unset: none.")
+    ] = ()
+    allowed_methods: Annotated[tuple[str, ...], flag(help="Methods that those may use.")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], flag(help="Headers that those may send.")] = ("*",)
+    allow_credentials: Annotated[bool, flag(help="Let those send cookies.")] = False
     seed: Annotated[
         int | None,
         flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),
@@ -27,6 +67,22 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: Annotated[str | None, flag(help="Directory with tokenizer.json; unset: the model's.")] = None
     chat_template: Annotated[
         str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        str, flag(help="JSON object of variables for the chat template; requests may set others.")
+    ] = "{}"
+    response_role: Annotated[str, flag(help="Role of the messages that are generated.")] = "assistant"
+    enable_auto_tool_choice: Annotated[
+        bool, flag(help="Let the model call the tools of a request; needs --tool-call-parser.")
+    ] = False
+    tool_call_parser: Annotated[
+        str | None, flag(help=f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}.")
+    ] = None
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, flag(help="Keep tools out of the prompt of requests with tool_choice none.")
+    ] = False
+    reasoning_parser: Annotated[
+        str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
     ] = None
     generation_config: Annotated[
         str,
@@ -41,14 +97,56 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     request_timeout: Annotated[
         float, Meta(gt=0), flag(help="Seconds a client may take to send its request.")
     ] = 60.0
-    enable_request_id_headers: Annotated[bool, flag(help="Answer with X-Request-Id.")] = False
+    enable_request_id_headers: Annotated[
+        bool, flag(help="Answer with X-Request-Id, the client's or a new one.")
+    ] = False
     enable_prompt_tokens_details: Annotated[
         bool, flag(help="Tell in usage how many prompt tokens came from the cache.")
     ] = False
-    disable_access_log: Annotated[bool, flag(help="Do not log each HTTP request.")] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, flag(help="Serve GET /tokenizer_info: special tokens and the chat template.")
+    ] = False
+    enable_force_include_usage: Annotated[bool, flag(help="Tell usage at the end of every stream.")] = False
+    disable_access_log: Annotated[
+        bool, flag("--disable-uvicorn-access-log", help="Do not log each HTTP request.")
+    ] = False
+    disable_access_log_for_endpoints: Annotated[
+        str, flag(help="Paths whose requests are not logged, with commas: /health,/metrics.")
+    ] = ""
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds that requests may still run after SIGTERM.")
     ] = 5.0
+
+    def __post_init__(self) -> None:
+        if self.admin_port is not None and not is_loopback(self.admin_host) and not self.admin_api_key:
+            raise ValueError(
+                f"--admin-host {self.admin_host} is not loopback: give --admin-api-key, too, or anybody "
+                "there could drain the mesh"
+            )
+        if self.admin_port and self.admin_port == self.port:
+            raise ValueError(f"--admin-port {self.admin_port} is --port, too: choose another one")
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("--ssl-keyfile and --ssl-certfile need each other")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs):
+            raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-keyfile and --ssl-certfile")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
+
+        _template_kwargs(self.default_chat_template_kwargs)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """``default_chat_template_kwargs``, read."""
+        return _template_kwargs(self.default_chat_template_kwargs)
+
+    @property
+    def scheme(self) -> str:
+        """What URLs of the endpoint begin with."""
+        return "http" if self.ssl_certfile is None else "https"
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,12 +155,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
+    api_server_count: Annotated[
+        Count, flag("-asc", help="Router processes (front ends) that share the endpoint's port.")
+    ] = 1
+    restart: Annotated[
+        bool, flag(help="Start a local instance that died again, under its rank, after a pause that grows.")
+    ] = False
     log_level: LogLevel = "info"
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router process."""
+    """The router process. What only its launcher gives: the sockets and its place among the front ends."""
 
     mesh: MeshConfig = MeshConfig()
     http: HttpConfig = HttpConfig()
+    http_descriptor: Annotated[
+        Natural | None, flag(help="Inherited socket of the endpoint; unset: it binds --host and --port.")
+    ] = None
+    admin_descriptor: Annotated[Natural | None, flag(help="Inherited socket of the admin API.")] = None
+    front_end: Annotated[Natural, flag(help="Number of this process among the front ends.")] = 0
+    front_ends: Annotated[Count, flag(help="Front ends that share the endpoint's port.")] = 1
+    counts_directory: Annotated[
+        str | None, flag(help="Directory in which the processes of one serve share their counts.")
+    ] = None
     log_level: LogLevel = "info"

@@ -7,7 +7,10 @@ except where it cannot help: then ``x-should-retry: false`` tells them so.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import re
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -29,6 +32,7 @@ class Kind(enum.StrEnum):
     REQUEST_TOO_LARGE = "RequestTooLargeError"
     INTERNAL = "InternalServerError"
     UNAVAILABLE = "ServiceUnavailableError"
+    TOO_LATE = "TimeoutError"
 
 
 KIND_OF_STATUS = {
@@ -40,6 +44,7 @@ KIND_OF_STATUS = {
     413: Kind.REQUEST_TOO_LARGE,
     500: Kind.INTERNAL,
     503: Kind.UNAVAILABLE,
+    504: Kind.TOO_LATE,
 }
 
 
@@ -78,6 +83,17 @@ def refuse(message: str, param: str | None = None) -> NoReturn:
     raise bad_request(message, param)
 
 
+@contextlib.contextmanager
+def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise errors about fields again under the names that the client knows them by."""
+    try:
+        yield
+    except ApiError as error:
+        message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        param = names.get(error.param, error.param) if error.param else None
+        raise ApiError(error.status, message, kind=error.kind, param=param, headers=error.headers) from error
+
+
 def from_mesh(error: MeshError) -> ApiError:
     """A request that the mesh did not take."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
@@ -88,6 +104,12 @@ def from_failure(delta: Delta) -> ApiError:
     """A request that failed where it ran. The mesh has tried all it could, so trying again is no help."""
     message = delta.error or "the request failed"
     return ApiError(500, message, headers={"x-should-retry": "false"})
+
+
+def too_late(timeout: float) -> ApiError:
+    """The client's own limit has passed: a second try would only add to the load."""
+    message = f"The answer took longer than the {timeout:g} seconds that the request allows."
+    return ApiError(504, message, param="timeout", headers={"x-should-retry": "false"})
 
 
 def unexpected() -> ApiError:

@@ -6,6 +6,7 @@ their latest report when Prometheus asks. Names beginning with ``lockstep:`` are
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,9 +21,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import FinishReason, Report
+from engine.messages import STEP_BOUNDS, FinishReason, Report
+from router.faults import Faults
 from router.mesh import Generation, Mesh
 from router.sample import Sample
+from router.shelf import Shelf, Snapshot, Totals, is_alive
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -54,23 +57,33 @@ class Series:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        names = [*map(floatToGoString, self.bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
+    def add(self, totals: Totals) -> None:
+        """Count in what another process observed; another version's buckets are left out."""
+        if len(totals.counts) == len(self.counts):
+            self.counts = [own + other for own, other in zip(self.counts, totals.counts, strict=True)]
+            self.total += totals.total
+
+    def totals(self) -> Totals:
+        return Totals(self.counts, self.total)
+
+
+def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))
 
 
 class Histogram:
     """One metric, a series per engine."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self._name = name
+        self.name = name
         self._help = help
         self._bounds = bounds
         self._series: dict[str, Series] = {}
 
     def __repr__(self) -> str:
-        return f"<Histogram {self._name} of engines {sorted(self._series)}>"
+        return f"<Histogram {self.name} of engines {sorted(self._series)}>"
 
     def of(self, engine: str) -> Series:
         series = self._series.get(engine)
@@ -78,15 +91,28 @@ class Histogram:
             series = self._series[engine] = Series(self._bounds)
         return series
 
-    def family(self, model: str) -> Metric:
-        family = HistogramMetricFamily(self._name, self._help, labels=LABELS)
-        for engine, series in sorted(self._series.items()):
-            family.add_metric((model, engine), series.buckets(), series.total)
+    def totals(self) -> dict[str, Totals]:
+        """By engine."""
+        return {engine: series.totals() for engine, series in self._series.items()}
+
+    def add(self, totals: Mapping[str, Totals]) -> None:
+        for engine, of_engine in totals.items():
+            self.of(engine).add(of_engine)
+
+    def family(self, model: str, others: Iterable[Mapping[str, Totals]] = ()) -> Metric:
+        """``others``: what other processes observed of the same."""
+        whole = Histogram(self.name, self._help, self._bounds)
+        for part in (self.totals(), *others):
+            whole.add(part)
+        family = HistogramMetricFamily(self.name, self._help, labels=LABELS)
+        for engine, series in sorted(whole._series.items()):
+            family.add_metric((model, engine), buckets(series.bounds, series.counts), series.total)
         return family
 
 
 class Metrics:
-    """All metrics of one router process. The callables tell of the mesh as it is when Prometheus asks."""
+    """All metrics of one router process and, over the shelf, of the front ends beside it. The callables
+    tell of the mesh as it is when Prometheus asks."""
 
     def __init__(
         self,
@@ -95,11 +121,20 @@ class Metrics:
         reports: Callable[[], Mapping[int, Report]] = dict,
         epoch: Callable[[], int | None] = lambda: None,
         instances: Callable[[], Mapping[str, int]] = dict,
+        refused_peers: Callable[[], Mapping[str, int]] = dict,
+        faults: Faults | None = None,
+        shelf: Shelf | None = None,
+        alone: bool = True,
     ) -> None:
+        """``alone``: no other front end answers on this port, so that the process's own figures mean
+        something."""
         self._mesh = mesh
-        self._reports = reports
+        self.reports = reports
         self._epoch = epoch
         self._instances = instances
+        self._refused_peers = refused_peers
+        self._shelf = shelf
+        self.faults = Faults() if faults is None else faults
         self.in_flight = 0
         self.ttft = Histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS
@@ -118,9 +153,21 @@ class Metrics:
         )
         self.success: dict[tuple[str, str], int] = {}
         """By engine and finish reason."""
+        self._histograms = (
+            self.ttft,
+            self.itl,
+            self.e2e,
+            self.prompt_tokens,
+            self.generation_tokens,
+            self.params_n,
+            self.params_max_tokens,
+        )
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        if alone:
+            ProcessCollector(registry=self._registry)
+        if shelf is not None and (left := shelf.own()) is not None:
+            self._go_on_from(left)
 
     def __repr__(self) -> str:
         return f"<Metrics {self.in_flight} in flight, {sum(self.success.values())} finished>"
@@ -133,35 +180,81 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         model = self._mesh.model.names[0] if self._mesh.model is not None else ""
-        for histogram in (
-            self.ttft,
-            self.itl,
-            self.e2e,
-            self.prompt_tokens,
-            self.generation_tokens,
-            self.params_n,
-            self.params_max_tokens,
-        ):
-            yield histogram.family(model)
+        others = self._shelf.others() if self._shelf else []
+        for histogram in self._histograms:
+            yield histogram.family(model, [other.histograms.get(histogram.name, {}) for other in others])
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=(*LABELS, "finished_reason")
         )
-        for (engine, reason), count in sorted(self.success.items()):
+        for (engine, reason), count in sorted(self._success_of_all(others).items()):
             success.add_metric((model, engine, reason), count)
         yield success
-        yield from _of_reports(model, self._reports())
-        yield from self._of_mesh()
+        yield from _of_reports(model, self.reports())
+        yield from self._of_mesh(others)
 
-    def _of_mesh(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "lockstep:requests_in_flight", "HTTP requests being generated for.", self.in_flight
+    def snapshot(self) -> Snapshot:
+        """What this process has counted, for the shelf."""
+        success: dict[str, dict[str, int]] = {}
+        for (engine, reason), count in self.success.items():
+            success.setdefault(engine, {})[reason] = count
+        return Snapshot(
+            pid=os.getpid(),
+            in_flight=self.in_flight,
+            histograms={histogram.name: histogram.totals() for histogram in self._histograms},
+            success=success,
+            faults=self.faults,
         )
+
+    def faults_of_all(self) -> Faults:
+        """Of this process, the front ends beside it and the launcher."""
+        others = self._shelf.others() if self._shelf else []
+        return Faults.merged([self.faults, *(other.faults for other in others)])
+
+    def _go_on_from(self, left: Snapshot) -> None:
+        """Counters of a process that took over a dead one's place do not begin at zero again."""
+        for histogram in self._histograms:
+            histogram.add(left.histograms.get(histogram.name, {}))
+        self.success = {
+            (engine, reason): count
+            for engine, reasons in left.success.items()
+            for reason, count in reasons.items()
+        }
+        self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
+
+    def _success_of_all(self, others: Sequence[Snapshot]) -> dict[tuple[str, str], int]:
+        total = dict(self.success)
+        for other in others:
+            for engine, reasons in other.success.items():
+                for reason, count in reasons.items():
+                    total[engine, reason] = total.get((engine, reason), 0) + count
+        return total
+
+    def _of_mesh(self, others: Sequence[Snapshot]) -> Iterator[Metric]:
+        in_flight = self.in_flight + sum(other.in_flight for other in others if is_alive(other.pid))
+        yield GaugeMetricFamily(
+            "lockstep:requests_in_flight", "HTTP requests being generated for.", in_flight
+        )
+        faults = CounterMetricFamily(
+            "lockstep:faults",
+            "Losses detected, processes restarted, requests resumed.",
+            labels=("event", "kind"),
+        )
+        for event, kinds in Faults.merged([self.faults, *(other.faults for other in others)]).counts.items():
+            for kind, count in sorted(kinds.items()):
+                faults.add_metric((event.value, kind), count)
+        yield faults
         if (epoch := self._epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
         for state, count in sorted(self._instances().items()):
             instances.add_metric((state,), count)
         yield instances
+        refused = CounterMetricFamily(
+            "lockstep:refused_peers", "Connections without the mesh's key.", labels=("by",)
+        )
+        for by, count in sorted(self._refused_peers().items()):
+            refused.add_metric((by,), count)
+        yield refused
 
 
 class Meter:
@@ -261,18 +354,35 @@ def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
         "sleeps": "Times that all instances agreed to sleep.",
         "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
         "mean_tokens": "Sum over steps of the instances' mean tokens.",
+        "attention_calls": "Layers of steps in which this instance computed attention.",
+        "changes": "Groups that followed another by agreement: somebody came or left.",
+        "recoveries": "Groups that followed another after a loss.",
     }
-    parts = ("wait", "attention", "dispatch", "experts", "combine")
+    parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
     families = {
         name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in totals.items()
     }
     seconds = CounterMetricFamily(
         "lockstep:step_seconds",
-        "Time of steps by part: wait (for headers), attention (and the rest), dispatch, experts, combine.",
+        "Time of steps by part: wait (for headers), attention, dispatch, experts, combine, rest.",
+        labels=(*LABELS, "part"),
+    )
+    recovery = CounterMetricFamily(
+        "lockstep:recovery_seconds",
+        "Time from a loss noticed to the first step after it by part: form (the coordinator's word), experts "
+        "(reading the lost ones), group (forming it), step (the first one).",
         labels=(*LABELS, "part"),
     )
     of_expert = CounterMetricFamily(
         "lockstep:expert_tokens", "Tokens computed by an expert, over all layers.", labels=(*LABELS, "expert")
+    )
+    durations = HistogramMetricFamily(
+        "lockstep:step_duration_seconds",
+        "Of steps and sleeps, from giving the header to having the result.",
+        labels=LABELS,
+    )
+    longest = GaugeMetricFamily(
+        "lockstep:longest_step_seconds", "The longest of them since the start.", labels=LABELS
     )
     for rank, report in sorted(reports.items()):
         counters = report.lockstep
@@ -281,8 +391,12 @@ def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
         labels = (model, str(rank))
         for name, family in families.items():
             family.add_metric(labels, getattr(counters, name))
+        for part, spent in counters.recovery_seconds.items():
+            recovery.add_metric((*labels, part), spent)
         for part in parts:
             seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
         for expert, tokens in counters.tokens_per_expert.items():
             of_expert.add_metric((*labels, str(expert)), tokens)
-    return [*families.values(), seconds, of_expert]
+        durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
+        longest.add_metric(labels, counters.longest_step_seconds)
+    return [*families.values(), seconds, recovery, of_expert, durations, longest]

@@ -53,6 +53,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     truncation_side: str | None = None
     echo: bool | None = None
     priority: Int | None = None
+    timeout: float | None = None
+    """Seconds that the answer may take."""
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -91,6 +93,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -158,11 +161,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -188,10 +196,27 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     usage: Usage | UnsetType | None = UNSET
 
 
+class FunctionCall(msgspec.Struct):
+    """``arguments`` is JSON text, as the model wrote it."""
+
+    arguments: str = ""
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class AssistantMessage(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same under the name that it had before."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -213,9 +238,21 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class ToolCallDelta(msgspec.Struct):
+    """More of the call at ``index``; the first one has id, type and the function's name."""
+
+    index: int
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
-    content: str
+    content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

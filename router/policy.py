@@ -23,6 +23,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     ready: bool
     """Takes requests: in the world, connected, not draining."""
+    admitted: bool = True
+    """Has not failed lately, or may be tried again."""
     stalled_for: float
     """Seconds without progress although it has work."""
     waiting_tokens: int
@@ -34,12 +36,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozenset()) -> list[Candidate]:
-    """Those that may get a request. ``excluded`` ranks (they just failed it) only if there is no other,
-    stalled ones never."""
+    """Those that may get a request. ``excluded`` ranks (they just failed it) and those that have failed
+    others lately only if nobody else is there, stalled ones never."""
     able = [
         candidate for candidate in candidates if candidate.ready and candidate.stalled_for < STALLED_AFTER
     ]
-    return [candidate for candidate in able if candidate.rank not in excluded] or able
+    fresh = [candidate for candidate in able if candidate.rank not in excluded]
+    return [candidate for candidate in fresh if candidate.admitted] or fresh or able
 
 
 def load_score(candidate: Candidate, prompt_tokens: int) -> float:

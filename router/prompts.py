@@ -78,7 +78,7 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:
     """The text that the chat template makes of a conversation."""
     messages = request.messages or []
-    variables = dict(request.chat_template_kwargs or {})
+    variables = model.template_kwargs | (request.chat_template_kwargs or {})
     documents = None
     if isinstance(request, ChatRequest):
         documents = request.documents

@@ -12,6 +12,7 @@ from router.errors import refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
 MAX_ID_LENGTH = 256
+MAX_TIMEOUT = 7 * 86400.0
 
 UNSUPPORTED = (
     "structured_outputs",
@@ -67,6 +68,8 @@ def _check_common(request: GenerationRequest) -> None:
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
         refuse(f"cache_salt must have 1 to {MAX_ID_LENGTH} characters.", "cache_salt")
+    if request.timeout is not None and not 0 < request.timeout <= MAX_TIMEOUT:
+        refuse(f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds.", "timeout")
     if request.truncation_side not in (None, "left", "right"):
         refuse("truncation_side must be 'left' or 'right'.", "truncation_side")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
@@ -94,6 +97,13 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             refuse(f"messages[{index}].tool_calls must be a list.", "messages")
+        for position, call in enumerate(calls or []):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                refuse(
+                    f"messages[{index}].tool_calls[{position}].function must be an object with a name.",
+                    "messages",
+                )
 
 
 def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
@@ -107,6 +117,10 @@ def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             refuse(f"tools[{index}].function must be an object with a name.", "tools")
+        if tool.get("type", "function") != "function":
+            refuse(f"tools[{index}].type must be 'function'.", "tools")
+        if not isinstance(function.get("parameters") or {}, dict):
+            refuse(f"tools[{index}].function.parameters must be a JSON schema.", "tools")
 
 
 def _check_tools(request: ChatRequest) -> None:
@@ -127,7 +141,10 @@ def _check_tools(request: ChatRequest) -> None:
             f"tool_choice must be none, auto, required or a function, got {_shortened(choice)}.",
             "tool_choice",
         )
-    refuse("tool_choice other than none and auto is not supported yet.", "tool_choice")
+    refuse(
+        "tool_choice other than none and auto is not supported yet: it needs structured outputs.",
+        "tool_choice",
+    )
 
 
 def wanted_tokens(request: GenerationRequest) -> int | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -16,14 +19,19 @@ import msgspec
 import uvloop
 
 from coordinator import process
-from coordinator.client import Watcher
 from coordinator.flags import parse
-from coordinator.messages import State, View
+from coordinator.keys import MeshKeys
+from coordinator.messages import Settings, View
 from engine.checkpoint import CheckpointError
 from engine.settings import resolve
-from parallel.topology import usable_cores
+from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import ServeConfig
-from router.launch import Supervisor, print_table, process_table
+from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
+from router.listen import bind
+from router.overseer import Overseer
+from router.scaling import Machine
+from router.shelf import Shelf, Snapshot
+from router.supervisor import Supervisor
 
 logger = logging.getLogger("serve")
 
@@ -40,6 +48,7 @@ def main_serve(argv: list[str] | None = None) -> int:
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
     process.set_up("Serve", config.log_level)
+    keys = process.mesh_keys(config.mesh, "serve")
     settings = None
     title = "serve"
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -53,10 +62,67 @@ def main_serve(argv: list[str] | None = None) -> int:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
+    try:
+        with contextlib.ExitStack() as held:
+            return _run(config, settings, title, held, keys)
+    except OSError as error:  # a port of the endpoint
+        print(f"serve: error: {error.strerror}", file=sys.stderr)
+        return process.EXIT_FAILED
+
+
+def _run(
+    config: ServeConfig,
+    settings: Settings | None,
+    title: str,
+    held: contextlib.ExitStack,
+    keys: MeshKeys | None,
+) -> int:
+    """Start and supervise; what is ``held`` is given back at the end."""
     mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
-    table = process_table(config, settings, usable_cores(), mesh_name)
+    sockets: list[socket.socket] = []
+    doors = None
+    if not config.mesh.headless:
+        http = config.http
+        sockets.append(held.enter_context(bind(http.host, http.port)))
+        port = sockets[0].getsockname()[1]  # --port 0 takes any
+        config = msgspec.structs.replace(config, http=msgspec.structs.replace(http, port=port))
+        if http.admin_port is not None:
+            sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
+        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        descriptors = [listener.fileno() for listener in sockets]
+        doors = Doors(
+            http=descriptors[0],
+            admin=descriptors[1] if len(descriptors) > 1 else None,
+            counts_directory=counts,
+        )
+    table = process_table(config, settings, usable_cores(), mesh_name, doors)
     print_table(title, table)
-    return uvloop.run(_supervise(config, mesh_name, Supervisor(table, config.engine.drain_timeout)))
+    supervisor = Supervisor(
+        table,
+        drain_timeout=config.engine.drain_timeout,
+        restart=config.restart,
+        engine_spec=lambda rank: _one_more(config, rank),
+        doors=sockets,
+    )
+    return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
+    """An instance that is started while the mesh serves; it shares the cores with those that are there."""
+    threads = config.engine.device.cpu_threads or threads_per_worker(
+        config.mesh.instances_here, usable_cores()
+    )
+    return engine_spec(config, rank, threads)
+
+
+def machine_of(config: ServeConfig) -> Machine:
+    device = config.engine.device
+    devices = 0 if device.device == "cpu" else visible_cuda_devices()
+    return Machine(
+        devices=devices if devices or device.device == "cuda" else None,
+        devices_per_instance=device.tensor_parallel_size * device.pipeline_parallel_size,
+        cores=usable_cores(),
+    )
 
 
 def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
@@ -70,61 +136,69 @@ def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
     )
 
 
-async def _supervise(config: ServeConfig, mesh_name: str, supervisor: Supervisor) -> int:
+async def _supervise(
+    config: ServeConfig,
+    mesh_name: str,
+    supervisor: Supervisor,
+    doors: Doors | None,
+    keys: MeshKeys | None,
+) -> int:
+    overseer = Overseer(config.mesh.coordinator_endpoint, mesh_name, supervisor, machine_of(config), keys)
+    beside = [asyncio.create_task(overseer.run())]
+    if doors is not None and doors.counts_directory is not None:
+        shelf = Shelf(Path(doors.counts_directory), "launcher")
+        beside.append(
+            asyncio.create_task(shelf.keep(lambda: Snapshot(pid=os.getpid(), faults=supervisor.faults)))
+        )
+
     async def until_ready() -> None:
-        view = await wait_for_instances(config, mesh_name)
+        view = await wait_for_instances(config, supervisor, overseer)
         if not config.mesh.headless:
             _print_try_line(config, view)
 
-    return await supervisor.run(until_ready)
+    try:
+        return await supervisor.run(until_ready)
+    finally:
+        for task in beside:
+            task.cancel()
 
 
-async def wait_for_instances(config: ServeConfig, mesh_name: str) -> View:
-    """Wait until all of ``-dp`` (headless: the local ones) are ready. A head waits for the view of its own
-    coordinator: another mesh may hold the port, and then that coordinator says so and ends.
+async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overseer: Overseer) -> View:
+    """Wait until all of ``-dp`` (headless: the local ones) are ready.
 
     Raises:
         TimeoutError: --startup-timeout seconds went by without any progress; the message says of whom.
+        KeyRefused: the coordinator has another mesh key, or one of the two has none.
     """
-    watcher = Watcher(config.mesh.coordinator_endpoint, "serve")
-    changed = asyncio.Event()
-    watching = asyncio.create_task(watcher.run(lambda _view: changed.set()))
     progress_at = said_at = time.monotonic()
     seen: object = None
-    try:
-        while True:
-            view = watcher.view
-            if view is not None and mesh_name and view.mesh != mesh_name:
-                view = None
-            if view is not None and _complete(config, view):
-                return view
-            missing = view.waiting_for if view else f"the coordinator at {config.mesh.coordinator_endpoint}"
-            now = time.monotonic()
-            if missing != seen:
-                seen, progress_at = missing, now
-            waited = now - progress_at
-            if waited > config.mesh.startup_timeout:
-                raise TimeoutError(f"gave up after {waited:.0f} s without progress, waiting for {missing}")
-            if now - said_at >= SAY_INTERVAL:
-                said_at = now
-                logger.info("waiting for %s", missing or "the router")
-            changed.clear()
-            await _wait(changed, 0.5)
-    finally:
-        watching.cancel()
+    while True:
+        if overseer.refused is not None:
+            raise overseer.refused
+        view = overseer.view
+        ready = view is not None and not view.waiting_for
+        if config.mesh.headless:
+            ready = supervisor.num_serving >= config.mesh.local_size
+        if view is not None and ready:
+            return view
+        missing = view.waiting_for if view else f"the coordinator at {config.mesh.coordinator_endpoint}"
+        now = time.monotonic()
+        if missing != seen:
+            seen, progress_at = missing, now
+        waited = now - progress_at
+        if waited > config.mesh.startup_timeout:
+            raise TimeoutError(f"gave up after {waited:.0f} s without progress, waiting for {missing}")
+        if now - said_at >= SAY_INTERVAL:
+            said_at = now
+            logger.info("waiting for %s", missing or "the local instances")
+        overseer.changed.clear()
+        await _wait(overseer.changed, 0.5)
 
 
 async def _wait(event: asyncio.Event, timeout: float) -> None:
     waiting = asyncio.ensure_future(event.wait())
     await asyncio.wait([waiting], timeout=timeout)
     waiting.cancel()
-
-
-def _complete(config: ServeConfig, view: View) -> bool:
-    if not config.mesh.headless:
-        return not view.waiting_for
-    ready = sum(member.state is State.READY for member in view.members)
-    return ready >= config.mesh.local_size and not view.waiting_for
 
 
 def _print_try_line(config: ServeConfig, view: View) -> None:
@@ -137,8 +211,8 @@ def _print_try_line(config: ServeConfig, view: View) -> None:
     ).decode()
     print(
         f"\n{len(view.members)} instance{'s' * (len(view.members) != 1)} ready at "
-        f"http://{host}:{http.port}/v1. Try:\n\n"
-        f"  curl http://{host}:{http.port}/v1/completions{key} "
+        f"{http.scheme}://{host}:{http.port}/v1. Try:\n\n"
+        f"  curl {http.scheme}://{host}:{http.port}/v1/completions{key} "
         f"-H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )
@@ -173,9 +247,37 @@ def _status(argv: list[str]) -> int:
     return status_main(argv)
 
 
+def _keygen(argv: list[str]) -> int:
+    from router.keygen import main as keygen_main
+
+    return keygen_main(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from router.doctor.command import main as doctor_main
+
+    return doctor_main(argv)
+
+
+def _drain(argv: list[str]) -> int:
+    from router.operate import main_drain
+
+    return main_drain(argv)
+
+
+def _scale(argv: list[str]) -> int:
+    from router.operate import main_scale
+
+    return main_scale(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
     "status": (_status, "show the instances of a mesh"),
+    "keygen": (_keygen, "make the key of a mesh over several hosts"),
+    "doctor": (_doctor, "check an installation, its host and the network, and say what to fix"),
+    "drain": (_drain, "have an instance finish what it has and leave"),
+    "scale": (_scale, "bring a mesh to a number of instances"),
 }
 
 

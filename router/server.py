@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coordinator import process
-from coordinator.rpc import OtherProtocol
+from coordinator.commands import ask
+from coordinator.keys import MeshKeys
+from coordinator.messages import Answer, Drain, Scale
+from coordinator.rpc import KeyRefused, OtherProtocol
+from router.accept import Acceptor, Tally
+from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.client import MeshClient
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
+from router.listen import bind, inherited
 from router.metrics import Metrics
+from router.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+COMMAND_TIMEOUT = 5.0
+"""Seconds that the coordinator gets to answer a command of the admin API."""
 
 
 class PatientProtocol(HttpToolsProtocol):
@@ -42,31 +52,13 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, bound before anything else is done.
-
-    Raises:
-        OSError: the port is in use or not ours to take; the message says so.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        reason = {
-            errno.EADDRINUSE: "is in use: choose another with --port",
-            errno.EACCES: "may not be bound by this user: choose one above 1023 with --port",
-            errno.EADDRNOTAVAIL: "is no address of this machine: check --host",
-        }.get(error.errno or 0, f"cannot be bound: {error}")
-        raise OSError(error.errno, f"port {port} on {host} {reason}") from error
-    listener.set_inheritable(True)
-    return listener
-
-
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run."""
+    """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
+    With a tally, shares its sockets evenly with other front ends."""
+
+    def __init__(self, config: uvicorn.Config, tally: Tally | None) -> None:
+        super().__init__(config)
+        self._tally = tally
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -75,52 +67,154 @@ class _Server(uvicorn.Server):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tally is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        state, config = self.server_state, self.config
 
-async def serve(config: RouterConfig) -> int:
+        def make_protocol() -> asyncio.Protocol:
+            return PatientProtocol(config, state, self.lifespan.state)
+
+        for listener in sockets or []:
+            acceptor: Any = Acceptor(
+                listener,
+                make_protocol,
+                lambda: len(state.connections),
+                self._tally,
+                BACKLOG,
+                config.ssl,
+            )
+            self.servers.append(acceptor)
+
+
+async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     http = config.http
     try:
-        listener = bind(http.host, http.port)
+        listeners = _open_doors(config)
     except OSError as error:
         logger.error("%s", error.strerror)
         return process.EXIT_FAILED
+    if config.front_ends > 1:
+        process.set_up(f"Router_{config.front_end}", config.log_level)
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
         model_directory=Path(http.tokenizer) if http.tokenizer else None,
+        keys=keys,
     )
     PatientProtocol.head_timeout = http.request_timeout
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here
-    server = _Server(
-        uvicorn.Config(
-            make_app(
-                mesh,
-                http,
-                Metrics(mesh, reports=mesh.reports, epoch=mesh.epoch, instances=mesh.instances_by_state),
-            ),
-            http=PatientProtocol,
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=not http.disable_access_log,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=max(1, round(http.shutdown_timeout)),
-        )
+    if unlogged := http.disable_access_log_for_endpoints.split(","):
+        logging.getLogger("uvicorn.access").addFilter(lambda record: _path_of(record) not in unlogged)
+    directory = config.counts_directory
+    shelf = Shelf(Path(directory), f"router-{config.front_end}") if directory is not None else None
+    metrics = Metrics(
+        mesh,
+        reports=mesh.reports,
+        epoch=mesh.epoch,
+        instances=mesh.instances_by_state,
+        refused_peers=mesh.refused_peers,
+        faults=mesh.faults,
+        shelf=shelf,
+        alone=config.front_ends == 1,
     )
-    following = asyncio.create_task(_follow(mesh, server))
-    logger.info("listening on http://%s:%d", *listener.getsockname()[:2])
+    settings = _settings(_app(config, mesh, metrics, listeners, keys), http)
     try:
-        await server.serve(sockets=[listener])
+        settings.load()
+    except (ssl.SSLError, OSError) as error:
+        for listener in listeners:
+            listener.close()
+        logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
+        return process.EXIT_FAILED
+    server = _Server(settings, _tally(config))
+    following = asyncio.create_task(_follow(mesh, server))
+    beside = [following]
+    if shelf is not None:
+        beside.append(asyncio.create_task(shelf.keep(metrics.snapshot)))
+    for listener in listeners:
+        logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
+    try:
+        await server.serve(sockets=listeners)
     finally:
-        following.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await following
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
     logger.info("ends")
-    return 0
+    return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
+
+
+def _tally(config: RouterConfig) -> Tally | None:
+    """What keeps front ends even; None for one that is alone."""
+    if config.front_ends == 1 or config.counts_directory is None:
+        return None
+    return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
+
+
+def _app(
+    config: RouterConfig,
+    mesh: MeshClient,
+    metrics: Metrics,
+    listeners: list[socket.socket],
+    keys: MeshKeys | None,
+) -> ASGIApp:
+    """The endpoint, and the admin API beside it."""
+    endpoint = make_app(mesh, config.http, metrics)
+    port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
+
+    async def command(wish: Drain | Scale) -> Answer:
+        return await ask(config.mesh.coordinator_endpoint, wish, COMMAND_TIMEOUT, keys)
+
+    admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end)
+    return AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
+
+
+def _open_doors(config: RouterConfig) -> list[socket.socket]:
+    """The endpoint, and the admin API if it has a port of its own.
+
+    Raises:
+        OSError: a port cannot be had.
+    """
+    http = config.http
+    if config.http_descriptor is not None:
+        given = (config.http_descriptor, config.admin_descriptor)
+        return [inherited(descriptor) for descriptor in given if descriptor is not None]
+    doors = [bind(http.host, http.port)]
+    if http.admin_port is not None:
+        doors.append(bind(http.admin_host, http.admin_port, "--admin-port"))
+    return doors
+
+
+def _path_of(record: logging.LogRecord) -> str:
+    """Of an entry in uvicorn's access log: client, method, path with query, version, status."""
+    args = record.args
+    return str(args[2]).partition("?")[0] if isinstance(args, tuple) and len(args) > 2 else ""
+
+
+def _settings(app: ASGIApp, http: HttpConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=not http.disable_access_log,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=max(1, round(http.shutdown_timeout)),
+        ssl_keyfile=http.ssl_keyfile,
+        ssl_certfile=http.ssl_certfile,
+        ssl_ca_certs=http.ssl_ca_certs,
+        ssl_cert_reqs=http.ssl_cert_reqs,
+    )
 
 
 async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
+    """Ends before it is cancelled only if this router cannot be part of the mesh; the server ends, too."""
     try:
         await mesh.run()
     except OtherProtocol as error:
         logger.error("the coordinator is of another version: %s", error)
-        server.should_exit = True
+    except KeyRefused as error:
+        logger.error("%s", error)
+    server.should_exit = True

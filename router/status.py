@@ -15,6 +15,7 @@ from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
 from coordinator.messages import Member, View
+from coordinator.rpc import KeyRefused
 
 MIN_WIDTH = 100
 """Columns that the table needs; a pipe says that it has 80."""
@@ -37,8 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         shares_file=True,
     )
     endpoint = config.mesh.coordinator_endpoint
+    keys = process.mesh_keys(config.mesh, "lockstep status")
     try:
-        view = asyncio.run(fetch_view(endpoint, config.timeout))
+        view = asyncio.run(fetch_view(endpoint, config.timeout, keys))
+    except KeyRefused as error:
+        print(f"lockstep status: {error}", file=sys.stderr)
+        return process.EXIT_REFUSED
     except TimeoutError:
         print(
             f"lockstep status: no coordinator answers at {endpoint}: is it running? see -dpa and -dpp",

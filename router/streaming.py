@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.messages import Delta, FinishReason
-from router.answers import DONE, Answer
-from router.errors import ApiError, ClientGone, error_body, from_mesh, unexpected
+from router.answers import Answer
+from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
-from router.sample import Piece, Sample, join
+from router.sample import Piece, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +36,46 @@ Result = TypeVar("Result")
 Batch = list[tuple[Sample, Piece]]
 
 
-class Call:
-    """One request, ready to run."""
+class Run:
+    """The samples of one request, ready to be generated."""
 
     def __init__(
-        self, mesh: Mesh, metrics: Metrics, samples: Sequence[Sample], answer: Answer, arrival: float
+        self,
+        mesh: Mesh,
+        metrics: Metrics,
+        samples: Sequence[Sample],
+        arrival: float,
+        timeout: float | None = None,
     ) -> None:
+        """``arrival`` is when the request came, on the clock of ``time.perf_counter``; its answer must be
+        complete ``timeout`` seconds later."""
         self.samples = samples
-        self.answer = answer
         self._mesh = mesh
         self._metrics = metrics
         self._arrival = arrival
+        self._timeout = timeout
 
     def __repr__(self) -> str:
-        return f"<Call {self.answer!r}>"
+        return f"<{type(self).__name__} of {len(self.samples)} samples>"
+
+    @contextlib.asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """Ends what is done in it when the request's time is over.
+
+        Raises:
+            ApiError: it was ended.
+        """
+        if self._timeout is None:
+            yield
+            return
+        left = self._arrival + self._timeout - time.perf_counter()
+        try:
+            async with asyncio.timeout(left) as timeout:
+                yield
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise too_late(self._timeout) from error
 
     async def pieces(self) -> AsyncGenerator[Batch, None]:
         """What the samples say, as it comes, until all have finished.
@@ -96,6 +122,31 @@ class Call:
                 generation.close()
             meter.close(time.perf_counter(), len(generations))
 
+    async def said(self) -> list[list[Piece]]:
+        """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
+        said: list[list[Piece]] = [[] for _ in self.samples]
+        async with contextlib.aclosing(self.pieces()) as batches:
+            async for batch in batches:
+                for sample, piece in batch:
+                    said[sample.index].append(piece)
+        return said
+
+
+class Call(Run):
+    """A run whose client gets an answer."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        metrics: Metrics,
+        samples: Sequence[Sample],
+        answer: Answer,
+        arrival: float,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(mesh, metrics, samples, arrival, timeout)
+        self.answer = answer
+
 
 async def whole_answer(call: Call, receive: Receive) -> bytes:
     """Run a request to its end and return the body of its answer.
@@ -106,12 +157,8 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
     """
 
     async def run() -> bytes:
-        said: list[list[Piece]] = [[] for _ in call.samples]
-        async with contextlib.aclosing(call.pieces()) as batches:
-            async for batch in batches:
-                for sample, piece in batch:
-                    said[sample.index].append(piece)
-        return call.answer.whole([join(pieces) for pieces in said])
+        async with call.deadline():
+            return call.answer.whole(await call.said())
 
     return await unless_gone(receive, run())
 
@@ -119,16 +166,10 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 class EventStream(Response):
     """A streamed answer. The status goes out with the first tokens: an early failure still has its own."""
 
-    def __init__(
-        self,
-        call: Call,
-        headers: Mapping[str, str] | None = None,
-        *,
-        send_timeout: float = SEND_TIMEOUT,
-    ) -> None:
+    def __init__(self, call: Call, *, send_timeout: float = SEND_TIMEOUT) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(EVENT_STREAM | dict(headers or {}))
+        self.init_headers(EVENT_STREAM)
         self._call = call
         self._send_timeout = send_timeout
         self._waits_since: float | None = None
@@ -156,12 +197,13 @@ class EventStream(Response):
             self._waits_since = None
 
         try:
-            await self._write_pieces(write)
+            async with self._call.deadline():
+                await self._write_pieces(write)
             last = self._call.answer.closing()
         except Exception as error:
             if not started:
                 raise
-            last = _error_event(error)
+            last = self._call.answer.failure(_as_api_error(error))
         await write(last, more=False)
 
     async def _write_pieces(self, write: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
@@ -176,14 +218,14 @@ class EventStream(Response):
                 await write(b"".join(events))
 
 
-def _error_event(error: Exception) -> bytes:
-    """How a stream ends that cannot go on."""
+def _as_api_error(error: Exception) -> ApiError:
+    """Why a stream ends that cannot go on."""
     if isinstance(error, MeshError):
-        error = from_mesh(error)
-    elif not isinstance(error, ApiError):
-        logger.error("a stream ended with an unexpected error", exc_info=error)
-        error = unexpected()
-    return b"data: " + error_body(error) + b"\n\n" + DONE
+        return from_mesh(error)
+    if isinstance(error, ApiError):
+        return error
+    logger.error("a stream ended with an unexpected error", exc_info=error)
+    return unexpected()
 
 
 async def unless_gone(

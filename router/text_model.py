@@ -24,12 +24,15 @@ class TextModel:
         tokenizer: Tokenizer,
         templates: ChatTemplates,
         defaults: dict[str, Any],
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.served = served
         self.tokenizer = tokenizer
         self.templates = templates
         self.defaults = defaults
         """Sampling parameters for requests that do not set them."""
+        self.template_kwargs = template_kwargs or {}
+        """Variables of the chat template, likewise."""
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
@@ -60,7 +63,7 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
             raise TokenizerError(f"--chat-template cannot be used: {error}") from error
         logger.error("chat requests will be refused: %s", error)
         templates = ChatTemplates({})
-    return TextModel(served, tokenizer, templates, _defaults(served, config))
+    return TextModel(served, tokenizer, templates, _defaults(served, config), config.template_kwargs)
 
 
 def _defaults(served: ServedModel, config: HttpConfig) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._add_boundaries()
-        self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
+        self._special = {token.content for token in added.values() if token.special}
         self._piece_bytes = _piece_decoder(backend)
         self._most_characters = _most_characters_per_token(backend)
         self._bytes_of: dict[int, bytes] = {}
@@ -81,6 +83,10 @@ class Tokenizer:
         if found is None:
             found = self._bytes_of[token_id] = self._look_up_bytes(token_id)
         return found
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a token that ``skip_special_tokens`` hides."""
+        return text in self._special
 
     def token_text(self, token_id: int) -> str:
         """A token alone as text; U+FFFD stands for what is no whole character."""

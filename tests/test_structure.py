@@ -19,6 +19,8 @@ COMPUTES = {
     "parallel.communicators.shared_memory",
     "parallel.communicators.slots",
     "parallel.expert_parallel",
+    "parallel.expert_products",
+    "parallel.tensor_parallel",
 }
 """The only modules below the engine that load torch; nothing imports them but the engine, or a call."""
 

@@ -11,6 +11,7 @@ one request, whose earlier positions are in the cache already.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,8 +62,21 @@ class PackedRows:
     """How many leading rows have exactly one token."""
 
 
+@dataclass
+class AttentionUse:
+    """What attention over one cache has cost so far."""
+
+    calls: int = 0
+    """Layers of steps."""
+    seconds: float = 0.0
+    """On a device that computes while the host goes on, the host's share only."""
+
+
 class AttentionPlan(Protocol):
     """One step's view of the cache: built once, used by every layer."""
+
+    use: AttentionUse
+    """Of the cache that it belongs to."""
 
     def attend(
         self,
@@ -95,6 +109,8 @@ class AttentionPlan(Protocol):
 class PagedAttention(Protocol):
     """A KV cache and the attention over it, on one device. Made with the layers' shapes."""
 
+    use: AttentionUse
+
     def plan(self, rows: PackedRows) -> AttentionPlan:
         """Prepare a step. Two steps may not be computed at the same time."""
         ...
@@ -119,6 +135,7 @@ def paged_attention(
     """
     assert attention_mask is None, "transformers built a mask for the paged attention"
     plan: AttentionPlan = kwargs[PLAN_KEYWORD]
+    began = time.perf_counter()
     attended = plan.attend(
         getattr(module, LAYER_ATTRIBUTE),
         query[0],
@@ -128,4 +145,6 @@ def paged_attention(
         softcap=softcap,
         sinks=s_aux,
     )
+    plan.use.calls += 1
+    plan.use.seconds += time.perf_counter() - began
     return attended.unsqueeze(0), None

@@ -9,6 +9,7 @@ do not know of is refused rather than served wrong.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.attention.base import (
     PackedRows,
 )
 from engine.checkpoint import CheckpointError
+from engine.shard import PassThrough, Stage
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query position, key position) -> whether the query sees the key."""
@@ -49,8 +51,10 @@ TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.3}
 gives 1; in 16 bits, a near-tie between experts may give a few tenths on some tokens."""
 
 
-def probe_layers(module: Any, name: str, context_length: int) -> tuple[int, tuple[LayerShape, ...]]:
-    """The width of the logits, and what each attention layer caches, in the order of calls.
+def probe_layers(
+    module: Any, name: str, context_length: int, stage: Stage
+) -> tuple[int, tuple[LayerShape, ...]]:
+    """The width of what the stage gives, and what each attention layer caches, in the order of calls.
 
     Numbers the attention modules (``LAYER_ATTRIBUTE``) and leaves the model on our implementation.
 
@@ -58,12 +62,13 @@ def probe_layers(module: Any, name: str, context_length: int) -> tuple[int, tupl
         CheckpointError: a layer does something that the paged attention does not do.
     """
     probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
-    AttentionInterface.register(PROBE_IMPLEMENTATION, probe.attention)
-    AttentionMaskInterface.register(PROBE_IMPLEMENTATION, probe.mask)
-    module.set_attn_implementation(PROBE_IMPLEMENTATION)
+    implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
+    AttentionInterface.register(implementation, probe.attention)
+    AttentionMaskInterface.register(implementation, probe.mask)
+    module.set_attn_implementation(implementation)
     try:
-        tokens = torch.arange(PROBE_TOKENS, device=module.device).unsqueeze(0)
-        logits = module(input_ids=tokens, position_ids=tokens, use_cache=False, **{PLAN_KEYWORD: None}).logits
+        tokens = torch.arange(PROBE_TOKENS, device=module.device)
+        outputs = _forward(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
     except CheckpointError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -73,7 +78,7 @@ def probe_layers(module: Any, name: str, context_length: int) -> tuple[int, tupl
     if not probe.shapes:
         raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
     _check_all_layers_attend(module, name, probe.seen)
-    return logits.shape[-1], tuple(probe.shapes)
+    return outputs.shape[-1], tuple(probe.shapes)
 
 
 class _Probe:
@@ -154,17 +159,23 @@ def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) ->
     for path, stack in module.named_modules():
         if not isinstance(stack, torch.nn.ModuleList):
             continue
-        attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in stack]
+        own = [layer for layer in stack if not isinstance(layer, PassThrough)]
+        attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in own]
         if any(attends) and not all(attends):
             idle = [index for index, does in enumerate(attends) if not does]
             raise CheckpointError(
                 f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
-                f"{path}.{idle[0]} ({type(stack[idle[0]]).__name__}): what it keeps between tokens is unknown"
+                f"{path}.{idle[0]} ({type(own[idle[0]]).__name__}): what it keeps between tokens is unknown"
             )
 
 
 def verify(
-    module: Any, name: str, layers: tuple[LayerShape, ...], vocab_size: int, dtype: torch.dtype
+    module: Any,
+    name: str,
+    layers: tuple[LayerShape, ...],
+    vocab_size: int,
+    dtype: torch.dtype,
+    stage: Stage,
 ) -> None:
     """Compare packed, chunked, paged steps with transformers' eager attention on whole sequences.
 
@@ -174,7 +185,7 @@ def verify(
     ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
     module.set_attn_implementation("eager")
     try:
-        expected = torch.cat([_alone(module, ids[:FIRST]), _alone(module, ids[FIRST:])])
+        expected = torch.cat([_alone(module, stage, ids[:FIRST]), _alone(module, stage, ids[FIRST:])])
     finally:
         module.set_attn_implementation(IMPLEMENTATION)
     if not bool(expected.isfinite().all()):
@@ -202,13 +213,9 @@ def verify(
             starts, counts, tables[[request for request, _, _ in rows]], positions, int(counts[0] == 1)
         )
         indices = torch.from_numpy(places).to(module.device)
-        output = module(
-            input_ids=ids[indices].unsqueeze(0),
-            position_ids=torch.from_numpy(positions).to(module.device).unsqueeze(0),
-            use_cache=False,
-            **{PLAN_KEYWORD: cache.plan(packed)},
-        )
-        found[indices] = output.logits[0].float()
+        places_in_request = torch.from_numpy(positions).to(module.device)
+        plan = {PLAN_KEYWORD: cache.plan(packed)}
+        found[indices] = _forward(module, stage, ids[indices], places_in_request, **plan).float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
     if not difference <= TOLERANCE.get(dtype, 0.3):
@@ -218,7 +225,26 @@ def verify(
         )
 
 
-def _alone(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(len(ids), device=ids.device)
-    output = module(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
-    return torch.as_tensor(output.logits[0].float())
+def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:
+    return _forward(module, stage, ids, torch.arange(len(ids), device=ids.device)).float()
+
+
+def _forward(
+    module: Any, stage: Stage, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any
+) -> torch.Tensor:
+    """Tokens and positions [tokens] -> [tokens, width of what the stage gives]. A later stage gets a made-up
+    hidden state for each token id."""
+    hidden = None
+    if not stage.shard.is_first:
+        config = module.config.get_text_config()
+        places = torch.arange(int(config.hidden_size), device=ids.device, dtype=torch.float32)
+        hidden = torch.sin((ids[:, None] + 1) * (places + 1) * 0.61803).to(module.dtype).unsqueeze(0) * 2**0.5
+    output = stage.forward(
+        module,
+        hidden,
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        **arguments,
+    )
+    return output if output.dim() == 2 else output[0]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.base import Int64s, LayerShape, PackedRows
+from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 
 MASK_ELEMENTS = 1 << 22
 """Largest mask of a tile; longer rows are cut into more tiles."""
@@ -85,9 +85,10 @@ class TorchPagedAttention:
         self.windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
         self.window_of = [self.windows.index(layer.window) for layer in layers]
         slots = num_blocks * block_size
-        self.keys = [_zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
-        self.values = [_zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
+        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
+        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
         self._scratch: dict[str, torch.Tensor] = {}
+        self.use = AttentionUse()
 
     def __repr__(self) -> str:
         slots = self.keys[0].shape[0] if self.keys else 0
@@ -246,6 +247,7 @@ class TorchAttentionPlan:
         self._cache = cache
         self._slots = slots
         self._views = views
+        self.use = cache.use
 
     def attend(
         self,
@@ -384,7 +386,7 @@ class _Attention:
         return torch.matmul(weights.to(values.dtype), values)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN. On CPU the pages come
     from calloc, so that a large cache costs neither time nor memory until it is written."""
     if device.type != "cpu":

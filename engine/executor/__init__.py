@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,10 +12,28 @@ if TYPE_CHECKING:
 
 
 def make_executor(
-    config: EngineConfig, info: ModelInfo, threads: int, place: tuple[int, int] | None = None
+    config: EngineConfig,
+    info: ModelInfo,
+    threads: int,
+    place: tuple[int, int] | None = None,
+    *,
+    cores: Sequence[int] = (),
+    rank: int = 0,
 ) -> Executor:
-    """The executor that the settings ask for. Loads torch, so call it in the process that computes.
-    ``place`` is (rank, size) among the instances over which experts are spread, if they are."""
+    """The executor that the settings ask for. Computing in this process loads torch, so call it in the one
+    that computes.
+
+    Args:
+        threads: of each worker.
+        place: (rank, size) among the instances over which experts are spread, if they are.
+        cores: those that this instance shares with no other, if any.
+        rank: of the instance.
+    """
+    if config.device.uses_processes:
+        from engine.executor.mp import MpExecutor
+
+        assert place is None, "-ep with -tp or -pp is refused with the settings"
+        return MpExecutor(config, info, threads, cores, rank)
     from engine.executor.uni import UniExecutor
 
     return UniExecutor(config, info, threads, place)

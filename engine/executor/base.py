@@ -8,24 +8,39 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from engine.step import ModelFacts, Step, StepResult
+from engine.trace import Span
 
 if TYPE_CHECKING:
     from parallel.communicators.base import Communicator
+    from parallel.placement import Placement
 
 Progress = Callable[[str], None]
 """Called with a phrase for each phase of loading, so that whoever waits knows that it moves."""
 
 
 class ExpertTimes(msgspec.Struct, frozen=True):
-    """Seconds of one step, over all expert layers."""
+    """Seconds of one step, over all layers."""
 
     dispatch: float
     experts: float
     combine: float
+    attention: float = 0.0
+    attention_calls: int = 0
+    """Layers in which attention was computed; none if the step has no rows here."""
+
+
+class WorkerLost(RuntimeError):
+    """A worker of this instance has ended, and what it held is gone: the instance cannot go on. Says which
+    worker and how."""
 
 
 class Executor(Protocol):
     """Owns the workers of one instance. Calls are made in this order, from one thread."""
+
+    in_flight: int
+    """Steps that may be under way at once: more than one where workers form a pipeline."""
+    needs_tokens: bool
+    """Whether rows must say the newest token, since not every worker has sampled it."""
 
     def load(self, progress: Progress) -> ModelFacts:
         """Read the weights and run the model once.
@@ -52,11 +67,20 @@ class Executor(Protocol):
 
         Raises:
             parallel.communicators.base.CollectiveError: a peer is lost.
+            WorkerLost: a worker of this instance is.
         """
         ...
 
-    def join(self, group: Communicator) -> None:
-        """Reach the experts of other instances through this group from the next step on."""
+    def begin(self, step: Step) -> None:
+        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step under way. Raises as :meth:`execute` does."""
+        ...
+
+    def check(self) -> None:
+        """Between two steps: raise WorkerLost if a worker has ended."""
         ...
 
     def expert_times(self) -> ExpertTimes | None:
@@ -67,10 +91,50 @@ class Executor(Protocol):
         """Tokens that each expert held here has computed; empty with all experts here."""
         ...
 
-    def set_threads(self, threads: int) -> None:
-        """Compute with so many CPU threads from the next step on."""
+    def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
+        """Let each worker compute with so many CPU threads from the next step on. ``cores``: those that this
+        instance shares with no other, if any, for workers to be pinned to."""
+        ...
+
+    def spans(self) -> dict[str, list[Span]]:
+        """When each worker computed, by its name."""
         ...
 
     def close(self) -> None:
         """End the workers."""
+        ...
+
+
+class SpreadExecutor(Executor, Protocol):
+    """One of an instance whose experts are spread over the mesh, and may be dealt out anew."""
+
+    def join(self, group: Communicator, placement: Placement) -> None:
+        """From the next step on hold the experts of ``group.rank`` in this placement, and reach those of
+        other instances through this group. What was not prepared is read now."""
+        ...
+
+    def prepare(self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        """Get ready to hold these experts, in a background thread while steps run; returns how many had to
+        be read.
+
+        Args:
+            free_bytes: memory that may be used beside what is held.
+            should_stop: says that they are not wanted any more.
+
+        Raises:
+            engine.checkpoint.CheckpointError: they do not fit, or cannot be read any more.
+            engine.expert_weights.ReadingStopped: ``should_stop`` said so.
+        """
+        ...
+
+    def experts_held(self) -> list[int]:
+        """The experts that are here, of each layer; empty if they are not spread."""
+        ...
+
+    def max_experts(self, free_bytes: int) -> int:
+        """How many experts of each layer fit, with so much memory beside what is held."""
+        ...
+
+    def spare_memory(self) -> int:
+        """Bytes of this device (of CPUs: of this host) that could be used for more experts."""
         ...

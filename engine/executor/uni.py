@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from engine.attention import make_attention
-from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.base import PLAN_KEYWORD, AttentionUse, PackedRows
 from engine.checkpoint import DTYPE_NAMES, CheckpointError, ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import ExpertTimes, Progress
+from engine.expert_change import HeldExperts
 from engine.expert_weights import ExpertShare
+from engine.kernels import library
+from engine.kernels.cache import NativeCache
+from engine.kernels.make import make_program
+from engine.kernels.program import Program
+from engine.memory import available_memory
 from engine.runner import ModelRunner
+from engine.shard import WHOLE, Shard
 from engine.step import KVSpec, ModelFacts, Step, StepResult
+from engine.trace import Span
 from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
-from parallel.placement import place
+from parallel.placement import Placement, place
 
+MEMORY_MARGIN = 0.1
+"""Of the memory that is free, what is left alone when more experts are loaded."""
 CPU_KV_LIMIT = 4 << 30
 CPU_KV_SHARE = 0.4
 """On CPU the cache gets this share of the memory that is free, up to the limit."""
 
 
 class UniExecutor:
-    """Implements ``executor.base.Executor`` with one model on one device."""
+    """Implements ``executor.base.Executor`` with one model, or one shard of it, on one device."""
+
+    in_flight = 1
+    needs_tokens = False
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, threads: int, place: tuple[int, int] | None = None
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        threads: int,
+        place: tuple[int, int] | None = None,
+        shard: Shard = WHOLE,
+        before_first_run: Callable[[], None] = lambda: None,
     ) -> None:
-        """``place``: (rank, size) in the group over which the experts are spread, None if they are not."""
+        """``place``: (rank, size) in the group over which the experts are spread, None if they are not.
+        ``shard``: the part of the model that is computed here, when this runs in one of several workers;
+        ``before_first_run`` waits until all have read their weights."""
         self._config = config
         self._place = place
+        self._shard = shard
+        self._before_first_run = before_first_run
+        self._results: deque[StepResult] = deque()
         self._info = info
         self._threads = threads
         self._model: LoadedModel | None = None
+        self._held: HeldExperts | None = None
+        self._kv_bytes = 0
         self._runner: ModelRunner | None = None
+        self._attention = self._attention_before = AttentionUse()
+        """Of attention, now and before the last step."""
+        self._program: Program | None = None
+        self._on_torch = False
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
@@ -47,6 +79,8 @@ class UniExecutor:
     def load(self, progress: Progress) -> ModelFacts:
         """See ``executor.base.Executor``."""
         device = self._device()
+        if device.type == "cpu":
+            library.begin_build()
         if self._threads > 0:
             torch.set_num_threads(self._threads)
         name = self._config.model.dtype
@@ -55,9 +89,19 @@ class UniExecutor:
         began = time.monotonic()
         share, dispatch = self._share()
         model = load_model(
-            self._info, self._config.model, dtype=dtype, device=device, share=share, dispatch=dispatch
+            self._info,
+            self._config.model,
+            dtype=dtype,
+            device=device,
+            share=share,
+            dispatch=dispatch,
+            shard=self._shard,
+            before_first_run=self._before_first_run,
         )
         self._model = model
+        if share is not None:
+            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts)
+            self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
             architecture=self._info.architecture,
@@ -68,6 +112,17 @@ class UniExecutor:
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
         )
+
+    @property
+    def layers(self) -> range:
+        """Numbers of the layers that are computed here."""
+        assert self._model is not None, "load() comes first"
+        return self._model.stage.layers
+
+    @property
+    def answers(self) -> bool:
+        """Whether this worker's results are the instance's."""
+        return self._shard.is_last and self._shard.rank == 0
 
     def _share(self) -> tuple[ExpertShare | None, Dispatch]:
         """Which experts are this instance's, and how it reaches the others."""
@@ -87,13 +142,21 @@ class UniExecutor:
             raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cuda" and not self._shard.is_whole:
+            workers = self._shard.num_stages * self._shard.size
+            if workers > torch.cuda.device_count():
+                raise CheckpointError(
+                    f"-tp {self._shard.size} -pp {self._shard.num_stages} needs {workers} CUDA devices, one "
+                    f"for each worker; torch finds {torch.cuda.device_count()} here"
+                )
+            return torch.device("cuda", self._shard.stage * self._shard.size + self._shard.rank)
         return torch.device(wanted)
 
     def free_kv_memory(self) -> int:
         """See ``executor.base.Executor``. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            return min(CPU_KV_LIMIT, int(psutil.virtual_memory().available * CPU_KV_SHARE))
+            return min(CPU_KV_LIMIT, int(available_memory() * CPU_KV_SHARE))
         self._run_largest_step()
         free, total = torch.cuda.mem_get_info(self._model.device)
         held = torch.cuda.memory_reserved(self._model.device)
@@ -122,14 +185,20 @@ class UniExecutor:
         ids = torch.from_numpy(positions % model.vocab_size).to(model.device).unsqueeze(0)
         num_logits = min(self._config.scheduler.max_num_seqs, length)
         with torch.inference_mode():
-            logits = model.module(
+            hidden = None
+            if not self._shard.is_first:
+                hidden = torch.zeros(1, length, model.hidden_size, dtype=model.dtype, device=model.device)
+            output = model.stage.forward(
+                model.module,
+                hidden,
                 input_ids=ids,
                 position_ids=torch.from_numpy(positions).to(model.device).unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=torch.arange(num_logits, device=model.device),
                 **{PLAN_KEYWORD: cache.plan(packed)},
-            ).logits
-            torch.softmax(logits.float(), dim=-1)
+            )
+            if self._shard.is_last:
+                torch.softmax(output.float(), dim=-1)
         torch.cuda.synchronize(model.device)
 
     def allocate(self, num_blocks: int) -> None:
@@ -138,10 +207,24 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._kv_bytes = num_blocks * block_size * model.kv_bytes_per_token
+        if self._program is None and not self._on_torch:
+            self._program = make_program(model, block_size) if self._shard is WHOLE else None
+            self._on_torch = self._program is None
+        if self._program is not None:
+            self._program.use(
+                NativeCache(model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype)
+            )
+            self._runner = ModelRunner(model, None, block_size, self._program)
+            self._attention = self._program.attention
+            if self._held is not None:
+                self._held.copies = 2
+            return
         cache = make_attention(
             model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
         )
         self._runner = ModelRunner(model, cache, block_size)
+        self._attention = cache.use
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
         """See ``executor.base.Executor``."""
@@ -149,9 +232,21 @@ class UniExecutor:
         assert self._model is not None
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
+            self._attention_before = replace(self._attention)
             if not step.rows:
                 self._pass_expert_layers(self._model)
         return self._runner.run(step)
+
+    def begin(self, step: Step) -> None:
+        """See ``executor.base.Executor``. Nobody else computes, so the step is done when this returns."""
+        self._results.append(self.execute(step))
+
+    def finish(self) -> StepResult:
+        """See ``executor.base.Executor``."""
+        return self._results.popleft()
+
+    def check(self) -> None:
+        """There are no workers that could end."""
 
     def _pass_expert_layers(self, model: LoadedModel) -> None:
         """Serve the other instances' tokens in every expert layer, without any of our own."""
@@ -163,18 +258,53 @@ class UniExecutor:
             for layer in model.expert_layers:
                 model.experts.forward(layer, hidden, ids, weights)
 
-    def join(self, group: Communicator) -> None:
-        """See ``executor.base.Executor``."""
+    def join(self, group: Communicator, placement: Placement) -> None:
+        """See ``executor.base.SpreadExecutor``."""
         assert self._model is not None
         assert self._model.experts is not None
-        self._model.experts.join(group)
+        assert self._held is not None
+        mine = placement.experts_of(group.rank)
+        if not self._held.is_prepared(mine):
+            self.prepare(mine, self.spare_memory(), lambda: False)
+        self._held.install(mine)
+        self._model.experts.join(group, placement)
+
+    def prepare(self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        """See ``executor.base.SpreadExecutor``."""
+        assert self._held is not None, "experts are not spread"
+        return self._held.prepare(experts, free_bytes, should_stop)
+
+    def experts_held(self) -> list[int]:
+        """See ``executor.base.SpreadExecutor``."""
+        return list(self._held.experts) if self._held is not None else []
+
+    def max_experts(self, free_bytes: int) -> int:
+        """See ``executor.base.SpreadExecutor``."""
+        assert self._held is not None, "experts are not spread"
+        return self._held.max_experts(free_bytes)
+
+    def spare_memory(self) -> int:
+        """See ``executor.base.SpreadExecutor``. A KV cache on CPU counts as filled, for it will be."""
+        assert self._model is not None
+        if self._model.device.type == "cpu":
+            return int(available_memory() * (1 - MEMORY_MARGIN)) - self._kv_bytes
+        free, _ = torch.cuda.mem_get_info(self._model.device)
+        device = self._model.device
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + unused) * (1 - MEMORY_MARGIN))
 
     def expert_times(self) -> ExpertTimes | None:
         """See ``executor.base.Executor``."""
         if self._model is None or self._model.experts is None:
             return None
-        times = self._model.experts.times
-        return ExpertTimes(times.dispatch, times.experts, times.combine)
+        times, use, before = self._model.experts.times, self._attention, self._attention_before
+        return ExpertTimes(
+            times.dispatch,
+            times.experts,
+            times.combine,
+            use.seconds - before.seconds,
+            use.calls - before.calls,
+        )
 
     def tokens_per_expert(self) -> dict[int, int]:
         """See ``executor.base.Executor``."""
@@ -184,12 +314,18 @@ class UniExecutor:
         counts = experts.tokens_per_expert.tolist()
         return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
 
-    def set_threads(self, threads: int) -> None:
+    def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
         self._threads = threads
         torch.set_num_threads(threads)
 
+    def spans(self) -> dict[str, list[Span]]:
+        """See ``executor.base.Executor``."""
+        return {"Engine": list(self._runner.spans) if self._runner is not None else []}
+
     def close(self) -> None:
         """Let go of the weights and the cache."""
         self._runner = None
+        self._held = None
         self._model = None
+        self._program = None

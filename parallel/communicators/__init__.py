@@ -28,11 +28,13 @@ def make_communicator(
     timeout: float,
     host: str = "127.0.0.1",
     should_stop: Callable[[], bool] | None = None,
+    forming_timeout: float | None = None,
 ) -> Communicator:
     """Meet the other members of the group ``name`` at the store and connect to them.
 
     Returns when all are connected, so that nobody needs the store any more. ``timeout`` (seconds) bounds
-    the forming and later each call. ``host`` is the address on which this member is reached (gloo only).
+    each call, and the waiting for the others here unless ``forming_timeout`` does. ``host`` is the address on
+    which this member is reached (gloo only).
     ``should_stop`` is asked while others have not come; when it says so, forming ends with
     :class:`CollectiveError`, as it does on a timeout.
     """
@@ -44,9 +46,14 @@ def make_communicator(
     if kind == "gloo":
         from parallel.communicators.gloo import GlooCommunicator
 
-        return GlooCommunicator(own_store, rank, size, timeout=timeout, host=host, should_stop=should_stop)
+        return GlooCommunicator(
+            own_store, rank, size, timeout=timeout, host=host, should_stop=should_stop,
+            forming_timeout=forming_timeout,
+        )  # fmt: skip
     if kind == "shared_memory":
         from parallel.communicators.shared_memory import SharedMemoryCommunicator
 
-        return SharedMemoryCommunicator(own_store, rank, size, timeout=timeout, should_stop=should_stop)
+        return SharedMemoryCommunicator(
+            own_store, rank, size, timeout=timeout, should_stop=should_stop, forming_timeout=forming_timeout
+        )
     raise ValueError(f"no communicator is called {kind!r}: choose gloo or shared_memory")

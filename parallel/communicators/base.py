@@ -10,20 +10,26 @@ Sizes may be zero on some members, or on all. What a call returns is always memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 
+Evidence = Literal["exited", "closed", "deadline", "aborted"]
+"""How a member knows that a group is broken: a process has ended (certain); an end of the group is closed, by
+a death or by somebody who gave up; somebody did not come in time; this end was aborted or closed."""
+
+
 class CollectiveError(RuntimeError):
     """A collective did not complete; says which and, where it is known, because of whom."""
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, evidence: Evidence = "closed") -> None:
         super().__init__(message)
         self.rank = rank
         """The member that is to blame, as far as this one can tell."""
+        self.evidence = evidence
 
 
 class Communicator(Protocol):
@@ -31,6 +37,11 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    processes: dict[int, int]
+    """Process ids by rank, of those other members that run where their ids mean something here."""
+    on_broken: Callable[[CollectiveError], None] | None
+    """Called once, in a thread of the communicator, if it notices between calls that the group is broken. Not
+    every transport does."""
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of (equally many) 64-bit integers, by rank: the header exchange, so

@@ -13,12 +13,14 @@ farewell: so a death is noticed around the ring, even by those that wait for som
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
+import msgspec
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
@@ -30,14 +32,16 @@ from parallel.communicators.arithmetic import (
     plain,
     sum_in_rank_order,
 )
-from parallel.communicators.base import CollectiveError
+from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.rendezvous import exchange
+from parallel.communicators.segments import Watch, this_host
 
 _DATA, _FAREWELL, _NOTHING = 0, 1, 2
 """Tags of messages. Nobody ever sends with the last one."""
 
 _CONNECT_SECONDS = 10.0  # when all members are there, how long connecting may take
 _FAREWELL_SECONDS = 0.1
+_DEATH_SECONDS = 0.02  # from a closed socket to the end of its process
 _LEAVE_SECONDS = 1.0  # for a call of another thread to fail when this end is closed
 _FOREVER = timedelta(days=1000)
 _TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
@@ -48,7 +52,9 @@ _Messages = Iterable[tuple[int, torch.Tensor]]
 class _Connections:
     """The connections of one member to all others, and why they were cut."""
 
-    def __init__(self, store: Store, rank: int, size: int, host: str, timeout: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, host: str, timeout: float, processes: Mapping[int, int]
+    ) -> None:
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout)
@@ -56,6 +62,12 @@ class _Connections:
         self._group = ProcessGroupGloo(store, rank, size, options)
         self.reason: str | None = None
         self.blamed: int | None = None
+        self.evidence: Evidence = "aborted"
+        self.on_broken: Callable[[CollectiveError], None] | None = None
+        self._processes = Watch()
+        for peer, pid in processes.items():
+            with contextlib.suppress(OSError):  # it has ended: the connections will tell
+                self._processes.add(peer, pid)
         self._in_gloo = threading.Lock()
         self._peers = [peer for peer in range(size) if peer != rank]
         self._before, self._after = (rank - 1) % size, (rank + 1) % size
@@ -63,12 +75,12 @@ class _Connections:
         self._watcher = threading.Thread(target=self._watch, name=f"gloo-watch-{rank}", daemon=True)
         self._watcher.start()
 
-    def cut(self, reason: str, blamed: int | None = None) -> None:
+    def cut(self, reason: str, blamed: int | None = None, evidence: Evidence = "aborted") -> None:
         """Close all connections, so that everything that waits on them, here or there, fails at once."""
         with self._lock:
             if self.reason is not None:
                 return
-            self._set_reason(reason, blamed)
+            self._set_reason(reason, blamed, evidence)
         for peer in self._peers:  # a receive from one that is gone fails instead of timing out: try them all
             with contextlib.suppress(RuntimeError):
                 never = self._group.recv([torch.empty(1)], peer, _NOTHING)
@@ -94,10 +106,11 @@ class _Connections:
                 peer, work = message
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            self.cut(f"the connection to rank {peer} broke ({_first_line(error)})", peer)
-            if time.monotonic() > deadline - 0.01:  # gloo counts whole milliseconds, then closes everything,
-                # which the watcher may have noticed first.
-                self._set_reason(f"rank {peer} did not come within {seconds:g} s", peer)
+            late = time.monotonic() > deadline - 0.01  # gloo counts whole milliseconds
+            self._broke(peer)
+            if late and self.evidence == "closed":  # gloo closes everything then, and the watcher may notice
+                # that first
+                self._set_reason(f"rank {peer} did not come within {seconds:g} s", peer, "deadline")
             return error.with_traceback(None)  # whose frames would keep gloo's objects
         return None
 
@@ -109,18 +122,35 @@ class _Connections:
                 farewell.wait(timedelta(seconds=_FAREWELL_SECONDS))
         self.cut("it was closed")
         self._watcher.join()
+        with self._lock:
+            self._processes.close()
         if self._in_gloo.acquire(timeout=_LEAVE_SECONDS):
             self._group = None
             self._in_gloo.release()
 
-    def _set_reason(self, reason: str, blamed: int | None) -> None:
-        self.blamed, self.reason = blamed, reason
+    def _broke(self, peer: int) -> None:
+        """A connection broke. Where the processes can be watched, a death is told from a farewell: sockets
+        are closed a moment before a process has ended."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            dead = self._processes.dead(_DEATH_SECONDS)
+        if dead:
+            self.cut(f"rank {dead[0]} has died", dead[0], "exited")
+        else:
+            self.cut(f"the connection to rank {peer} broke", peer, "closed")
+
+    def _set_reason(self, reason: str, blamed: int | None, evidence: Evidence) -> None:
+        self.blamed, self.evidence, self.reason = blamed, evidence, reason
 
     def _watch(self) -> None:
         try:
             self._group.recv([torch.zeros(1)], self._before, _FAREWELL).wait(_FOREVER)
         except RuntimeError:
-            self.cut(f"the connection to rank {self._before} broke", self._before)
+            known = self.reason is not None
+            self._broke(self._before)
+            if not known and self.on_broken is not None:
+                self.on_broken(CollectiveError(str(self.reason), self.blamed, self.evidence))
 
 
 class GlooCommunicator:
@@ -138,17 +168,25 @@ class GlooCommunicator:
         timeout: float,
         host: str = "127.0.0.1",
         should_stop: Callable[[], bool] | None = None,
+        forming_timeout: float | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout
         self._peers = [peer for peer in range(size) if peer != rank]
         self._reason_alone: str | None = None
         self._connections: _Connections | None = None
+        self.processes: dict[int, int] = {}
         if size == 1:
             return
-        exchange(store, rank, size, b"here", timeout=timeout, should_stop=should_stop)
+        mine = msgspec.json.encode((this_host(), os.getpid()))
+        patience = timeout if forming_timeout is None else forming_timeout
+        said = exchange(store, rank, size, mine, timeout=patience, should_stop=should_stop)
+        self.processes = _local_processes([msgspec.json.decode(each, type=tuple[str, int]) for each in said])
+        self.processes.pop(rank, None)
         try:
-            self._connections = _Connections(store, rank, size, host, min(timeout, _CONNECT_SECONDS))
+            self._connections = _Connections(
+                store, rank, size, host, min(timeout, _CONNECT_SECONDS), self.processes
+            )
         except RuntimeError as error:
             raise CollectiveError(f"connecting rank {rank} of {size}: {_first_line(error)}") from error
         # At exit too: a thread that wakes up while Python ends would abort the process.
@@ -157,6 +195,16 @@ class GlooCommunicator:
 
     def __repr__(self) -> str:
         return f"<GlooCommunicator rank {self.rank} of {self.size}, {self._reason or 'open'}>"
+
+    @property
+    def on_broken(self) -> Callable[[CollectiveError], None] | None:
+        """See the contract: deaths are noticed between calls too."""
+        return self._connections.on_broken if self._connections is not None else None
+
+    @on_broken.setter
+    def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
+        if self._connections is not None:
+            self._connections.on_broken = call
 
     @property
     def _reason(self) -> str | None:
@@ -269,8 +317,16 @@ class GlooCommunicator:
                 raise self._error(call) from error
 
     def _error(self, call: str) -> CollectiveError:
-        blamed = self._connections.blamed if self._connections else None
-        return CollectiveError(f"{call} on rank {self.rank}: {self._reason}", blamed)
+        message = f"{call} on rank {self.rank}: {self._reason}"
+        if self._connections is None:
+            return CollectiveError(message, None, "aborted")
+        return CollectiveError(message, self._connections.blamed, self._connections.evidence)
+
+
+def _local_processes(said: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """Process ids by rank of those that are on this host."""
+    here = this_host()
+    return {rank: pid for rank, (host, pid) in enumerate(said) if host == here}
 
 
 def _first_line(error: Exception) -> str:

@@ -35,13 +35,14 @@ def exchange(
         store.set(keys[rank], mine)
         while not store.check(keys):
             if should_stop is not None and should_stop():
-                raise CollectiveError("forming the group was stopped from outside")
+                raise CollectiveError("forming the group was stopped from outside", None, "aborted")
             if time.monotonic() > deadline:
                 missing = [member for member in range(size) if not store.check([keys[member]])]
                 names = ", ".join(map(str, missing))
                 raise CollectiveError(
                     f"forming the group: rank {names} did not come within {timeout:g} s",
                     min(missing, default=None),
+                    "deadline",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -61,9 +61,9 @@ class Watch:
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
 
-    def dead(self) -> list[int]:
-        """Ranks of those that have ended."""
-        return sorted(self._ranks[descriptor] for descriptor, _ in self._poll.poll(0))
+    def dead(self, wait: float = 0.0) -> list[int]:
+        """Ranks of those that have ended; waits so many seconds for the first."""
+        return sorted(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait * 1000))
 
     def close(self) -> None:
         while self._ranks:
@@ -92,7 +92,7 @@ def open_segment(rank: int, address: Address, num_bytes: int, watch: Watch) -> S
     except PermissionError as error:
         raise ValueError(f"shared memory of rank {rank} belongs to another user: use gloo") from error
     except OSError as error:  # its number means nothing any more
-        raise CollectiveError(f"forming the group: rank {rank} has died", rank) from error
+        raise CollectiveError(f"forming the group: rank {rank} has died", rank, "exited") from error
     try:
         return Segment(descriptor, num_bytes)
     finally:

@@ -39,7 +39,7 @@ from parallel.communicators.arithmetic import (
     plain,
     sum_in_rank_order,
 )
-from parallel.communicators.base import CollectiveError
+from parallel.communicators.base import CollectiveError, Evidence
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment
 from parallel.communicators.slots import Slots, segment_bytes, span_of, spans_of
@@ -65,6 +65,7 @@ class SharedMemoryCommunicator:
         *,
         timeout: float,
         should_stop: Callable[[], bool] | None = None,
+        forming_timeout: float | None = None,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         if platform.machine() not in ("x86_64", "AMD64"):
@@ -79,6 +80,7 @@ class SharedMemoryCommunicator:
         self._patience = Patience(crowded=size > usable_cores())
         self._reason: str | None = None
         self._blamed: int | None = None
+        self._evidence: Evidence = "aborted"
         self._lock = threading.RLock()  # abort may come from a signal handler
         self._call = "forming the group"
         self._deadline = time.monotonic() + timeout
@@ -87,22 +89,27 @@ class SharedMemoryCommunicator:
         self._letter_users: list[tuple[int, int] | None] = [None, None]
         self._watch = Watch()
         self._members: list[Slots] = []
+        self._should_stop = should_stop
+        self.processes: dict[int, int] = {}
+        self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
         try:
-            self._map(store, should_stop)
+            self._map(store, timeout if forming_timeout is None else forming_timeout)
         except BaseException:
             self.close()
             raise
+        self._should_stop = None
 
-    def _map(self, store: Store, should_stop: Callable[[], bool] | None) -> None:
+    def _map(self, store: Store, patience: float) -> None:
         """Make this member's segment known and map those of the others."""
         num_bytes = segment_bytes(self.size, self._slot_bytes)
         own = OwnSegment(num_bytes)
         try:
             said = exchange(
                 store, self.rank, self.size, msgspec.json.encode(own.address),
-                timeout=self._timeout, should_stop=should_stop,
+                timeout=patience, should_stop=self._should_stop,
             )  # fmt: skip
             addresses = [msgspec.json.decode(each, type=Address) for each in said]
+            self.processes = {peer: addresses[peer].pid for peer in self._peers}
             for member, address in enumerate(addresses):
                 others = member != self.rank
                 segment = open_segment(member, address, num_bytes, self._watch) if others else own
@@ -277,7 +284,7 @@ class SharedMemoryCommunicator:
         """A call begins; returns the note that all members must have beside the slots of its rounds."""
         self._call = call
         if self._reason is not None:
-            raise CollectiveError(f"{call} on rank {self.rank}: {self._reason}", self._blamed)
+            raise self._error(call)
         self._deadline = time.monotonic() + self._timeout
         return _CALLS.index(call) + num_bytes * len(_CALLS) if call in _CALLS else 0
 
@@ -299,7 +306,7 @@ class SharedMemoryCommunicator:
         self._await(rank, member.counter, self._round)
         if member.notes[slot][0] != note:
             num_bytes, call = divmod(member.notes[slot][0], len(_CALLS))
-            self._fail(f"rank {rank} calls {_CALLS[call]} of {num_bytes} bytes", rank)
+            self._fail(f"rank {rank} calls {_CALLS[call]} of {num_bytes} bytes", rank, "closed")
 
     def _place(self, rank: int, slot: int, region: int = 0) -> int:
         """Address of a member's slot, or of what is in it for one member."""
@@ -333,40 +340,47 @@ class SharedMemoryCommunicator:
         if blame is not None and word[0] < target:  # it may have written the word before it went
             self._fail(*blame)
 
-    def _hopeless(self, rank: int) -> tuple[str, int | None] | None:
-        """Why a wait for member ``rank`` is in vain, and whose fault it is."""
+    def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
+        """Why a wait for member ``rank`` is in vain, whose fault it is, and how that is known."""
         if self._reason is not None:
-            return self._reason, self._blamed
+            return self._reason, self._blamed, self._evidence
+        if self._should_stop is not None and self._should_stop():
+            return "it was stopped from outside", None, "aborted"
         dead = self._watch.dead()
         states = [member.state[0] for member in self._members]  # after the dead: a last word counts
         for peer in dead:
             if states[peer] == _OPEN:
-                return f"rank {peer} has died", peer
+                return f"rank {peer} has died", peer, "exited"
         for peer in self._peers:
             if states[peer] == _ABORTED:
-                return f"rank {peer} has aborted", None
+                return f"rank {peer} has aborted", None, "closed"
             if states[peer] > _ABORTED:
                 blamed = states[peer] - _ABORTED - 1
-                return f"rank {peer} has given up because of rank {blamed}", blamed
+                return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
         if states[rank] == _CLOSED:
-            return f"rank {rank} has closed its end", rank
+            return f"rank {rank} has closed its end", rank, "closed"
         if time.monotonic() > self._deadline:
-            return f"rank {rank} did not come within {self._timeout:g} s", rank
+            return f"rank {rank} did not come within {self._timeout:g} s", rank, "deadline"
         return None
 
     def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
         if sent != expected:
-            self._fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank)
+            self._fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
 
-    def _fail(self, reason: str, rank: int | None) -> NoReturn:
-        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank)
-        raise CollectiveError(f"{self._call} on rank {self.rank}: {self._reason}", self._blamed)
+    def _fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
+        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
+        raise self._error(self._call)
 
-    def _leave(self, state: int, reason: str, rank: int | None = None) -> None:
+    def _error(self, call: str) -> CollectiveError:
+        return CollectiveError(f"{call} on rank {self.rank}: {self._reason}", self._blamed, self._evidence)
+
+    def _leave(
+        self, state: int, reason: str, rank: int | None = None, evidence: Evidence = "aborted"
+    ) -> None:
         """From now on all calls fail, here and soon at the others."""
         with self._lock:
             if self._reason is None:
-                self._reason, self._blamed = reason, rank
+                self._reason, self._blamed, self._evidence = reason, rank, evidence
                 if len(self._members) > self.rank:
                     self._members[self.rank].state[0] = state
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import flags
+from coordinator import flags, process
 from router.config import ServeConfig
 
 
@@ -66,8 +66,14 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["-dp", "4", "-dpl", "2", "-dpr", "3"], "need ranks up to 4, but -dp 4 has ranks 0 to 3"),
         (["-dp", "2", "-dpl", "3"], "-dpl 3 local instances are more than -dp 2 in all"),
         (["--headless", "-dpl", "0"], "--headless with -dpl 0 starts nothing"),
-        (["-dpa", "10.0.0.1"], "--insecure-mesh"),
-        (["-tp", "2"], "sharding inside an instance is not built yet"),
+        (["-dpa", "10.0.0.1"], "so the mesh needs a key: make one with `lockstep keygen FILE`"),
+        (["--instance-address", "10.0.0.1"], "--instance-address 10.0.0.1 is not loopback"),
+        (
+            ["-dpa", "0.0.0.0", "--mesh-key-file", "k"],
+            "names no address that others could connect to; choose",
+        ),
+        (["--instance-address", "::", "--insecure-mesh"], "--instance-address :: names no address"),
+        (["-tp", "2", "-ep"], "-ep with -tp or -pp above 1 is not built yet"),
         (["--max-model-len", "8q"], "--max-model-len must be a number like 8192, 8k or 8K, not '8q'"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--max-num-batched-tokens", "4"], "must be at least --max-num-seqs 128"),
@@ -107,6 +113,28 @@ def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:
     assert config.http.api_key == ("one", "two")
     assert config.engine.model.model == "/m"
     assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "warning"),
+    [
+        ([], None),
+        (["--mesh-key-file", "k"], None),
+        (["-dpa", "10.0.0.1", "--mesh-key-file", "k"], None),
+        (["-dpa", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network can read all requests"),
+        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network"),
+        (["--mesh-key-file", "k", "--insecure-mesh"], "--insecure-mesh ignored: there is a mesh key"),
+    ],
+)
+def test_an_open_mesh_is_warned_of(
+    argv: list[str], warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    process.warn_if_open(parse(*argv).mesh)
+    if warning is None:
+        assert not caplog.messages
+    else:
+        (said,) = caplog.messages
+        assert warning in said
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.membership import Instruction, Membership, Note, Rules, Send
+from coordinator.membership import Membership
 from coordinator.messages import (
     Beat,
-    Form,
     FromCoordinator,
     Heartbeat,
     Leave,
     Load,
-    Peer,
     Refused,
     Register,
     Settings,
@@ -22,6 +20,7 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
+from coordinator.records import Instruction, Note, Rules, Send
 
 SETTINGS = Settings(
     model="m",
@@ -210,42 +209,6 @@ def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -
 
 
 EXPERTS = msgspec.structs.replace(SETTINGS, enable_expert_parallel=True, data_parallel_size=2)
-
-
-def loaded(instance: str, rank: int) -> Heartbeat:
-    return Heartbeat(
-        instance=instance,
-        state=State.LOADED,
-        phase="waiting",
-        address=f"tcp://a:{rank}",
-        store=f"a:{90 + rank}",
-        load=Load(),
-    )
-
-
-def test_a_group_forms_once_all_have_their_experts() -> None:
-    membership = Membership(Rules(size=2, settings=EXPERTS))
-    joined_with = {"a": 0, "b": 1}
-    for name, rank in joined_with.items():
-        membership.handle(name.encode(), register(name, rank, settings=EXPERTS), 0.0)
-    assert to(b"a", membership.handle(b"a", loaded("a", 0), 1.0)) == [Beat(0, 2)]
-    form = Form(epoch=1, store="a:90", peers=[Peer(0, "tcp://a:0", "h"), Peer(1, "tcp://a:1", "h")])
-    instructions = membership.handle(b"b", loaded("b", 1), 2.0)
-    assert to(b"a", instructions) == [form]
-    assert to(b"b", instructions) == [form, Beat(1, 2)]
-    assert to(b"a", membership.handle(b"a", loaded("a", 0), 2.5)) == [form, Beat(1, 2)], "the first was lost"
-    assert to(b"a", membership.handle(b"a", heartbeat("a"), 3.0)) == [Beat(1, 2)]
-    assert to(b"b", membership.handle(b"b", heartbeat("b"), 3.0)) == [Beat(1, 2)]
-    assert membership.view().epoch == 1, "the epoch of the group is that of the world"
-
-
-def test_a_complete_group_takes_nobody_in() -> None:
-    membership = Membership(Rules(size=1, settings=EXPERTS))
-    membership.handle(b"a", register("a", 0, settings=EXPERTS), 0.0)
-    membership.handle(b"a", loaded("a", 0), 1.0)
-    (answer,) = to(b"b", membership.handle(b"b", register("b", settings=None), 2.0))
-    assert isinstance(answer, Refused)
-    assert "the experts are spread over the 1 instances of a complete mesh" in answer.reason
 
 
 def test_who_was_not_told_the_size_takes_what_depends_on_it_from_the_mesh() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from typing import Any
 
 import msgspec
@@ -163,3 +165,21 @@ def test_large_numbers_and_unknown_fields_are_refused_where_they_matter() -> Non
     register = {"type": "register", "instance": "i", "rank": "two", "size": None, "settings": None}
     with pytest.raises(Malformed, match="rank"):
         Decoder[Register](ToCoordinator).decode(bytes([PROTOCOL]) + msgspec.msgpack.encode(register))
+
+
+def test_another_thread_ends_a_wait() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    listener: Listener[Any, Any] = Listener(context, "tcp://127.0.0.1:0", ToInstance, name="test")
+    assert not listener.wait(0.01)
+    listener.interrupt()  # also before the wait begins
+    assert listener.wait(5.0)
+    assert not listener.wait(0.01)
+    threading.Timer(0.05, listener.interrupt).start()
+    began = time.monotonic()
+    assert listener.wait(5.0)
+    assert time.monotonic() - began < 2.0
+    assert listener.receive() is None
+    listener.close()
+    listener.interrupt()
+    listener.close()
+    context.term()

@@ -8,6 +8,7 @@ the output, so comparing with :func:`expected_output` proves the scheduler and t
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 
 from engine.messages import TokenLogprobs
 from engine.step import Sampled, Step, StepResult
@@ -37,13 +38,18 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
 class SimulatedExecutor:
     """Checks every step while it runs it."""
 
-    def __init__(self, *, block_size: int, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, *, block_size: int, max_tokens: int, max_rows: int, in_flight: int = 1) -> None:
+        self.in_flight = in_flight
+        self.needs_tokens = in_flight > 1
+        self._results: deque[StepResult] = deque()
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._max_rows = max_rows
         self._tokens: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
         self._tables: dict[int, list[int]] = {}
+        self._before: dict[int, tuple[int, int]] = {}
+        """By slot: where its last row began, and how many blocks it had then."""
         self._wants_prompt_logprobs: dict[int, bool] = {}
         self._cache: dict[tuple[int, int], int] = {}
         self.num_steps = 0
@@ -60,11 +66,30 @@ class SimulatedExecutor:
             self._tokens[admit.slot] = list(admit.token_ids)
             self._prompts[admit.slot] = admit.num_prompt
             self._tables[admit.slot] = []
+            self._before.pop(admit.slot, None)
             self._wants_prompt_logprobs[admit.slot] = admit.params.prompt_logprobs is not None
         for row in step.rows:
-            self._tables[row.slot] += row.new_blocks
+            table = self._tables[row.slot]
+            start, length = self._before.get(row.slot, (-1, 0))
+            if start == row.start:  # this row again: its blocks take the same places
+                del table[length:]
+                del self._tokens[row.slot][row.start + row.count :]
+            self._before[row.slot] = row.start, len(table)
+            table += row.new_blocks
+            assert row.token in (None, self._tokens[row.slot][row.start])
         self._write(step)
         return StepResult([self._sample(row.slot, row.start, row.count, row.sample) for row in step.rows])
+
+    def begin(self, step: Step) -> None:
+        """Computed at once, answered later."""
+        assert len(self._results) < self.in_flight
+        self._results.append(self.execute(step))
+
+    def finish(self) -> StepResult:
+        return self._results.popleft()
+
+    def check(self) -> None:
+        return
 
     def expert_times(self) -> None:
         return None

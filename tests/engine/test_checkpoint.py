@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.checkpoint import (
@@ -14,6 +15,7 @@ from engine.checkpoint import (
     fingerprint,
     read_model_info,
     weight_files,
+    why_experts_stay_whole,
 )
 from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.settings import adopt, resolve
@@ -110,6 +112,31 @@ def test_experts_are_spread_when_asked_and_possible(caplog: pytest.LogCaptureFix
     assert "-ep ignored: one instance" in caplog.text
     with pytest.raises(CheckpointError, match="8 experts cannot be spread over 9 ranks"):
         resolve(config, 9)
+
+
+def test_experts_are_spread_by_default_where_they_can_be(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    settings = resolve(EngineConfig(), 2)[1]
+    assert (settings.enable_expert_parallel, settings.num_experts) == (True, 8)
+    told = EngineConfig(device=DeviceConfig(enable_expert_parallel=False))
+    assert not resolve(told, 2)[1].enable_expert_parallel
+    assert not resolve(EngineConfig(), 1)[1].enable_expert_parallel
+    assert not caplog.text
+    assert not resolve(EngineConfig(), 9)[1].enable_expert_parallel
+    assert "each instance holds all experts: there are 8 experts for 9 instances" in caplog.text
+    assert not resolve(engine(load_format="dummy"), 2)[1].enable_expert_parallel
+    info = read_model_info(shutil.copytree(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "copy"))
+    assert why_experts_stay_whole(info) == ""
+    for changes, reason in (
+        ({"model_type": "llama4"}, "the experts of llama4 do not go through transformers' experts interface"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised"),
+        ({"text_config": {}}, "it is the language part of a larger model"),
+    ):
+        change(tmp_path / "copy", **changes)
+        changed = msgspec.structs.replace(info, model_type=str(changes.get("model_type", info.model_type)))
+        assert why_experts_stay_whole(changed) == reason
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,24 @@
-"""What an instance refuses, said without a model."""
+"""What an instance refuses, and what becomes of steps that are cut short, said without a model."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.messages import FinishReason, Submit
+from engine.pace import Agreement
+from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
+from engine.step import Step, StepResult
+from parallel.communicators.base import CollectiveError
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 
 INFO = ModelInfo(
@@ -73,6 +82,24 @@ def test_a_number_is_used_once_at_a_time(core: EngineCore) -> None:
     assert core.submit(b"another router", submit()) is None
 
 
+def test_a_queue_may_be_full_of_tokens() -> None:
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_num_queued_tokens=10),
+    )
+    executor = SimulatedExecutor(block_size=4, max_tokens=32, max_rows=4)
+    core = EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
+    assert core.submit(PEER, submit(1, prompt_ids=[1] * 30)) is None, (
+        "a long one finds room in an empty queue"
+    )
+    refused = core.submit(PEER, submit(2))
+    assert refused is not None
+    assert refused.retry
+    while core.has_work:
+        core.step()
+    assert core.submit(PEER, submit(3)) is None
+
+
 def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
     for number in range(3):
         assert core.submit(PEER, submit(number)) is None
@@ -97,3 +124,75 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
     report = core.report(last_dispatch=1, bad_messages=2)
     assert (report.running, report.waiting, report.blocks_used, report.counters.bad_messages) == (0, 0, 0, 2)
     assert core.step() == {}
+
+
+class Troubled:
+    """A pace and an executor of which either may find the group broken at any step."""
+
+    must_step = False
+    in_flight = 1
+    needs_tokens = False
+
+    def __init__(self, rng: random.Random, executor: SimulatedExecutor) -> None:
+        self._rng = rng
+        self._executor = executor
+        self.failures = 0
+        self.times = RecoveryTimes()
+
+    def fail(self, share: float) -> None:
+        if self._rng.random() < share:
+            self.failures += 1
+            raise CollectiveError("a peer is lost")
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+        self.fail(0.2)
+        return Agreement(runs=num_tokens > 0 and self._rng.random() < 0.9)  # else: an epoch begins
+
+    def execute(self, step: Step, sizes: object = ()) -> StepResult:
+        self.fail(0.2)
+        result = self._executor.execute(step)
+        self.fail(0.2)  # in the last layer, when all is written
+        return result
+
+    def expert_times(self) -> None:
+        return None
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        return {}
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_steps_that_a_broken_group_cuts_short_change_nothing(seed: int) -> None:
+    """Whatever fails, arrives and is aborted meanwhile: the tokens are those of an undisturbed run."""
+    rng = random.Random(seed)
+    troubled = Troubled(rng, SimulatedExecutor(block_size=4, max_tokens=16, max_rows=4))
+    config = EngineConfig(
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
+    )
+    core = EngineCore(config, INFO, troubled, troubled, num_blocks=14, max_model_len=64)  # type: ignore[arg-type]
+    common = [rng.randrange(VOCAB - 1) for _ in range(16)]  # so that blocks are shared
+    wanted: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
+    left = 12
+    while left or core.has_work:
+        if left and rng.random() < 0.4:
+            left -= 1
+            prompt = common[: rng.randrange(17)] + [
+                rng.randrange(VOCAB - 1) for _ in range(rng.randrange(1, 9))
+            ]
+            length = rng.randrange(1, 12)
+            params = SamplingParams(max_tokens=length, ignore_eos=True)
+            assert core.submit(PEER, submit(left, prompt_ids=prompt, params=params)) is None
+            wanted[left], outputs[left] = expected_output(prompt, length), []
+        if outputs and rng.random() < 0.1:
+            aborted = rng.choice(list(outputs))
+            core.abort(PEER, [aborted])
+            del outputs[aborted]
+        with contextlib.suppress(CollectiveError):
+            for delta in core.step().get(PEER, []):
+                outputs[delta.request] += delta.token_ids
+    assert outputs == {number: wanted[number] for number in outputs}
+    assert core.report(0, 0).blocks_used == 0
+    assert troubled.failures

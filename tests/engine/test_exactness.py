@@ -19,13 +19,18 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor.base import Executor
+from engine.kernels import library
 from engine.messages import Counters, Submit
 from engine.sampling import SamplingParams
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
 
 PEER = b"router"
 NUM_REQUESTS = 32
-BLOCK_SIZE = 4
+CACHE_TOKENS = 96
+"""Of the small cache: little more than the longest request."""
+NATIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3_moe")
+"""Families whose tiny models the native kernels compute, given blocks of 16."""
+CASES = [(family, 4) for family in sorted(FAMILIES)] + [(family, 16) for family in NATIVE]
 SHARED = [random.Random(0).randrange(3, VOCAB) for _ in range(17)]
 
 
@@ -42,19 +47,35 @@ def output_length(index: int) -> int:
     return 5 + index % 14
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def model_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module", params=CASES, ids=[f"{family}-{size}" for family, size in CASES])
+def case(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """A family and a block size."""
+    family, block_size = request.param
+    return family, block_size
 
 
 @pytest.fixture(scope="module")
-def executor(model_directory: Path) -> Iterator[Executor]:
+def block_size(case: tuple[str, int]) -> int:
+    return case[1]
+
+
+@pytest.fixture(scope="module")
+def model_directory(case: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp(case[0]), case[0])
+
+
+@pytest.fixture(scope="module")
+def executor(model_directory: Path, case: tuple[str, int]) -> Iterator[Executor]:
+    family, block_size = case
     config = EngineConfig(
         model=ModelConfig(model=str(model_directory), dtype="float32"),
-        cache=CacheConfig(block_size=BLOCK_SIZE),
+        cache=CacheConfig(block_size=block_size),
     )
     executor = make_executor(config, read_model_info(model_directory), 1)
     executor.load(lambda _phase: None)
+    executor.allocate(8)
+    native = block_size == 16 and family in NATIVE and library.load() is not None
+    assert ("Program" in repr(executor)) == native
     yield executor
     executor.close()
 
@@ -85,14 +106,16 @@ def run(
     params: list[SamplingParams],
     texts: list[list[int]],
     *,
-    num_blocks: int,
+    block_size: int,
+    tokens: int,
     budget: int,
     together: bool = True,
 ) -> tuple[list[list[int]], Counters]:
     """Outputs of all requests, sent at once or each after the one before has ended."""
+    num_blocks = tokens // block_size
     core = EngineCore(
         EngineConfig(
-            cache=CacheConfig(block_size=BLOCK_SIZE),
+            cache=CacheConfig(block_size=block_size),
             scheduler=SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 32)),
         ),
         read_model_info(directory),
@@ -126,24 +149,28 @@ def greedy() -> list[SamplingParams]:
 
 
 def test_greedy_ids_equal_transformers(
-    executor: Executor, model_directory: Path, reference: list[list[int]]
+    executor: Executor, model_directory: Path, block_size: int, reference: list[list[int]]
 ) -> None:
-    roomy, counters = run(executor, model_directory, greedy(), prompts(), num_blocks=600, budget=512)
+    roomy, counters = run(
+        executor, model_directory, greedy(), prompts(), block_size=block_size, tokens=2400, budget=512
+    )
     assert roomy == reference
     assert counters.preemptions == 0
     assert counters.prefix_cache_hits > 0, "the shared beginning was not found"
 
 
 def test_chunks_and_preemption_change_nothing(
-    executor: Executor, model_directory: Path, reference: list[list[int]]
+    executor: Executor, model_directory: Path, block_size: int, reference: list[list[int]]
 ) -> None:
-    tight, counters = run(executor, model_directory, greedy(), prompts(), num_blocks=24, budget=12)
+    tight, counters = run(
+        executor, model_directory, greedy(), prompts(), block_size=block_size, tokens=CACHE_TOKENS, budget=12
+    )
     assert tight == reference
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
 
 
 def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
-    executor: Executor, model_directory: Path
+    executor: Executor, model_directory: Path, block_size: int
 ) -> None:
     params = [
         SamplingParams(
@@ -156,9 +183,22 @@ def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
         )
         for index in range(NUM_REQUESTS)
     ]
-    alone, _ = run(executor, model_directory, params, prompts(), num_blocks=600, budget=512, together=False)
-    together, _ = run(executor, model_directory, params, prompts(), num_blocks=600, budget=512)
-    tight, counters = run(executor, model_directory, params, prompts(), num_blocks=24, budget=12)
+    alone, _ = run(
+        executor,
+        model_directory,
+        params,
+        prompts(),
+        block_size=block_size,
+        tokens=2400,
+        budget=512,
+        together=False,
+    )
+    together, _ = run(
+        executor, model_directory, params, prompts(), block_size=block_size, tokens=2400, budget=512
+    )
+    tight, counters = run(
+        executor, model_directory, params, prompts(), block_size=block_size, tokens=CACHE_TOKENS, budget=12
+    )
     assert together == alone
     assert tight == alone
     assert counters.preemptions > 0

@@ -25,8 +25,10 @@ from engine.executor import make_executor
 from engine.executor.base import Executor
 from engine.messages import Submit
 from engine.pace import Agreement
+from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, Run, Sleep, Wake
+from parallel.placement import place
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
@@ -78,6 +80,7 @@ class ThreadPace:
         self._peers = peers
         self._lock = threading.Lock()
         self.lockstep = Lockstep(group.rank, group.size, epoch=1)
+        self.times = RecoveryTimes()
         self.sleeps = 0
         self.empty_steps = 0
 
@@ -129,7 +132,7 @@ def run_instances(
         executor = make_executor(config, info, 1, (member.rank, size))
         executor.load(lambda _phase: None)
         executor.allocate(40)
-        executor.join(member)
+        executor.join(member, place(info.num_experts, size, strategy))
         pace = ThreadPace(member, peers)
         peers.append(pace)
         executors.append(executor)

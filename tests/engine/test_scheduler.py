@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from engine.messages import FinishReason, Submit
 from engine.request import Request, Status, from_submit, stream_seed
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler, SchedulerRules
+from engine.step import Step
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 
 PEER = b"router"
@@ -27,6 +29,7 @@ class Bench:
         block_size: int = 4,
         max_seqs: int = 8,
         budget: int = 32,
+        micro_batches: int = 1,
         **rules: object,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -35,11 +38,16 @@ class Bench:
                 max_num_seqs=max_seqs,
                 max_num_batched_tokens=budget,
                 block_size=block_size,
+                micro_batches=micro_batches,
+                tells_tokens=micro_batches > 1,
                 **rules,  # type: ignore[arg-type]
             ),
             self.pool,
         )
-        self.executor = SimulatedExecutor(block_size=block_size, max_tokens=budget, max_rows=max_seqs)
+        self.executor = SimulatedExecutor(
+            block_size=block_size, max_tokens=budget, max_rows=max_seqs, in_flight=micro_batches
+        )
+        self.under_way: deque[Step] = deque()
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}
         self._arrivals = 0
@@ -63,11 +71,14 @@ class Bench:
         return self._arrivals
 
     def step(self) -> int:
-        """Run one step; the number of its tokens, 0 if nothing could run."""
-        step = self.scheduler.schedule()
-        if step is None:
+        """Let as many steps begin as may, and finish the oldest; the number of its tokens, 0 if none ran."""
+        while len(self.under_way) < self.executor.in_flight and (step := self.scheduler.schedule()):
+            self.executor.begin(step)
+            self.under_way.append(step)
+        if not self.under_way:
             return 0
-        for outcome in self.scheduler.update(step, self.executor.execute(step)):
+        step = self.under_way.popleft()
+        for outcome in self.scheduler.update(step, self.executor.finish()):
             self.outputs[outcome.request.key[1]].append(outcome.token_id)
         return step.num_tokens
 
@@ -76,6 +87,8 @@ class Bench:
             if not self.scheduler.has_work:
                 break
             assert self.step() > 0, f"stuck: {self.scheduler!r}"
+        while self.under_way:  # of requests that were aborted
+            self.step()
         assert not self.scheduler.has_work
         assert self.pool.num_used == 0
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
@@ -186,6 +199,52 @@ def test_abort_in_every_phase_frees_everything() -> None:
         assert bench.scheduler.schedule() is None
 
 
+def test_steps_under_way_are_of_different_requests() -> None:
+    bench = Bench(micro_batches=2)
+    numbers = [bench.add(tokens(seed, 3), max_tokens=4) for seed in range(4)]
+    first, second = bench.scheduler.schedule(), bench.scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert len(first.rows) == len(second.rows) == 2, "each takes its share of the requests"
+    assert not {row.slot for row in first.rows} & {row.slot for row in second.rows}
+    assert bench.scheduler.schedule() is None, "nobody's token is there yet"
+    bench.under_way.extend((first, second))
+    for step in (first, second):
+        bench.executor.begin(step)
+    bench.finish()
+    assert all(bench.outputs[n] == expected_output(tokens(s, 3), 4) for s, n in enumerate(numbers))
+
+
+def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
+    bench = Bench(micro_batches=3, budget=8)
+    number = bench.add(tokens(1, 30), max_tokens=2)
+    steps = [bench.scheduler.schedule() for _ in range(3)]
+    assert [(row.start, row.count) for step in steps if step for row in step.rows] == [
+        (0, 8),
+        (8, 8),
+        (16, 8),
+    ]
+    for step in steps:
+        assert step is not None
+        bench.under_way.append(step)
+        bench.executor.begin(step)
+    bench.finish()
+    assert bench.outputs[number] == expected_output(tokens(1, 30), 2)
+
+
+def test_the_answer_for_an_aborted_request_is_not_given_to_the_one_that_has_its_slot() -> None:
+    bench = Bench(micro_batches=2, max_seqs=1)
+    gone = bench.add(tokens(1, 6), max_tokens=5)
+    step = bench.scheduler.schedule()
+    assert step is not None
+    bench.under_way.append(step)
+    bench.executor.begin(step)
+    assert bench.scheduler.abort((PEER, gone))
+    number = bench.add(tokens(2, 9), max_tokens=5)
+    bench.finish()
+    assert bench.outputs == {gone: [], number: expected_output(tokens(2, 9), 5)}
+
+
 def test_stop_tokens_and_minimum() -> None:
     prompt = tokens(7, 5)
     output = expected_output(prompt, 8)
@@ -271,9 +330,16 @@ def test_streams_of_samples_differ() -> None:
     budget=st.integers(6, 40),
     max_seqs=st.integers(1, 6),
     threshold=st.sampled_from([0, 3]),
+    micro_batches=st.sampled_from([1, 1, 2, 3]),
 )
 def test_any_load_gives_what_each_request_gives_alone(
-    seed: int, num_blocks: int, block_size: int, budget: int, max_seqs: int, threshold: int
+    seed: int,
+    num_blocks: int,
+    block_size: int,
+    budget: int,
+    max_seqs: int,
+    threshold: int,
+    micro_batches: int,
 ) -> None:
     rng = random.Random(seed)
     bench = Bench(
@@ -282,6 +348,7 @@ def test_any_load_gives_what_each_request_gives_alone(
         budget=max(budget, max_seqs),
         max_seqs=max_seqs,
         long_prefill_token_threshold=threshold,
+        micro_batches=micro_batches,
     )
     capacity = num_blocks * block_size
     wanted: dict[int, tuple[list[int], int]] = {}

@@ -266,10 +266,11 @@ def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return blocks, scales, values.flatten(-2)
 
 
-def test_mxfp4_is_dequantised(tmp_path: Path) -> None:
+def mxfp4_model(directory: Path) -> tuple[Path, Path]:
+    """A model whose experts are stored in MXFP4, and the same in float32."""
     torch.manual_seed(0)
-    plain = make_tiny_model(tmp_path / "plain", "gpt_oss")
-    quantised = tmp_path / "quantised"
+    plain = make_tiny_model(directory / "plain", "gpt_oss")
+    quantised = directory / "quantised"
     shutil.copytree(plain, quantised)
     packed: dict[str, torch.Tensor] = {}
 
@@ -292,6 +293,11 @@ def test_mxfp4_is_dequantised(tmp_path: Path) -> None:
     change_tensors(quantised, pack)
     change_config(quantised, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
     assert len(packed) == 16
+    return quantised, plain
+
+
+def test_mxfp4_is_dequantised(tmp_path: Path) -> None:
+    quantised, plain = mxfp4_model(tmp_path)
     assert greedy_ids(load(quantised)) == greedy_ids(load(plain))
 
 

@@ -130,10 +130,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def make_tiny_model(
-    directory: Path, family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    directory: Path,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    layers: int | None = None,
+    **changes: Any,
 ) -> Path:
-    """Write a tiny model of ``family`` (safetensors, config, generation config) and return its directory."""
+    """Write a tiny model of ``family`` (safetensors, config, generation config) and return its directory.
+    ``layers``: how many, if not the family's usual number; ``changes``: other fields of its config."""
     config = FAMILIES[family]()
+    if layers is not None:
+        changes["num_hidden_layers"] = layers
+        if getattr(config, "layer_types", None):
+            changes["layer_types"] = (config.layer_types * layers)[:layers]
+    if changes:
+        config = type(config)(**(config.to_dict() | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     widen(model, seed)
     model.to(dtype)

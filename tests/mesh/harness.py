@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,11 +42,19 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str = "") -> 
 class Command:
     """One command line of ours, running."""
 
-    def __init__(self, log: Path, module: str, *argv: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        module: str,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """``prefix``: a command that runs the command line given behind it."""
         self.log_file = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *argv],
+                [*prefix, sys.executable, "-P", "-m", module, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -177,7 +177,8 @@ def copy_of_shipped(path: Path, **changes: object) -> Path:
 def test_instances_that_do_not_fit_are_refused_and_nobody_notices(tmp_path: Path) -> None:
     ports = Ports()
     other = copy_of_shipped(tmp_path / "other", rms_norm_eps=1e-4)
-    with serve(tmp_path / "head.log", SHIPPED_MODEL, "-dp", "2", "-dpl", "1", *ports.head(), *SMALL) as head:
+    half = ["-dp", "2", "-dpl", "1", "--no-enable-expert-parallel"]  # which serves without the other one
+    with serve(tmp_path / "head.log", SHIPPED_MODEL, *half, *ports.head(), *SMALL) as head:
         head.wait_for("ready on")
         cases = {
             "taken": (["-dpr", "0", "--headless", *SMALL], "rank 0 is taken by"),
@@ -197,10 +198,11 @@ def test_instances_that_do_not_fit_are_refused_and_nobody_notices(tmp_path: Path
                 assert cases[name][1] in command.log
                 assert "Traceback" not in command.log
         assert ask(ports)
-        with serve(tmp_path / "second.log", *ports.head(), "-dp", "1", *SMALL) as second:
+        elsewhere = ["--port", str(Ports().http), *ports.join()]
+        with serve(tmp_path / "second.log", *elsewhere, "-dp", "1", *SMALL) as second:
             assert second.end() == 1
             assert f"tcp://127.0.0.1:{ports.rpc} is in use: choose another port" in second.log
-        with serve(tmp_path / "head2.log", "-dp", "2", "-dpl", "0", *ports.head()) as head2:
+        with serve(tmp_path / "head2.log", "-dp", "2", "-dpl", "0", *elsewhere) as head2:
             assert head2.end() == 1, "another mesh's coordinator is not ours"
             assert "ready at" not in head2.log
         third_rpc = Ports().rpc

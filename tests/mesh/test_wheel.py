@@ -53,6 +53,7 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(environment: Path) -> No
     (site,) = (environment / "lib").glob("python*/site-packages")
     names = {path.name for path in site.iterdir()}
     assert {"coordinator", "engine", "router", "parallel"} <= names
+    assert "lockstep.py" in names
     assert not names & {"tests", "examples", "docs"}
     model = site / "engine" / "models" / "lockstep-moe"
     assert sum(path.stat().st_size for path in model.iterdir()) < 20 * 1024**2

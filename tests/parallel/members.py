@@ -61,7 +61,9 @@ class Member:
             yield found
         except CollectiveError as error:
             now = time.monotonic()
-            found.update(message=str(error), blamed=error.rank, at=now, seconds=now - began)
+            found.update(
+                message=str(error), blamed=error.rank, evidence=error.evidence, at=now, seconds=now - began
+            )
         else:
             raise AssertionError("this should have failed")
 
@@ -275,6 +277,29 @@ def one_aborts(member: Member) -> None:
     with member.expect_error() as later:
         group.broadcast(torch.ones(2), 0)
     member.report(**error, later=later)
+
+
+def many_epochs(member: Member) -> None:
+    """Groups that end in every way, one after another; nothing of them stays."""
+    counts = []
+    for epoch in range(52):  # the last one ends well: who ends first would count as dead
+        group = member.form(f"epoch {epoch}", timeout=5.0)
+        if epoch % 3 == 0:
+            group.all_reduce(torch.ones(1000))
+        elif member.rank == epoch % member.size:
+            time.sleep(0.01)
+            group.abort()
+        else:
+            with member.expect_error() as error:
+                group.all_gather_ints([epoch])
+                group.all_gather_ints([epoch])
+            assert error["evidence"] == "closed"
+            assert error["seconds"] < 1.0
+        group.close()
+        del group
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert counts[-1] == counts[5], counts
+    assert "memfd" not in Path("/proc/self/maps").read_text()
 
 
 def one_does_not_come(member: Member) -> None:

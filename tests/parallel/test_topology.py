@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from parallel.topology import Layout, threads_per_worker, usable_cores
+from parallel.topology import Layout, threads_per_worker, usable_cores, visible_cuda_devices
 
 
 def test_ranks_and_coordinates_are_inverse_with_tp_fastest() -> None:
@@ -29,3 +31,11 @@ def test_cores_are_shared_and_never_exceeded(workers: int, cores: int, threads: 
 
 def test_some_core_is_usable() -> None:
     assert usable_cores() >= 1
+
+
+def test_cuda_devices_are_those_that_were_left_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, count in (("", 0), ("0", 1), ("2,3", 2), ("-1", 0), ("GPU-a,GPU-b", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_cuda_devices() == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_cuda_devices() == len(list(Path("/dev").glob("nvidia[0-9]*")))

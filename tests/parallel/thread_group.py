@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ class _Board:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
         self.given: list[Any] = [None] * size
+        self.letters: dict[tuple[int, int], queue.Queue[Any]] = {
+            (source, to): queue.Queue() for source in range(size) for to in range(size)
+        }
 
 
 class ThreadCommunicator:
@@ -26,6 +30,8 @@ class ThreadCommunicator:
 
     def __init__(self, board: _Board, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.processes: dict[int, int] = {}
+        self.on_broken: Callable[[CollectiveError], None] | None = None
         self._board = board
 
     def _exchange(self, given: Any) -> list[Any]:
@@ -69,10 +75,15 @@ class ThreadCommunicator:
         return given.clone()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        raise CollectiveError("not between threads")
+        self._board.letters[self.rank, to].put(tensor.clone())
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        raise CollectiveError("not between threads")
+        try:
+            letter: torch.Tensor = self._board.letters[source, self.rank].get(timeout=TIMEOUT)
+        except queue.Empty as error:
+            raise CollectiveError(f"nothing came from rank {source}") from error
+        assert (letter.shape, letter.dtype) == (like.shape, like.dtype)
+        return letter
 
     def abort(self) -> None:
         self._board.barrier.abort()

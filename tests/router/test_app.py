@@ -511,7 +511,13 @@ def test_tcp_nodelay(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
 def test_metrics(served: ServedModel) -> None:
     mesh = FakeMesh(served, saying([70, 71, 72]))
     report = Report(9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 20, 7, 0))
-    metrics = Metrics(mesh, reports=lambda: {1: report}, epoch=lambda: 4, instances=lambda: {"ready": 2})
+    metrics = Metrics(
+        mesh,
+        reports=lambda: {1: report},
+        epoch=lambda: 4,
+        instances=lambda: {"ready": 2},
+        refused_peers=lambda: {"coordinator": 5, "0": 1},
+    )
     with serving(mesh, HttpConfig()) as server:
         server.post("/v1/completions", {"prompt": "a", "n": 2})
         server.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
@@ -547,6 +553,8 @@ def test_metrics(served: ServedModel) -> None:
         f"vllm:prefix_cache_hits_total{one}": 20,
     }
     assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)
+    assert values['lockstep:refused_peers_total{by="coordinator"}'] == 5
+    assert values['lockstep:refused_peers_total{by="0"}'] == 1
 
 
 # ---- helpers

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, TokenizeRequest
+from router.responses.request import KEPT
+from router.responses.wire import ResponsesRequest
 from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Server, serving, wait_for
 from tests.router.fake_mesh import FakeMesh, saying
 
@@ -61,6 +64,9 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**63}, "Expected `int` <= 9223372036854775807", "seed"),
     ({"seed": -(2**63) - 1}, "Expected `int` >= -9223372036854775808", "seed"),
     ({"seed": 0.5}, "got `float`", "seed"),
+    ({"timeout": 0}, "timeout must be above 0", "timeout"),
+    ({"timeout": -1.5}, "timeout must be above 0", "timeout"),
+    ({"timeout": 1e9}, "at most 604800 seconds", "timeout"),
     ({"stop": ""}, "stop strings must not be empty", "stop"),
     ({"stop": ["a", ""]}, "stop strings must not be empty", "stop"),
     ({"stop": ["a"] * 100}, "at most 64 stop strings", "stop"),
@@ -162,7 +168,12 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "tool_calls must be a list", "messages"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+        "messages[0].tool_calls[0].function must be an object with a name",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "not valid JSON",
         "messages",
     ),
@@ -181,6 +192,13 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": []}, "tools must not be an empty list", "tools"),
     ({"tools": [{}]}, "tools[0].function must be an object with a name", "tools"),
+    ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type must be 'function'", "tools"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": [1]}}]},
+        "parameters must be a JSON schema",
+        "tools",
+    ),
+    ({"tools": [TOOL]}, "requires --enable-auto-tool-choice", "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "required"}, "not supported yet", "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "must be none, auto, required", "tool_choice"),
@@ -409,6 +427,33 @@ message = st.fixed_dictionaries(
     optional={"content": st.text(max_size=20) | json_values, "tool_calls": json_values, "name": st.text()},
 )
 
+response_item = json_values | st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "x"])},
+    optional={
+        "role": st.sampled_from(["developer", "user", "assistant"]),
+        "content": st.text(max_size=20)
+        | json_values
+        | st.lists(st.just({"type": "input_text", "text": "a"})),
+        "call_id": st.text(max_size=3) | json_values,
+        "name": st.text(max_size=3) | json_values,
+        "arguments": st.just("{}") | st.just('"\\ud800"') | json_values,
+        "output": st.text(max_size=3) | json_values,
+    },
+)
+
+anthropic_block = json_values | st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "x"])},
+    optional={
+        name: st.text(max_size=3) | json_values
+        for name in ("text", "thinking", "id", "name", "input", "tool_use_id", "content")
+    },
+)
+
+anthropic_message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"])},
+    optional={"content": st.text(max_size=20) | st.lists(anthropic_block, max_size=3) | json_values},
+)
+
 sensible: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.text(max_size=20)
     | st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=5)
@@ -420,15 +465,24 @@ sensible: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(0, 5) | st.booleans(),
     "temperature": st.floats(0, 2),
     "stream": st.booleans(),
+    "input": st.text(max_size=20) | st.lists(response_item, max_size=3),
+    "system": st.lists(anthropic_block, max_size=3),
+    "tools": st.lists(st.fixed_dictionaries({"name": st.just("f")}, optional={"type": json_values})),
 }
 
 
 def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
     """A body that makes sense but for a few fields, any that the endpoint knows."""
     names = [field.name for field in msgspec.structs.fields(kind) if field.name != "model"]
-    usual = {name: sensible[name] for name in ("prompt", "messages") if name in names}
+    usual = {name: sensible[name] for name in ("prompt", "messages", "input") if name in names}
     if kind is TokenizeRequest:
         usual.popitem()
+    if issubclass(kind, CountTokensRequest):
+        usual["messages"] = st.lists(anthropic_message, min_size=1, max_size=3)
+    if kind is MessagesRequest:
+        usual["max_tokens"] = st.integers(1, 9)
+    if kind is ResponsesRequest:
+        names = [name for name in names if name not in KEPT]
 
     def with_some(chosen: list[str]) -> st.SearchStrategy[dict[str, Any]]:
         some = {name: st.none() | sensible.get(name, st.nothing()) | json_values for name in chosen}
@@ -438,22 +492,27 @@ def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
+    ("path", "kind", "end"),
     [
-        ("/v1/completions", CompletionRequest),
-        ("/v1/chat/completions", ChatRequest),
-        ("/tokenize", TokenizeRequest),
+        ("/v1/completions", CompletionRequest, "data: [DONE]\n\n"),
+        ("/v1/chat/completions", ChatRequest, "data: [DONE]\n\n"),
+        ("/v1/responses", ResponsesRequest, "}}\n\n"),
+        ("/v1/messages", MessagesRequest, '{"type":"message_stop"}\n\n'),
+        ("/v1/messages/count_tokens", CountTokensRequest, ""),
+        ("/tokenize", TokenizeRequest, ""),
     ],
 )
-def test_no_body_makes_a_server_error(server: Server, path: str, kind: type[msgspec.Struct]) -> None:
+def test_no_body_makes_a_server_error(
+    server: Server, path: str, kind: type[msgspec.Struct], end: str
+) -> None:
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies(kind))
     def check(body: dict[str, Any]) -> None:
         answer = server.post(path, body)
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 200 and body.get("stream"):
-            assert answer.text.endswith("data: [DONE]\n\n")
-            assert '"error"' not in answer.text
+            assert answer.text.endswith(end)
+            assert '"error":{' not in answer.text
         elif answer.status_code == 400:
             assert answer.json()["error"]["message"]
 

@@ -149,6 +149,24 @@ def test_tool_calls_get_their_arguments_parsed() -> None:
         template(source).render([{"role": "assistant", "tool_calls": [call]}])
 
 
+def test_a_call_may_have_no_content() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": None}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    looks_for_null = "{% for m in messages %}{% if m.content is none %}CALL {{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments }}{% endif %}{% endfor %}"
+    assert template(looks_for_null).render(messages) == "CALL f{}"
+    prints = "{% for m in messages %}{{ m.content }};{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    assert template(prints).render(messages) == "hi;;f"
+    only_if_there = "{% for m in messages %}{{ 'calls' if m.tool_calls is defined else '-' }}{% endfor %}"
+    assert template(only_if_there).render([USER[0] | {"tool_calls": None}, messages[-1]]) == "-calls"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_by_either_name(name: str) -> None:
+    messages = [{"role": "assistant", "content": "x", name: "why"}]
+    source = "{{ messages[0].reasoning }}{{ messages[0].reasoning_content }}"
+    assert template(source).render(messages) == "whywhy"
+
+
 def test_reserved_variables() -> None:
     with pytest.raises(ChatTemplateError, match="must not set messages"):
         template(STRINGS).render(USER, variables={"messages": []})

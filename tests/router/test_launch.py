@@ -8,7 +8,7 @@ from coordinator import flags, process
 from coordinator.config import CoordinatorConfig
 from engine.config import InstanceConfig
 from router.config import RouterConfig, ServeConfig
-from router.launch import ProcessSpec, print_table, process_table
+from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 
 
 def table(*argv: str, cores: int = 4) -> list[ProcessSpec]:
@@ -40,6 +40,13 @@ def test_instances_of_a_loopback_mesh_share_the_cores_also_when_started_one_by_o
     assert process.PARENT_VARIABLE in spec.environment()
 
 
+def test_every_child_gets_the_key_of_the_mesh() -> None:
+    specs = table("/m", "-dpa", "10.0.0.1", "--mesh-key-file", "/etc/mesh.key")
+    assert [spec.role for spec in specs] == ["coordinator", "engine", "router"]
+    for spec in specs:
+        assert "--mesh-key-file=/etc/mesh.key" in spec.argv
+
+
 def test_children_understand_their_flags() -> None:
     configs = {"coordinator": CoordinatorConfig, "engine": InstanceConfig, "router": RouterConfig}
     for spec in table(
@@ -65,6 +72,24 @@ def test_children_understand_their_flags() -> None:
             assert config.engine.model.dtype == "float32"
         if isinstance(config, RouterConfig):
             assert config.http.api_key == ("k",)
+
+
+def test_front_ends_share_the_sockets_of_their_launcher() -> None:
+    config = flags.parse(ServeConfig, ["/m", "-asc", "2"], prog="serve", description="")
+    doors = Doors(http=11, admin=12, counts_directory="/counts")
+    routers = [spec for spec in process_table(config, None, 4, "", doors) if spec.role == "router"]
+    assert [spec.name for spec in routers] == ["Router_0", "Router_1"]
+    for number, spec in enumerate(routers):
+        told = flags.parse(RouterConfig, spec.argv, prog="router", description="")
+        assert (told.http_descriptor, told.admin_descriptor) == spec.descriptors == (11, 12)
+        assert (told.front_end, told.front_ends, told.counts_directory) == (number, 2, "/counts")
+
+
+def test_an_instance_beyond_the_size_does_not_claim_that_size() -> None:
+    config = flags.parse(ServeConfig, ["/m", "-dp", "2"], prog="serve", description="")
+    for rank, size in ((1, 2), (2, None)):
+        told = flags.parse(InstanceConfig, engine_spec(config, rank, 1).argv, prog="engine", description="")
+        assert (told.mesh.data_parallel_start_rank, told.mesh.data_parallel_size) == (rank, size)
 
 
 def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from coordinator.messages import Load, Member, State, View
 from engine.messages import Counters, Delta, FinishReason, Report
 from engine.sampling import SamplingParams
@@ -45,31 +47,38 @@ def candidate(rank: int, **fields: object) -> Candidate:
 
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
     instance = Instance(member("a", 0))
-    numbers = [instance.dispatch(tokens) for tokens in (100, 50, 25)]
+    numbers = [instance.dispatch(tokens, 0.0) for tokens in (100, 50, 25)]
     assert numbers == [1, 2, 3]
-    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (175, 3)
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
     instance.take_report(report(2, waiting=2, waiting_tokens=150))
-    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (175, 3)
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
     instance.take_report(report(3, running=3))
-    assert (instance.candidate().waiting_tokens, instance.candidate().requests) == (0, 3)
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (0, 3)
     instance.take_report(report(3))
-    assert instance.candidate().requests == 0
+    assert instance.candidate(0.0).requests == 0
 
 
 def test_the_pool_follows_the_view() -> None:
     pool = Pool()
-    changes = pool.apply(view(member("a", 0), member("b", 1, State.LOADING, address="")))
+    changes = pool.apply(view(member("a", 0), member("b", 1, State.LOADING, address="")), 0.0)
     assert [instance.name for instance in changes.added] == ["a"], "b cannot be reached yet"
-    pool.apply(view(member("a", 0, State.DRAINING), member("b", 1)))
+    pool.apply(view(member("a", 0, State.DRAINING), member("b", 1)), 0.0)
     first, second = pool
     first.attached = second.attached = True
     assert [first.ready, second.ready] == [False, True]
-    changes = pool.apply(view(member("b", 1), member("a2", 0)))
+    changes = pool.apply(view(member("b", 1), member("a2", 0)), 0.0)
     assert [instance.name for instance in changes.removed] == ["a"]
     assert repr(pool) == "<Pool 1:ready 0:ready>"
     restarted = pool.with_rank(0)
     assert restarted is not None
     assert restarted.name == "a2"
+
+
+def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    assert pool.apply(msgspec.structs.replace(view(member("b", 1)), complete=False), 0.0).removed == []
+    assert [instance.name for instance in pool.apply(view(member("b", 1)), 0.0).removed] == ["a"]
 
 
 # ---- policy
@@ -99,8 +108,8 @@ def test_scores_lie_between_zero_and_one() -> None:
 def test_a_burst_spreads_evenly_without_any_report() -> None:
     instances = [Instance(member(f"i{rank}", rank), attached=True) for rank in range(3)]
     for _ in range(30):
-        best = policy.pick([instance.candidate() for instance in instances], 100)
-        instances[best.rank].dispatch(100)
+        best = policy.pick([instance.candidate(0.0) for instance in instances], 100)
+        instances[best.rank].dispatch(100, 0.0)
     assert [instance.last_dispatch for instance in instances] == [10, 10, 10]
 
 

@@ -1,0 +1,126 @@
+"""Which addresses this host has, and which of them others reach it at."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import psutil
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+class AddressError(ValueError):
+    """An address that others cannot reach, or that is not this host's; the message says what there is."""
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One address of this host."""
+
+    name: str
+    address: str
+    mbit: int = 0
+    """Speed of the interface, 0 where the system does not tell."""
+    mtu: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.name})"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach it, as far as its spelling tells."""
+    return address in LOOPBACK or address.startswith("127.")
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of this host that others may reach it at: of interfaces that are up, without loopback and
+    link-local ones, IPv4 first."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name not in stats or not stats[name].isup:
+            continue
+        for item in addresses:
+            if item.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(item.address.partition("%")[0])
+            if not (address.is_loopback or address.is_link_local):
+                found.append(Interface(name, str(address), stats[name].speed, stats[name].mtu))
+    return sorted(found, key=lambda each: ":" in each.address)
+
+
+def choices(found: Sequence[Interface]) -> str:
+    """The addresses to choose from, for an error message."""
+    return ", ".join(map(str, found)) or "none but loopback"
+
+
+def check_not_wildcard(flag: str, address: str) -> None:
+    """An address is also told to others, so it cannot be all of them.
+
+    Raises:
+        AddressError: it is.
+    """
+    if address in WILDCARDS:
+        raise AddressError(
+            f"{flag} {address} names no address that others could connect to; choose one of this host's: "
+            f"{choices(interfaces())}"
+        )
+
+
+def own(flag: str, address: str) -> str:
+    """The numeric form of an address of this host, to bind to.
+
+    Raises:
+        AddressError: it is not this host's, or a name that does not mean exactly one address.
+    """
+    numeric = _resolve(flag, address)
+    ours = [each.address for each in interfaces()]
+    if numeric != address and is_loopback(numeric) and not is_loopback(address):
+        raise AddressError(
+            f"{flag} {address} means {numeric} on this host, which no other host can reach; give one of: "
+            f"{choices(interfaces())}"
+        )
+    if not is_loopback(numeric) and numeric not in ours:
+        raise AddressError(f"{flag} {address} is no address of this host, which has {choices(interfaces())}")
+    return numeric
+
+
+def is_own(address: str) -> bool:
+    """Whether it is an address of this host."""
+    try:
+        own("", address)
+    except AddressError:
+        return False
+    return True
+
+
+def _resolve(flag: str, address: str) -> str:
+    try:
+        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise AddressError(f"{flag} {address} cannot be resolved: {error.strerror}") from error
+    numeric = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    of_one_kind = [each for each in numeric if ":" not in each] or numeric
+    if len(of_one_kind) > 1:
+        raise AddressError(f"{flag} {address} means {' and '.join(of_one_kind)}: give the one to use")
+    return of_one_kind[0]
+
+
+def toward(address: str, port: int) -> str:
+    """This host's address on the way to another one, by its routes; nothing is sent.
+
+    Raises:
+        AddressError: there is no way.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise AddressError(
+            f"this host has no way to {address}: {error.strerror}; it has {choices(interfaces())}"
+        ) from error

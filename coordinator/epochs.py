@@ -1,0 +1,282 @@
+"""The groups of a mesh whose experts are spread, one after another (pure).
+
+Each group is a :class:`coordinator.messages.Form` with an epoch of its own, and each is told to its members
+again until they are in it. The next one is formed when
+
+- the mesh starts: as many instances as ``-dp`` says have their weights;
+- a member is gone (:mod:`coordinator.suspicion` decides who), or the group broke though all live: at once;
+- the group has begun everywhere, and somebody wants in, or is drained and wants out;
+- forming took too long;
+- a restarted coordinator finds that something was going on. It takes over the newest group that anybody
+  steps in, and does nothing until all its members are back, or have had the time to.
+
+So changes without a loss come one at a time, and a loss never waits for one. If the experts do not fit on
+those who are left, nothing is formed until somebody comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from coordinator.messages import Form, Settings, State
+from coordinator.records import Record, Rules
+from parallel.placement import Placement, cover, place
+
+BACK_OFF = 0.1
+MAX_BACK_OFF = 5.0
+"""Seconds between two tries to form a group, rising, while each fails."""
+
+MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
+"""Who has its weights, and may be in a group."""
+
+
+class Epochs:
+    """Numbers the groups, and says when the next one is formed and of whom."""
+
+    def __init__(self, rules: Rules, records: Mapping[int, Record]) -> None:
+        """``records`` are the membership's, by rank; only read here."""
+        self._rules = rules
+        self._records = records
+        self.number = 0
+        """The highest epoch known."""
+        self.form: Form | None = None
+        """The newest group, begun or not."""
+        self._formed_at = 0.0
+        self._begun = False
+        self._broken = 0
+        """The newest epoch that is known to be broken after it began."""
+        self._failed = 0
+        """The newest epoch that is broken, or could not form."""
+        self._failures = 0
+        """Groups in a row that did not begin."""
+        self._adopted_at: float | None = None
+        """When this coordinator, restarted, took a group over; None once it knows what became of it."""
+        self._apart = False
+        """It found the members in different epochs."""
+        self._began_at: float | None = None
+        """When this coordinator began."""
+        self._heard_of_at: float | None = None
+        """When it first heard of an epoch, restarted."""
+        self._said_lost: set[str] = set()
+        """Members of that group which others say are lost."""
+
+    def __repr__(self) -> str:
+        state = "adopting" if self._adopted_at is not None else "begun" if self._begun else "forming"
+        return f"<Epochs {self.number} {state if self.form else 'no group'}>"
+
+    # ---- what is learnt
+
+    def age(self, now: float) -> float:
+        """Seconds since this was asked first: since this coordinator began."""
+        self._began_at = now if self._began_at is None else self._began_at
+        return now - self._began_at
+
+    def learn(self, epoch: int, group: Form | None, now: float) -> None:
+        """An instance that registers knows this epoch, and steps in this group."""
+        self.number = max(self.number, epoch, group.epoch if group is not None else 0)
+        known = self.form.epoch if self.form is not None else 0
+        if self._heard_of_at is None and self.number > 0:
+            self._heard_of_at = now
+        if group is None or group.epoch <= known:
+            return
+        if self.form is None or self._adopted_at is not None:
+            self.form, self._adopted_at = group, now
+
+    def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
+        """Whether an instance that was here before, and knows this epoch, is to give up the group that it is
+        in, or about to enter: the others go on without it."""
+        form = self.form
+        if form is None or epoch == 0 or instance in (*_names(form), *form.leavers):
+            return False
+        return self._adopted_at is None or (group is not None and group.epoch < form.epoch)
+
+    def heard(self, record: Record) -> None:
+        """After a heartbeat."""
+        self.number = max(self.number, record.epoch, record.ready_epoch)
+
+    def begins(self) -> bool:
+        """Whether the newest group has begun by now, told once: all its members are in it, and who leaves has
+        left. (A leaver that is told of yet another group could not follow the others into this one.)"""
+        form, known = self.form, self._by_instance()
+        if form is None or self._begun or self._adopted_at is not None:
+            return False
+        entered = all(name in known and known[name].epoch >= form.epoch for name in _names(form))
+        self._begun = entered and not any(name in known for name in form.leavers)
+        return self._begun
+
+    def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
+        """Somebody says that a group is broken, or, without ``entered``, that it could not form. Returns
+        whether this is news about the newest group."""
+        self.number = max(self.number, epoch)
+        if self._adopted_at is not None:
+            self._said_lost.update(suspects)
+        if entered:
+            self._broken = max(self._broken, epoch)
+        news = epoch > self._failed and (self.form is None or epoch >= self.form.epoch)
+        self._failed = max(self._failed, epoch)
+        return news
+
+    # ---- what is asked
+
+    def is_member(self, instance: str) -> bool:
+        """Whether an instance is in the newest group."""
+        return self.form is not None and instance in _names(self.form)
+
+    def awaits(self, record: Record) -> Form | None:
+        """The group that an instance has not entered yet, to be told again."""
+        form = self.form
+        if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
+            return None
+        return form if record.instance in (*_names(form), *form.leavers) else None
+
+    def starved(self, settings: Settings | None) -> str:
+        """What is missing until the experts fit again on those who are here; "" if they fit, or serve."""
+        if self.form is None or settings is None or self._adopted_at is not None:
+            return ""
+        if not self._gone() and self._failed < self.form.epoch:
+            return ""
+        return _shortage(settings.num_experts, self._candidates())
+
+    def stragglers(self, now: float) -> list[Record]:
+        """Newcomers that have held the forming of a group up for too long."""
+        form = self.form
+        if form is None or self._begun or now - self._formed_at < self._rules.forming_timeout:
+            return []
+        if self._adopted_at is not None:
+            return []
+        members = [record for record in self._records.values() if record.instance in _names(form)]
+        late = [record for record in members if record.epoch == 0 and record.ready_epoch < form.epoch]
+        return late if len(late) < len(members) else []
+
+    # ---- the next group
+
+    def next_form(self, size: int | None, settings: Settings, now: float) -> tuple[Form, str] | None:
+        """The group to form now, and why; None if things stay as they are. To be asked while nobody is
+        under suspicion."""
+        if self._adopted_at is not None and not self._adoption_ends(now):
+            return None
+        why = self._reason(size, now)
+        if why is None:
+            return None
+        members = self._members(settings)
+        leavers = [record for record in self._records.values() if record.state is State.DRAINED]
+        if _shortage(settings.num_experts, members) and (members or not leavers):
+            return None
+        again = self.form is not None and not self._gone() and not self._is_well()
+        in_a_row = again and now - self._formed_at < 2 * MAX_BACK_OFF
+        self._failures = self._failures + 1 if in_a_row else 0
+        self.number += 1
+        form = Form(
+            epoch=self.number,
+            store=members[0].store if members else "",
+            peers=[member.group_peer() for member in members],
+            owners=self._placement(settings, members).owners if members else (),
+            leavers=tuple(record.instance for record in leavers),
+            broken=self._broken,
+            token=self._rules.token,
+        )
+        self.form, self._formed_at, self._begun, self._apart = form, now, False, False
+        return form, why
+
+    def _reason(self, size: int | None, now: float) -> str | None:
+        """Why another group is to be formed."""
+        form, gone, since = self.form, self._gone(), now - self._formed_at
+        if form is None:
+            if self._is_young(now):
+                return None  # there may be a mesh already, which has not noticed this coordinator yet
+            if size is not None and len(self._candidates()) >= size:
+                return "all are loaded"
+            waited = now - self._heard_of_at if self._heard_of_at is not None else 0.0
+            return "the mesh had begun before" if waited >= self._rules.member_timeout else None
+        if gone:
+            return f"{len(gone)} of epoch {form.epoch} {'is' if len(gone) == 1 else 'are'} gone"
+        if self._failed >= form.epoch:
+            waits = min(BACK_OFF * 2**self._failures, MAX_BACK_OFF) if self._failures else 0.0
+            return f"epoch {form.epoch} broke, though all its members live" if since >= waits else None
+        if self._apart or self.number > form.epoch:
+            return f"it is on its way to epoch {max(self.number, form.epoch)}, or beyond"
+        if not self._begun:
+            late = since >= self._rules.forming_timeout
+            return f"epoch {form.epoch} did not begin within {since:.0f} s" if late else None
+        before, after = set(_names(form)), {record.instance for record in self._candidates()}
+        joins, leaves = len(after - before), len(before - after)
+        changes = [f"{joins} join" if joins else "", f"{leaves} leave" if leaves else ""]
+        return ", ".join(filter(None, changes)) or None
+
+    def _is_well(self) -> bool:
+        """Whether the newest group has begun and goes on, as far as is known."""
+        return self.form is not None and self._begun and self._failed < self.form.epoch and not self._gone()
+
+    def _members(self, settings: Settings) -> list[Record]:
+        """Who is to be in the next group. After a loss it is only those who were in one: they need not wait
+        until a newcomer has read its experts. But all, where they alone have no room."""
+        candidates = self._candidates()
+        if self._is_well():
+            return candidates
+        survivors = [record for record in candidates if record.epoch > 0]
+        fit = survivors and not _shortage(settings.num_experts, survivors)
+        return survivors if fit else candidates
+
+    def _adoption_ends(self, now: float) -> bool:
+        """Whether this coordinator, restarted, knows by now what became of the group that it took over."""
+        assert self.form is not None
+        assert self._adopted_at is not None
+        since = now - self._adopted_at
+        if self._is_young(now):
+            return False  # there may be a newer group, of which nobody has registered yet
+        known = self._by_instance()
+        for instance in _names(self.form):
+            record = known.get(instance)
+            back = record is not None and record.state is not State.LOADING
+            patience = self._rules.return_grace if instance in self._said_lost else self._rules.member_timeout
+            if not back and since < patience:
+                return False
+        epochs = {known[instance].epoch for instance in _names(self.form) if instance in known}
+        self._begun = epochs == {self.form.epoch}
+        older = [record.epoch for record in self._records.values() if record.epoch < self.form.epoch]
+        self._broken = max([self._broken, *older])
+        self._adopted_at = None
+        self._apart = not self._begun
+        return True
+
+    def _is_young(self, now: float) -> bool:
+        return self.age(now) < self._rules.return_grace
+
+    def _candidates(self) -> list[Record]:
+        """Who would be in a group that is formed now, by rank."""
+        return [
+            record
+            for _, record in sorted(self._records.items())
+            if record.state in MEMBER_STATES and record.address
+        ]
+
+    def _gone(self) -> list[str]:
+        """Members of the newest group that are not here any more."""
+        known = self._by_instance()
+        return [] if self.form is None else [name for name in _names(self.form) if name not in known]
+
+    def _by_instance(self) -> dict[str, Record]:
+        return {record.instance: record for record in self._records.values()}
+
+    def _placement(self, settings: Settings, members: list[Record]) -> Placement:
+        room = [member.max_experts for member in members]
+        if self.form is None and settings.num_experts >= len(members):
+            dealt = settings.expert_placement_strategy == "round_robin"
+            first = place(settings.num_experts, len(members), "round_robin" if dealt else "linear")
+            if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
+                return first
+        return cover(settings.num_experts, [member.experts for member in members], room)
+
+
+def _shortage(num_experts: int, members: list[Record]) -> str:
+    """What is missing until the experts fit on some instances; "" if they do."""
+    limits = [member.max_experts or num_experts for member in members]
+    missing = num_experts - sum(limits)
+    if missing <= 0:
+        return ""
+    more = -(-missing // max(limits, default=num_experts)) if members else 1
+    return f"{more} more instance{'s' * (more != 1)}: the {num_experts} experts do not fit on {len(members)}"
+
+
+def _names(form: Form) -> Iterable[str]:
+    return [peer.instance for peer in form.peers]

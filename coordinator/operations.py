@@ -1,0 +1,96 @@
+"""What operators want of the mesh: instances drained, more or fewer of them (pure: part of
+:mod:`coordinator.membership`, which hands it messages and sends what it returns).
+
+The coordinator decides whether an instance may go and tells it; how many instances there can be on a
+machine is known to its launcher, so that is asked, and its answer passed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from coordinator.messages import Answer, Drain, FromCoordinator, Scale, State
+
+Peer = bytes
+Sent = tuple[Peer, FromCoordinator]
+
+ACCEPTED, NOT_FOUND, CONFLICT, UNAVAILABLE = 202, 404, 409, 503
+
+MAX_PENDING = 100
+"""Commands that wait for the launcher; of more, the oldest are forgotten, and whoever asked asks again."""
+LAUNCHER_TIMEOUT = 3.0
+"""Seconds of silence (it asks for the view every second) after which the launcher is away."""
+
+
+class Known(Protocol):
+    """What is needed of an instance."""
+
+    @property
+    def instance(self) -> str: ...
+    @property
+    def peer(self) -> Peer: ...
+    @property
+    def state(self) -> State: ...
+
+
+class Operations:
+    """Commands under way."""
+
+    def __init__(self) -> None:
+        self._launcher: tuple[Peer, float] | None = None
+        self._pending: dict[str, Peer] = {}
+        self._told: set[str] = set()
+        """Instances that were told to drain, and may not have said yet that they do."""
+
+    def __repr__(self) -> str:
+        return f"<Operations {len(self._pending)} pending, told to drain: {sorted(self._told)}>"
+
+    def on_launcher(self, peer: Peer, now: float) -> None:
+        """A sign of life of the launcher."""
+        self._launcher = (peer, now)
+
+    def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, Known]) -> Iterator[Sent]:
+        """Pass a wish on to its instance, unless nobody would be left."""
+        self._told &= {known.instance for known in instances.values()}
+        known = instances.get(wish.rank)
+        if known is None:
+            ranks = ", ".join(map(str, sorted(instances))) or "none"
+            yield asker, _answer(wish, NOT_FOUND, f"there is no instance {wish.rank}; ranks now: {ranks}")
+            return
+        others_serve = any(
+            other.state is State.READY and other.instance not in self._told
+            for rank, other in instances.items()
+            if rank != wish.rank
+        )
+        if known.state is State.READY and not others_serve and not wish.force:
+            problem = f"instance {wish.rank} is the last one that serves: add one first, or say --force"
+            yield asker, _answer(wish, CONFLICT, problem)
+            return
+        self._told.add(known.instance)
+        yield known.peer, wish
+        yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was told to drain")
+
+    def scale(self, asker: Peer, wish: Scale, now: float) -> Iterator[Sent]:
+        """Ask the launcher."""
+        if self._launcher is None or now - self._launcher[1] > LAUNCHER_TIMEOUT:
+            problem = (
+                "no serve command runs this mesh's coordinator, so nobody here can start instances: start or "
+                "drain them one by one (serve --headless, lockstep drain)"
+            )
+            yield asker, _answer(wish, UNAVAILABLE, problem)
+            return
+        self._pending[wish.command] = asker
+        while len(self._pending) > MAX_PENDING:
+            self._pending.pop(next(iter(self._pending)))
+        yield self._launcher[0], wish
+
+    def answer(self, answer: Answer) -> Iterator[Sent]:
+        """Pass an answer of the launcher on to who asked."""
+        asker = self._pending.pop(answer.command, None)
+        if asker is not None:
+            yield asker, answer
+
+
+def _answer(wish: Drain | Scale, status: int, text: str) -> Answer:
+    return Answer(command=wish.command, status=status, text=text)

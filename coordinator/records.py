@@ -1,0 +1,109 @@
+"""What the coordinator's rules work on: an instance's record, and the instructions that come of the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from coordinator.messages import FromCoordinator, Heartbeat, Load, Member, Settings, State
+from coordinator.messages import Peer as GroupPeer
+
+Peer = bytes
+"""The listener's name for a connection."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator was told at its start. Times in seconds."""
+
+    name: str = ""
+    token: str = ""
+    """Random; another one in every coordinator process."""
+    size: int | None = None
+    """``-dp``; None until the first instance brings one."""
+    reserved: tuple[int, ...] = ()
+    """Ranks that the head's own instances will take; "any" never gets one of them."""
+    settings: Settings | None = None
+    heartbeat_interval: float = 0.5
+    member_timeout: float = 5.0
+    loading_timeout: float = 30.0
+    """Loading may hold the interpreter for long; silence counts for less then."""
+    watcher_timeout: float = 10.0
+    probe_grace: float = 0.3
+    """Who is said to be lost and does not answer for so long is taken out."""
+    quiet_grace: float = 1.0
+    """The same for who is in a broken group but is not accused by anybody."""
+    return_grace: float = 2.0
+    """The same for who is said to be lost and has not registered yet with a restarted coordinator."""
+    view_grace: float = 1.5
+    """So long after its start a coordinator calls its views incomplete."""
+    forming_timeout: float = 60.0
+    """A group that has not begun for so long is given up for the next one."""
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Instruction: send this message to this peer."""
+
+    peer: Peer
+    message: FromCoordinator
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Instruction: log this line."""
+
+    text: str
+    warning: bool = False
+
+
+Instruction = Send | Note
+
+
+@dataclass
+class Record:
+    """What is known of one instance."""
+
+    instance: str
+    rank: int
+    peer: Peer
+    host: str
+    pid: int
+    heard_at: float
+    state: State = State.LOADING
+    phase: str = "starting"
+    address: str = ""
+    store: str = ""
+    load: Load = field(default_factory=Load)
+    experts: tuple[int, ...] = ()
+    max_experts: int = 0
+    epoch: int = 0
+    """Of the group that it steps in."""
+    ready_epoch: int = 0
+    contested_at: float | None = None
+    """When somebody else asked for this rank; cleared by the next sign of life."""
+
+    def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
+        """Take over what a heartbeat says; whether watchers will want to know."""
+        before = (self.state, self.phase, self.address)
+        self.peer, self.heard_at, self.load = peer, now, message.load
+        self.state, self.phase, self.address = message.state, message.phase, message.address
+        self.store = message.store
+        self.experts, self.max_experts = message.experts, message.max_experts
+        self.epoch, self.ready_epoch = message.epoch, message.ready_epoch
+        return (self.state, self.phase, self.address) != before
+
+    def member(self) -> Member:
+        """As watchers see it."""
+        return Member(
+            instance=self.instance,
+            rank=self.rank,
+            state=self.state,
+            phase=self.phase,
+            address=self.address,
+            host=self.host,
+            pid=self.pid,
+            load=self.load,
+        )
+
+    def group_peer(self) -> GroupPeer:
+        """As the members of its group see it."""
+        return GroupPeer(self.rank, self.address, self.host, self.instance)

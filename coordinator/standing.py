@@ -1,0 +1,145 @@
+"""What an instance tells the coordinator and has heard from it (pure: messages in, messages out).
+
+The coordinator may be away at any time, and another one may be there afterwards that knows nothing: so
+everything is said again and again, and what is lost does no harm. :class:`coordinator.client.Membership` is
+the thread and the socket around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator.messages import (
+    Beat,
+    Form,
+    FromCoordinator,
+    Heartbeat,
+    Load,
+    Lost,
+    Probe,
+    Refused,
+    Register,
+    State,
+    ToCoordinator,
+    Unknown,
+    View,
+    Wait,
+    Welcome,
+)
+
+
+class Standing:
+    """An instance's standing in the mesh. Before each message it is set what is new, by assignment."""
+
+    def __init__(self, register: Register) -> None:
+        self.register = register
+        self.state = State.LOADING
+        self.phase = "starting"
+        self.address = self.store = ""
+        self.experts: tuple[int, ...] = ()
+        self.max_experts = self.ready_epoch = 0
+        self.welcome: Welcome | None = None
+        """None before the coordinator has answered, and again when it does not know this instance."""
+        self.refusal: str | None = None
+        self.waits_for: str | None = None
+        """Why the coordinator has not said yes or no."""
+        self.neighbours = 1
+        self.epoch = register.epoch
+        """The highest one heard of."""
+        self.form: Form | None = None
+        """The newest one."""
+        self.on_form: Callable[[Form], None] | None = None
+        self.on_fenced: Callable[[], None] | None = None
+        self._group: Form | None = None
+        self._lost: Lost | None = None
+        self._answers = 0
+
+    def __repr__(self) -> str:
+        rank = self.welcome.rank if self.welcome else "?"
+        return f"<Standing rank {rank} {self.state} epoch {self.epoch}>"
+
+    def enter(self, group: Form | None) -> None:
+        """This instance steps in another group now, or in none."""
+        self._group = group
+        if group is not None and self._lost is not None and self._lost.epoch < group.epoch:
+            self._lost = None
+
+    def report(self, lost: Lost) -> None:
+        """Say that a group is lost, until another Form comes, or a later group is entered."""
+        self._lost = lost
+
+    def outgoing(self, load: Load) -> list[ToCoordinator]:
+        """What to send now: at every interval, and whenever something is new."""
+        if self.welcome is None:
+            return [self.register]
+        heartbeat = Heartbeat(
+            instance=self.register.instance,
+            state=self.state,
+            phase=self.phase,
+            address=self.address,
+            store=self.store,
+            load=load,
+            experts=self.experts,
+            max_experts=self.max_experts,
+            epoch=self._group.epoch if self._group is not None else 0,
+            ready_epoch=self.ready_epoch,
+            answers=self._answers,
+        )
+        return [heartbeat] if self._lost is None else [heartbeat, self._lost]
+
+    def take(self, message: FromCoordinator) -> bool:
+        """Take a message; whether there is something to be said at once."""
+        match message:
+            case Welcome():
+                self._welcomed(message)
+                return True
+            case Wait(reason):
+                self.waits_for = reason
+            case Refused(reason):
+                self.refusal = reason
+                return True
+            case Beat(epoch, neighbours):
+                self.epoch, self.neighbours = max(self.epoch, epoch), neighbours
+            case Form():
+                self._take_form(message)
+            case Probe(number):
+                self._answers = number
+                return True
+            case Unknown():
+                return self._register_again()
+            case View():
+                pass  # for watchers; an instance needs no view
+        return False
+
+    def _welcomed(self, message: Welcome) -> None:
+        self.welcome, self.epoch = message, max(self.epoch, message.epoch)
+        self.register = msgspec.structs.replace(
+            self.register, rank=message.rank, settings=message.settings, size=None
+        )
+        if message.fenced and (self._group is not None or self.form is not None):
+            self._group = self.form = self._lost = None
+            self.ready_epoch = 0
+            self.state = State.LOADED if self.state is State.READY else self.state
+            if self.on_fenced is not None:
+                self.on_fenced()
+
+    def _take_form(self, form: Form) -> None:
+        newest = self.form.epoch if self.form is not None else 0
+        if form.epoch < newest:
+            return
+        self.form, self.epoch = form, max(self.epoch, form.epoch)
+        if self._lost is not None and form.epoch > max(self._lost.epoch, newest):
+            self._lost = None
+        if self.on_form is not None:
+            self.on_form(form)
+
+    def _register_again(self) -> bool:
+        """The coordinator does not know this instance (any more). What it asked before is forgotten: the
+        probes of another one bear the same numbers."""
+        if self.welcome is None:
+            return False
+        self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)
+        self.welcome, self._answers = None, 0
+        return True

@@ -1,0 +1,127 @@
+"""What an engine and its worker processes say to each other (no torch). The engine speaks first."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.checkpoint import ModelInfo
+from engine.config import EngineConfig
+from engine.step import ModelFacts, Step, StepResult
+from engine.trace import Span
+
+# ---- engine -> worker
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """First message: who the worker is, and what it computes with."""
+
+    name: str
+    """For its process title and its log, as ``Worker_0_PP1_TP0``."""
+    log_level: int
+    config: EngineConfig
+    info: ModelInfo
+    stage: int
+    rank: int
+    """Among the tensor-parallel ranks of its stage."""
+    threads: int
+    cores: tuple[int, ...]
+    """The only ones it may use; empty: any."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Form the groups at the store at this port; 0: host the store."""
+
+    port: int
+
+
+class FirstRun(msgspec.Struct, frozen=True, tag="first_run"):
+    """All workers have their weights: run the model once, together."""
+
+
+class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
+    """Say how much the KV cache may take."""
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """Make the KV cache."""
+
+    num_blocks: int
+
+
+class Execute(msgspec.Struct, frozen=True, tag="execute"):
+    """Compute a step. All workers get all steps, in the same order."""
+
+    step: Step
+
+
+class SetThreads(msgspec.Struct, frozen=True, tag="set_threads"):
+    """Compute with so many threads, on these cores only (empty: any)."""
+
+    threads: int
+    cores: tuple[int, ...]
+
+
+class TellSpans(msgspec.Struct, frozen=True, tag="tell_spans"):
+    """Say when you computed."""
+
+
+ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | SetThreads | TellSpans
+
+# ---- worker -> engine
+
+
+class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
+    """The store is at this port."""
+
+    port: int
+
+
+class Phase(msgspec.Struct, frozen=True, tag="phase"):
+    """How far loading is."""
+
+    text: str
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """The weights are in memory."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The shard is ready for its KV cache."""
+
+    facts: ModelFacts
+    layers: tuple[int, int]
+    """Numbers of its layers: [first, stop)."""
+
+
+class Free(msgspec.Struct, frozen=True, tag="free"):
+    """Bytes that the KV cache may take."""
+
+    num_bytes: int
+
+
+class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
+    """The KV cache is there."""
+
+
+class Computed(msgspec.Struct, frozen=True, tag="computed"):
+    """The result of the oldest step that was not answered yet; from one worker of the last stage only."""
+
+    result: StepResult
+
+
+class Spans(msgspec.Struct, frozen=True, tag="spans"):
+    """When the worker computed, on the host's monotonic clock."""
+
+    spans: list[Span]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker ends."""
+
+    kind: str
+    """Name of the exception's class."""
+    text: str
+
+
+FromWorker = Hosting | Phase | Read | Loaded | Free | Allocated | Computed | Spans | Failed

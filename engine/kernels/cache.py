@@ -1,0 +1,73 @@
+"""The KV cache that ``step.cpp`` reads: 16 keys of a KV head lie together as a panel, values likewise.
+
+Per layer, keys are [block, kv_head, block_size / 16, dim / pack, 16] words and values [block, kv_head,
+block_size / 16, 16 / pack, dim] words, so that attention is the same inner loop as a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
+from engine.attention.torch_paged import zeros
+from engine.kernels.packing import LANES
+
+QUERIES_PER_TASK = 8
+"""Tokens of a prompt whose attention one thread computes at a time."""
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """One step's places in the cache (host arrays)."""
+
+    slots: Int64s
+    """[tokens] block * block_size + offset."""
+    offsets: Int64s
+    """[rows] index of each row's first token."""
+    tasks: Int32s
+    """[tasks, 3] row, first query, queries."""
+    tables: Int32s
+    """[rows, width], contiguous."""
+
+
+class NativeCache:
+    """The KV cache of one model, in memory of this host."""
+
+    def __init__(
+        self, layers: Sequence[LayerShape], *, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """``block_size`` is a multiple of 16."""
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        shape = [(num_blocks * block_size, layer.kv_heads * layer.key_dim) for layer in layers]
+        device = torch.device("cpu")
+        self.keys = [zeros(size, dtype, device) for size in shape]
+        self.values = [zeros(size, dtype, device) for size in shape]
+
+    def __repr__(self) -> str:
+        return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"
+
+    @staticmethod
+    def fits(block_size: int) -> bool:
+        return block_size % LANES == 0
+
+    def plan(self, rows: PackedRows) -> NativePlan:
+        """Where the tokens of a step go, and how its attention is cut into tasks."""
+        row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
+        blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + rows.positions % self.block_size
+        pieces = -(-rows.counts // QUERIES_PER_TASK)
+        row = np.repeat(np.arange(len(pieces)), pieces)
+        first = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * QUERIES_PER_TASK
+        queries = np.minimum(QUERIES_PER_TASK, rows.counts[row] - first)
+        tasks = np.stack([row, first, queries], axis=1).astype(np.int32)
+        return NativePlan(
+            slots,
+            np.cumsum(rows.counts) - rows.counts,
+            np.ascontiguousarray(tasks[::-1]),  # the long ones, which come last, are begun first
+            np.ascontiguousarray(rows.block_tables),
+        )

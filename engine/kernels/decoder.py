@@ -1,0 +1,217 @@
+"""Recognises a transformers model whose layers are of the usual kind, and finds its weights.
+
+Usual: norm, attention with rotary positions, norm, gated MLP or mixture of experts, each added to the
+residual stream. Only the shape is looked at; that it computes what the model computes is checked by running
+both (:mod:`engine.kernels.make`), so a family that differs in a detail is not served wrong but by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.base import LayerShape
+from engine.kernels.packing import LANES, PACK
+
+
+class NotUsual(Exception):
+    """The model does something that the kernels do not know; the message says what."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The weights of an attention layer."""
+
+    qkv: torch.Tensor
+    """[(heads + 2 * kv_heads) * dim, hidden]"""
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    head_norms: torch.Tensor | None
+    """[2, dim], of queries and keys."""
+    head_eps: float
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    window: int
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP."""
+
+    gate_up: torch.Tensor
+    """[2 * width, hidden]"""
+    down: torch.Tensor
+    width: int
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A router and its experts."""
+
+    router: torch.Tensor
+    """[experts, hidden]"""
+    experts: Any
+    """The module with ``gate_up_proj`` [local experts, 2 * width, hidden] and ``down_proj``."""
+    num_experts: int
+    top_k: int
+    normalised: bool
+    width: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    norm: torch.Tensor
+    eps: float
+    attention: Attention
+    second_norm: torch.Tensor
+    mlp: Mlp | Moe
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """All that a step needs."""
+
+    embedding: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    eps: float
+    head: torch.Tensor
+    hidden: int
+    vocab: int
+    rotary: Any
+    dtype: torch.dtype
+
+
+def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
+    """The parts of a model.
+
+    Raises:
+        NotUsual: it has others.
+    """
+    if dtype not in PACK:
+        raise NotUsual(f"weights in {dtype}")
+    base: Any = getattr(module, module.base_model_prefix, None)
+    _only(module, {module.base_model_prefix, "lm_head"})
+    _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    hidden = base.embed_tokens.weight.shape[1]
+    if hidden % 2 or len(base.layers) != len(shapes):
+        raise NotUsual("an odd width")
+    if module.lm_head.bias is not None:
+        raise NotUsual("an output layer with a bias")
+    layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(base.layers, shapes, strict=True))
+    head = module.lm_head.weight
+    norm, eps = _norm(base.norm, hidden)
+    return Decoder(
+        base.embed_tokens.weight, layers, norm, eps, head, hidden, head.shape[0], base.rotary_emb, dtype
+    )
+
+
+def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:
+    _only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+    norm, eps = _norm(layer.input_layernorm, hidden)
+    second_norm, second_eps = _norm(layer.post_attention_layernorm, hidden)
+    if eps != second_eps:
+        raise NotUsual("norms of different precision")
+    return Layer(norm, eps, _attention(layer.self_attn, shape), second_norm, _mlp(layer.mlp, hidden))
+
+
+def _attention(module: Any, shape: LayerShape) -> Attention:
+    _only(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional={"q_norm", "k_norm"})
+    dim, kv_heads = shape.key_dim, shape.kv_heads
+    if shape.value_dim != dim or dim % LANES:
+        raise NotUsual(f"heads of {dim} and {shape.value_dim}")
+    projections = [_linear(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    heads = projections[0][0].shape[0] // dim
+    for (weight, _), count in zip(projections, (heads, kv_heads, kv_heads), strict=True):
+        if weight.shape[0] != count * dim:
+            raise NotUsual("projections of another size than its heads")
+    biases = [bias for _, bias in projections if bias is not None]
+    if len(biases) not in (0, 3):
+        raise NotUsual("a bias in some projections only")
+    norms, head_eps = None, 0.0
+    if hasattr(module, "q_norm"):
+        (query, head_eps), (key, _) = _norm(module.q_norm, dim), _norm(module.k_norm, dim)
+        norms = torch.cat([query, key])
+    out, out_bias = _linear(module.o_proj)
+    return Attention(
+        qkv=torch.cat([weight for weight, _ in projections]),
+        qkv_bias=_copy(torch.cat(biases)) if biases else None,
+        out=out,
+        out_bias=None if out_bias is None else _copy(out_bias),
+        head_norms=norms,
+        head_eps=head_eps,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        scale=float(module.scaling),
+        window=shape.window or 0,
+    )
+
+
+def _mlp(module: Any, hidden: int) -> Mlp | Moe:
+    children = {name for name, _ in module.named_children()} - {"act_fn"}
+    if children == {"gate_proj", "up_proj", "down_proj"}:
+        _silu(module)
+        parts = [_linear(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+        if any(bias is not None for _, bias in parts):
+            raise NotUsual("an MLP with biases")
+        gate, up, down = (weight for weight, _ in parts)
+        return Mlp(torch.cat([gate, up]), down, gate.shape[0])
+    _only(module, {"gate", "experts"})
+    experts, gate = module.experts, module.gate
+    own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
+    if own.keys() != {"gate_up_proj", "down_proj"}:
+        raise NotUsual(f"experts with {', '.join(sorted(own))}")
+    _silu(experts)
+    width = own["gate_up_proj"][1] // 2
+    if own["gate_up_proj"][2] != hidden or own["down_proj"][1:] != (hidden, width):
+        raise NotUsual("experts laid out the other way round")
+    if {name for name, _ in gate.named_parameters()} != {"weight"} or list(gate.children()):
+        raise NotUsual("another kind of router")
+    top_k = getattr(gate, "top_k", None)
+    if not isinstance(top_k, int):
+        raise NotUsual("a router without top_k")
+    router = gate.weight
+    return Moe(router, experts, router.shape[0], top_k, bool(getattr(gate, "norm_topk_prob", True)), width)
+
+
+def _copy(vector: torch.Tensor) -> torch.Tensor:
+    """In float32, and never the model's own: that is emptied."""
+    return vector.detach().to(torch.float32, copy=True)
+
+
+def _silu(module: Any) -> None:
+    act = getattr(module, "act_fn", None)
+    if type(act).__name__ not in ("SiLU", "SiLUActivation"):
+        raise NotUsual(f"the activation {type(act).__name__}")
+
+
+def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if type(module) is not torch.nn.Linear:
+        raise NotUsual(f"a projection of type {type(module).__name__}")
+    if module.weight.shape[1] % 2:
+        raise NotUsual("an odd width")
+    return module.weight, module.bias
+
+
+def _norm(module: Any, width: int) -> tuple[torch.Tensor, float]:
+    parameters = dict(module.named_parameters())
+    eps = getattr(module, "variance_epsilon", None)
+    if parameters.keys() != {"weight"} or parameters["weight"].shape != (width,) or eps is None:
+        raise NotUsual(f"a norm of type {type(module).__name__}")
+    return _copy(parameters["weight"]), float(eps)
+
+
+def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:
+    """Neither other parts nor weights of its own."""
+    if module is None:
+        raise NotUsual("another structure")
+    found = {name for name, _ in module.named_children()}
+    if not names <= found <= names | optional or any(True for _ in module.named_parameters(recurse=False)):
+        raise NotUsual(f"{type(module).__name__} has the parts {', '.join(sorted(found))}")

@@ -1,0 +1,103 @@
+"""From a loaded model to a program that computes the same, if the kernels know models of its kind."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels import library
+from engine.kernels.cache import NativeCache
+from engine.kernels.decoder import NotUsual, recognise
+from engine.kernels.experts import NativeExperts
+from engine.kernels.program import Program
+from engine.weights import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Relative difference of a token's logits from those of the model's own modules, median over tokens: what
+rounding makes (near-ties between experts and all), not what another formula makes."""
+
+TABLES = np.array([[3, 0, 4], [2, 1, 0]], dtype=np.int32)
+STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a prompt
+    [(1, 0, 9), (0, 0, 19)],
+    [(1, 9, 1), (0, 19, 14)],
+    [(0, 33, 1), (1, 10, 1)],
+]
+
+
+def make_program(model: LoadedModel, block_size: int) -> Program | None:
+    """A program that computes what the model does, or None where torch computes: on other devices and data
+    types, without the kernels, and for models of another kind. The model's own layers are emptied.
+    """
+    if model.device.type != "cpu":
+        return None
+    kernels = library.load()
+    if kernels is None:
+        return None
+    if not NativeCache.fits(block_size):
+        logger.info("native kernels: off, --block-size %d is not a multiple of 16", block_size)
+        return None
+    began = time.monotonic()
+    try:
+        decoder = recognise(model.module, model.layers, model.dtype)
+    except NotUsual as reason:
+        logger.info("native kernels: off for this model: %s", reason)
+        return None
+    program = Program(kernels, decoder, model.experts)
+    difference = _difference(program, model, block_size)
+    if not difference <= TOLERANCE[model.dtype]:
+        logger.info("native kernels: off for this model: results differ by %.2g", difference)
+        return None
+    if model.experts is not None:
+        model.experts.use_products(NativeExperts(kernels))
+    program.let_go()
+    _let_go(model)
+    logger.info("native kernels: on (prepared in %.1f s)", time.monotonic() - began)
+    return program
+
+
+def _difference(program: Program, model: LoadedModel, block_size: int) -> float:
+    """Between the two ways to compute a few steps of two requests."""
+    own = TorchPagedAttention(
+        model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype, device=model.device
+    )
+    program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
+    differences = []
+    with torch.inference_mode():
+        for rows in STEPS:
+            starts = np.array([start for _, start, _ in rows])
+            counts = np.array([count for _, _, count in rows])
+            positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+            requests = [request for request, _, _ in rows]
+            packed = PackedRows(starts, counts, TABLES[requests], positions, int((counts == 1).sum()))
+            ids = (positions * 7919 + np.repeat(requests, counts) * 13) % model.vocab_size
+            expected = (
+                model.module(
+                    input_ids=torch.from_numpy(ids).unsqueeze(0),
+                    position_ids=torch.from_numpy(positions).unsqueeze(0),
+                    use_cache=False,
+                    **{PLAN_KEYWORD: own.plan(packed)},
+                )
+                .logits[0]
+                .float()
+            )
+            found = program.forward(packed, ids, np.arange(len(ids)))
+            spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+            differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
+    return float(torch.cat(differences).median())
+
+
+def _let_go(model: LoadedModel) -> None:
+    """The program has its own copy of the layers. Spread experts stay: they may be dealt out anew."""
+    kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
+    base = getattr(model.module, model.module.base_model_prefix)
+    for part in (base.layers, model.module.lm_head):
+        for weight in part.parameters():
+            if id(weight) not in kept and weight is not base.embed_tokens.weight:
+                weight.data = weight.data.new_empty(0)

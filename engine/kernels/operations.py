@@ -1,0 +1,104 @@
+"""The list of operations and the step that ``step.cpp`` is given, as arrays of the same layout."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.kernels.library import Library
+
+ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
+
+ADD, AS_FLOAT, SELECTED = 1, 2, 4
+"""Flags: add to what is there; write float32; of the selected rows only."""
+
+_OPERATION = np.dtype(
+    [(name, np.float64 if name == "number" else np.int64) for name in (
+        "kind", "into", "out", "weights", "more", "extra", "n", "k", "flags", "number", "a", "b", "c", "d"
+    )]
+)  # fmt: skip
+_STEP = np.dtype(
+    [(name, np.int64) for name in (
+        "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "cosines",
+        "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds"
+    )]
+)  # fmt: skip
+
+
+class Kind(enum.IntEnum):
+    """In the order of ``step.cpp``, which says what each does with its fields."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    QKV = 3
+    ATTEND = 4
+    GATED = 5
+    ROUTE = 6
+    SORT = 7
+    EXPERTS_UP = 8
+    EXPERTS_DOWN = 9
+    COMBINE = 10
+    SELECT = 11
+
+
+class StepArguments:
+    """What changes from step to step. Keeps what it points to alive."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._kept = fields
+        self.array = np.zeros((), dtype=_STEP)
+        for name, value in fields.items():
+            self.array[name] = _address(value)
+
+
+class Operations:
+    """A list of operations; what they point to lives as long as the list."""
+
+    def __init__(self, room: int) -> None:
+        self._array = np.zeros(room, dtype=_OPERATION)
+        self._count = 0
+        self._kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, kind: Kind, **fields: Any) -> None:
+        """One more. Tensors are passed by address and must be contiguous."""
+        row = self._array[self._count]
+        row["kind"] = kind
+        for name, value in fields.items():
+            row[name] = _address(value)
+            self._kept.append(value)
+        self._count += 1
+
+    def run(
+        self,
+        library: Library,
+        step: StepArguments,
+        dtype: torch.dtype,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Run operations [begin, end) with as many threads as torch uses."""
+        count = (self._count if end is None else end) - begin
+        address = self._array.ctypes.data + begin * self._array.itemsize
+        library.run(address, count, step.array.ctypes.data, ELEMENT[dtype], torch.get_num_threads())
+
+
+def check(library: Library) -> None:
+    """The layouts here are those of the compiled source."""
+    assert (library.operation_bytes, library.step_bytes) == (_OPERATION.itemsize, _STEP.itemsize)
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        assert value.is_contiguous()
+        return value.data_ptr()
+    if isinstance(value, np.ndarray):
+        assert value.flags.c_contiguous
+        return value.ctypes.data
+    return 0 if value is None else value

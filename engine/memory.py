@@ -1,0 +1,36 @@
+"""How much memory this process may still take: of the machine, or of its container (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that can be taken without swapping: what the machine has, or what the container's limit leaves.
+    File pages that can be dropped count as free."""
+    available = int(psutil.virtual_memory().available)
+    limit = _number(cgroup / "memory.max")
+    used = _number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used + _inactive_file(cgroup / "memory.stat")))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no such file, or no number (``max``: no limit)."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_file(path: Path) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

@@ -1,0 +1,86 @@
+"""One epoch made ready in the background: the experts read that are missing here, then its group formed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from coordinator.messages import Form
+
+if TYPE_CHECKING:
+    from parallel.communicators.base import Communicator
+
+ReadExperts = Callable[[Form, Callable[[], bool]], int]
+"""Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
+Connect = Callable[[Form, Callable[[], bool]], "Communicator"]
+"""Form a form's group."""
+
+
+class Preparation:
+    """The work for one :class:`coordinator.messages.Form`, in a thread of its own. :meth:`abandon` ends it
+    soon; a thread that hangs in a store whose host is stopped stays behind, and disturbs nobody."""
+
+    def __init__(
+        self,
+        form: Form,
+        read_experts: ReadExperts,
+        connect: Connect,
+        on_end: Callable[[Preparation], None],
+    ) -> None:
+        """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`); not if
+        the preparation was abandoned before."""
+        self.form = form
+        self.group: Communicator | None = None
+        self.error: Exception | None = None
+        self.num_read = 0
+        self.read_at = self.formed_at = 0.0
+        """time.monotonic() when the experts were there, and the group."""
+        self._read_experts = read_experts
+        self._connect = connect
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"epoch-{form.epoch}", daemon=True)
+
+    def __repr__(self) -> str:
+        state = "abandoned" if self._stopped.is_set() else "formed" if self.group is not None else "runs"
+        return f"<Preparation of epoch {self.form.epoch}, {state}>"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Not wanted any more; what is formed is aborted at once and closed soon."""
+        with self._lock:
+            self._stopped.set()
+            group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+            threading.Thread(target=group.close, name="closing", daemon=True).start()
+
+    def _run(self) -> None:
+        from engine.expert_weights import ReadingStopped  # loads torch
+
+        try:
+            self.num_read = self._read_experts(self.form, self._stopped.is_set)
+            self.read_at = time.monotonic()
+            group = self._connect(self.form, self._stopped.is_set)
+        except ReadingStopped:
+            return
+        except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
+            self.error = error
+        else:
+            self.formed_at = time.monotonic()
+            with self._lock:
+                if not self._stopped.is_set():
+                    self.group = group
+            if self.group is None:
+                group.abort()
+                group.close()
+                return
+        if not self._stopped.is_set():
+            self._on_end(self)

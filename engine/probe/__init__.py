@@ -1,0 +1,1 @@
+"""Processes that look at what needs torch and answer in JSON, for ``lockstep doctor``, which loads none."""

@@ -1,0 +1,73 @@
+"""What the probes answer (loads no torch)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One accelerator that torch sees."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """torch as it is installed here."""
+
+    version: str
+    transformers: str
+    cuda: str | None
+    """The CUDA version that it was built for."""
+    devices: list[Device]
+    cpu_capability: str
+    """The instruction set that its kernels use."""
+    threads: int
+    gloo: bool
+    nccl: str | None
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One host of the group that measures."""
+
+    rank: int
+    host: str
+    address: str
+    interface: str
+    mbit: int
+    """0 where the system does not tell."""
+    mtu: int
+    lockstep: str
+    protocol: int
+    torch: str
+    faster: list[str]
+    """Interfaces of the host that are faster than the one used."""
+    infiniband: list[str]
+    """Its active InfiniBand or RoCE ports."""
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective between two hosts, or among all."""
+
+    ranks: list[int]
+    collective: str
+    num_bytes: int
+    """Of the tensor that each member gives."""
+    seconds: float
+    """Median."""
+    bytes_per_second: float
+    """What each member sends, in that time."""
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group of hosts found out."""
+
+    hosts: list[HostFacts]
+    timings: list[Timing]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """Why there is no other answer."""
+
+    error: str

@@ -1,0 +1,70 @@
+"""How long changes of the group took, part by part: for the log and the counters in reports (no torch)."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("form", "experts", "group", "step")
+"""From the loss noticed to the Form received, to the experts read, to the group formed, to the first step."""
+
+
+class Change(msgspec.Struct):
+    """One change of the group on its way; times are those of one monotonic clock, 0 until they come."""
+
+    epoch: int
+    form_at: float
+    noticed_at: float = 0.0
+    """When the group before was found broken; 0: it is not, all change by agreement."""
+    noticed_by: str = ""
+    num_read: int = 0
+    read_at: float = 0.0
+    formed_at: float = 0.0
+
+
+class RecoveryTimes:
+    """Follows the changes of one instance's group, one at a time."""
+
+    def __init__(self) -> None:
+        self.epoch = self.recoveries = self.changes = 0
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._noticed_at = 0.0
+        self._noticed_by = ""
+        self._entered: Change | None = None
+
+    def noticed(self, by: str, now: float) -> None:
+        """The group is broken; ``by``: how that was found out. Only the first counts."""
+        if not self._noticed_at:
+            self._noticed_at, self._noticed_by = now, by
+
+    def entered(self, change: Change) -> None:
+        """The group has been replaced; :meth:`stepped` ends the change."""
+        change.noticed_at, change.noticed_by = self._noticed_at, self._noticed_by
+        self._noticed_at, self._noticed_by = 0.0, ""
+        self._entered = change
+        first = self.epoch == 0
+        self.epoch = change.epoch
+        self.changes += not first and not change.noticed_at
+
+    def stepped(self, now: float) -> None:
+        """A step has been decided in the current group."""
+        change, self._entered = self._entered, None
+        if change is None or not change.noticed_at:
+            return
+        times = [change.noticed_at]
+        for time in (change.form_at, change.read_at, change.formed_at, now):
+            times.append(max(time, times[-1]))  # a Form may come before the loss is noticed here
+        parts = dict(zip(PARTS, (b - a for a, b in pairwise(times)), strict=True))
+        self.recoveries += 1
+        for part, seconds in parts.items():
+            self.seconds[part] += seconds
+        logger.info(
+            "recovered in epoch %d after %.0f ms (noticed by %s): form %.0f ms, %d experts read %.0f ms, "
+            "group %.0f ms, first step %.0f ms",
+            change.epoch, 1000 * (now - change.noticed_at), change.noticed_by, 1000 * parts["form"],
+            change.num_read, 1000 * parts["experts"], 1000 * parts["group"], 1000 * parts["step"],
+        )  # fmt: skip

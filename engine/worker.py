@@ -1,0 +1,211 @@
+"""``python -m engine.worker FD``: one shard of a model in a process of its own, at the end of a channel.
+
+Started by :mod:`engine.executor.mp`, never by hand. The worker does what it is told, in order, and knows
+nothing of requests. It ends with its engine: the kernel kills it when the engine dies (PR_SET_PDEATHSIG),
+and the channel's end tells it that nobody is there any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from coordinator import process
+from engine.checkpoint import CheckpointError
+from engine.executor.channel import Channel, ChannelClosed
+from engine.executor.messages import (
+    Allocate,
+    Allocated,
+    Begin,
+    Computed,
+    Execute,
+    Failed,
+    FirstRun,
+    Free,
+    FreeMemory,
+    FromWorker,
+    Hosting,
+    Loaded,
+    Meet,
+    Phase,
+    Read,
+    SetThreads,
+    Spans,
+    TellSpans,
+    ToWorker,
+)
+from parallel.communicators.base import CollectiveError
+
+if TYPE_CHECKING:
+    from engine.executor.uni import UniExecutor
+    from engine.shard import Shard
+    from parallel.communicators import Backend
+    from parallel.communicators.base import Communicator
+
+logger = logging.getLogger("engine.worker")
+
+LOOK_SECONDS = 1e-3
+"""How long a worker looks for the next step before it sleeps: about the time between two steps."""
+HOST = "127.0.0.1"
+
+
+class Worker:
+    """One worker, from its first message to the end of its engine."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+        self._groups: list[Communicator] = []
+
+    def run(self) -> None:
+        """Serve until the engine is gone.
+
+        Raises:
+            ChannelClosed: it is.
+        """
+        begin = self._receive()
+        assert isinstance(begin, Begin)
+        process.set_up(begin.name, logging.getLevelName(begin.log_level))
+        pin(begin.cores)
+        try:
+            executor = self._load(begin)
+            while True:
+                self._serve(executor, begin, self._receive())
+        except ChannelClosed:
+            raise
+        except Exception as error:
+            self._send(Failed(type(error).__name__, str(error)))
+            if not isinstance(error, CheckpointError | MemoryError | CollectiveError):
+                logger.exception("the worker fails")
+            raise
+        finally:
+            for group in self._groups:
+                group.abort()
+
+    # ---- start
+
+    def _load(self, begin: Begin) -> UniExecutor:
+        self._send(Phase("loading libraries"))
+        from engine.executor.uni import UniExecutor
+
+        shard = self._meet(begin)
+        executor = UniExecutor(
+            begin.config, begin.info, begin.threads, shard=shard, before_first_run=self._wait_for_others
+        )
+        facts = executor.load(lambda text: self._send(Phase(text)))
+        layers = executor.layers
+        self._send(Loaded(facts, (layers.start, layers.stop)))
+        return executor
+
+    def _meet(self, begin: Begin) -> Shard:
+        """Form this worker's two groups: the ranks of its stage, and the stages of its rank."""
+        from engine.shard import Shard
+        from parallel import groups
+
+        device = begin.config.device
+        timeout = device.collective_timeout
+        meet = self._receive()
+        assert isinstance(meet, Meet)
+        store = groups.open_store(HOST, meet.port or None, is_host=not meet.port, timeout=timeout)
+        if not meet.port:
+            self._send(Hosting(store.port))
+        self._hosted = store  # whoever hosts it keeps it while others may still ask
+        formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
+        for axis, rank, size, other in (
+            ("tp", begin.rank, device.tensor_parallel_size, begin.stage),
+            ("pp", begin.stage, device.pipeline_parallel_size, begin.rank),
+        ):
+            if size > 1:
+                group = groups.form(
+                    store, 0, rank, size, choose_transport(), timeout, group=f"{axis}/{other}", host=HOST
+                )
+                self._groups.append(group)
+                formed[axis] = group
+        return Shard(
+            stage=begin.stage,
+            num_stages=device.pipeline_parallel_size,
+            rank=begin.rank,
+            size=device.tensor_parallel_size,
+            split=device.split,
+            ranks=formed["tp"],
+            stages=formed["pp"],
+        )
+
+    def _wait_for_others(self) -> None:
+        """Reading takes one worker longer than another; only what follows is under the groups' deadlines."""
+        self._send(Read())
+        message = self._receive()
+        assert isinstance(message, FirstRun)
+
+    # ---- steps
+
+    def _serve(self, executor: UniExecutor, begin: Begin, message: ToWorker) -> None:
+        match message:
+            case Execute(step):
+                result = executor.execute(step)
+                if executor.answers:
+                    self._send(Computed(result))
+            case FreeMemory():
+                self._send(Free(executor.free_kv_memory()))
+            case Allocate(num_blocks):
+                executor.allocate(num_blocks)
+                self._send(Allocated())
+            case TellSpans():
+                (spans,) = executor.spans().values()
+                self._send(Spans(spans))
+            case SetThreads(threads, cores):
+                pin(cores)
+                executor.set_threads(threads)
+            case _:
+                raise AssertionError(f"{begin.name} was told {message!r} while it serves")
+
+    def _receive(self) -> ToWorker:
+        return self._decoder.decode(self._channel.receive(LOOK_SECONDS))
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.send(self._encoder.encode(message))
+
+
+def choose_transport() -> Backend:
+    """Workers of an instance share a host."""
+    return "shared_memory" if platform.machine() in ("x86_64", "AMD64") else "gloo"
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Keep all threads of this process, later ones included, on these cores; empty: any that it may use."""
+    wanted = set(cores) or ALL_CORES
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), wanted)
+
+
+ALL_CORES = os.sched_getaffinity(0)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the engine, which may still need its workers
+        signal.signal(number, signal.SIG_IGN)
+    process.die_with_parent()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        Worker(channel).run()
+    except ChannelClosed:
+        return 0
+    except Exception:  # noqa: BLE001 (said already, to the engine and in the log)
+        return process.EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # no destructor of a library may keep a worker whose engine is gone

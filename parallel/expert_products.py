@@ -1,0 +1,56 @@
+"""The products of the experts that one rank holds: rows sorted by expert, one product for each that has any.
+
+What an expert computes is told by transformers' experts modules: fused ``gate_up_proj`` [E, 2I, H] (or
+``up_proj``), ``down_proj`` [E, H, I], the flags that their ``use_experts_implementation`` sets, and
+``_apply_gate``. transformers' own grouped function sorts, counts and puts back in order by itself; here
+that was done for all ranks' rows already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+
+class ExpertProducts:
+    """Outputs of local experts on the CPU, for any number of layers."""
+
+    def __init__(self) -> None:
+        self._weights: WeakKeyDictionary[Any, dict[str, list[torch.Tensor]]] = WeakKeyDictionary()
+        """By module, name and expert, [in, out]: making views costs as much as a small product."""
+
+    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Outputs [n, H] of rows [n, H], of which the first ``counts[0]`` go through the module's expert 0,
+        and so on."""
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        inner = self._linear(module, first, rows, counts)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        outputs = self._linear(module, "down_proj", inner, counts)
+        if module.has_post_expert_norm:
+            outputs = module.post_expert_norm(outputs)
+        return outputs.to(rows.dtype)
+
+    def _linear(self, module: Any, name: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        weights = self._by_expert(module, name)
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        rows = rows.to(weights[0].dtype)
+        outputs = rows.new_empty(len(rows), weights[0].shape[1])
+        parts, results = torch.split(rows, counts), torch.split(outputs, counts)
+        for expert, count in enumerate(counts):
+            if count:
+                torch.mm(parts[expert], weights[expert], out=results[expert])
+                if bias is not None:
+                    results[expert].add_(bias[expert])
+        return outputs
+
+    def _by_expert(self, module: Any, name: str) -> list[torch.Tensor]:
+        weight = getattr(module, name)
+        known = self._weights.setdefault(module, {})
+        views = known.get(name)
+        if views is None or len(views) != len(weight) or views[0].data_ptr() != weight.data_ptr():
+            plain = weight.detach()
+            views = known[name] = list((plain if module.is_transposed else plain.transpose(1, 2)).unbind())
+        return views

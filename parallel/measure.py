@@ -1,0 +1,80 @@
+"""How fast the collectives of a group are, measured in bounded time (loads torch late).
+
+All members make the same calls, so how many is agreed: the first calls of each member set a number, and the
+smallest one counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from parallel.communicators.base import Communicator
+
+if TYPE_CHECKING:
+    import torch
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+SIZES = (64, 64 << 10, 1 << 20, 8 << 20)
+"""Bytes of the tensor that each member gives."""
+
+SECONDS = 0.5
+"""That one collective of one size may take, without the warm-up."""
+FEWEST, MOST = 3, 100
+"""Calls of which the median is taken."""
+WARM_UP = 2
+
+
+def measure(group: Communicator, collective: str, num_bytes: int) -> float:
+    """Median seconds of one call, of float32 tensors with ``num_bytes`` bytes; a collective call itself.
+
+    Raises:
+        CollectiveError: a member is lost.
+    """
+    call = _call(group, collective, num_bytes)
+    for _ in range(WARM_UP):
+        took = _seconds(call)
+    proposal = max(FEWEST, min(MOST, int(SECONDS / max(took, 1e-6))))
+    repeats = min(row[0] for row in group.all_gather_ints([proposal]))
+    return statistics.median(_seconds(call) for _ in range(repeats))
+
+
+def bytes_sent(collective: str, num_bytes: int, size: int) -> float:
+    """Bytes that each of ``size`` members must send at least, when each gives ``num_bytes``."""
+    share = (size - 1) / size
+    return {
+        "all_reduce": 2 * share * num_bytes,  # a reduce-scatter and an all-gather of parts
+        "all_gather": (size - 1) * num_bytes,
+        "all_to_all": share * num_bytes,
+    }[collective]
+
+
+def cells() -> Iterator[tuple[str, int]]:
+    """Everything that is measured: (collective, bytes)."""
+    return ((collective, num_bytes) for num_bytes in SIZES for collective in COLLECTIVES)
+
+
+def _call(group: Communicator, collective: str, num_bytes: int) -> Callable[[], torch.Tensor]:
+    import torch
+
+    whole = torch.ones(num_bytes // 4)
+    by_rank, per_rank = [len(whole)] * group.size, _even(len(whole), group.size)
+    mine = [per_rank[group.rank]] * group.size
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.all_gather(whole, by_rank),
+        "all_to_all": lambda: group.all_to_all(whole, per_rank, mine),
+    }
+    return calls[collective]
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

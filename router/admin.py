@@ -1,0 +1,230 @@
+"""The admin API: the world, its faults, draining and scaling, as JSON under ``/admin``.
+
+It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or both; clients of
+the endpoint never get in by accident. What it does goes through the coordinator, like ``lockstep drain`` and
+``scale``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.messages import Answer, Drain, Load, Scale, View
+from coordinator.operations import ACCEPTED
+from router.app import exception_handlers
+from router.body import decoder, read_body
+from router.config import HttpConfig
+from router.errors import ApiError, error_response
+from router.faults import Event, Fault, Faults
+from router.middleware import OPEN_PATHS, KeyCheck
+from router.pool import Standing
+
+BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
+"""Of commands."""
+RETRY_AFTER = "1"
+
+
+class Watched(Protocol):
+    """What the admin API tells of the mesh."""
+
+    @property
+    def view(self) -> View | None: ...
+    @property
+    def coordinator_silent_for(self) -> float | None:
+        """Seconds since the coordinator was heard; None if it never was."""
+        ...
+
+    def standing(self) -> Mapping[int, Standing]: ...
+
+
+Command = Callable[[Drain | Scale], Awaitable[Answer]]
+"""Has the coordinator do something; raises TimeoutError if it does not answer."""
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Seconds; None for the instance's own --drain-timeout."""
+    force: bool = False
+
+
+class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    n: Annotated[int, msgspec.Meta(ge=1)]
+    force: bool = False
+
+
+class InstanceAnswer(msgspec.Struct, frozen=True):
+    """One instance; ``router`` is how the front end that answers stands with it."""
+
+    rank: int
+    state: str
+    phase: str
+    address: str
+    host: str
+    pid: int
+    load: Load
+    router: Standing | None
+
+
+class WorldAnswer(msgspec.Struct, frozen=True):
+    mesh: str
+    model: str | None
+    epoch: int
+    size: int | None
+    waiting_for: str
+    coordinator_silent_for: float | None
+    """Seconds; what stands here is at least so old."""
+    front_end: int
+    instances: list[InstanceAnswer]
+
+
+class CommandAnswer(msgspec.Struct, frozen=True):
+    accepted: bool
+    text: str
+
+
+class FaultsAnswer(msgspec.Struct, frozen=True):
+    """Counts by kind of all front ends and the launcher, and the latest events, oldest first."""
+
+    detections: dict[str, int]
+    restarts: dict[str, int]
+    resumes: dict[str, int]
+    recent: list[Fault]
+
+
+_read_drain = decoder(DrainRequest)
+_read_scale = decoder(ScaleRequest)
+
+
+def make_admin_app(
+    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0
+) -> Starlette:
+    """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
+
+    async def world(request: Request) -> Response:
+        view = mesh.view
+        if view is None:
+            raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
+        return _json(_world(view, mesh, front_end))
+
+    async def told_faults(request: Request) -> Response:
+        total = faults()
+        counts = {event: total.counts.get(event, {}) for event in Event}
+        return _json(
+            FaultsAnswer(counts[Event.DETECTION], counts[Event.RESTART], counts[Event.RESUME], total.recent)
+        )
+
+    async def drain(request: Request) -> Response:
+        wanted = _read_drain(await read_body(request, BODY_LIMITS))
+        return await carry_out(
+            Drain(command=_name(), rank=wanted.rank, timeout=wanted.timeout, force=wanted.force)
+        )
+
+    async def scale(request: Request) -> Response:
+        wanted = _read_scale(await read_body(request, BODY_LIMITS))
+        return await carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
+
+    async def carry_out(wish: Drain | Scale) -> Response:
+        try:
+            answer = await command(wish)
+        except TimeoutError as error:
+            raise _unavailable("the coordinator does not answer: nothing was done, try again") from error
+        if answer.status == ACCEPTED:
+            return _json(CommandAnswer(True, answer.text), ACCEPTED)
+        headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
+        raise ApiError(answer.status, answer.text, headers=headers)
+
+    return Starlette(
+        routes=[
+            Route("/admin/world", world, methods=["GET"]),
+            Route("/admin/faults", told_faults, methods=["GET"]),
+            Route("/admin/drain", drain, methods=["POST"]),
+            Route("/admin/scale", scale, methods=["POST"]),
+        ],
+        exception_handlers=exception_handlers(),
+    )
+
+
+class AdminGate:
+    """Leads ``/admin`` to the admin application and the rest to the endpoint's, and says who may enter.
+
+    On the admin port there is nothing but the admin API and what is open to all (health, metrics). On the
+    endpoint's port the admin API exists only if it has keys.
+    """
+
+    def __init__(self, endpoint: ASGIApp, admin: ASGIApp, *, port: int | None, keys: Sequence[str]) -> None:
+        self._endpoint = endpoint
+        self._admin = admin
+        self._checked = KeyCheck(admin, keys) if keys else None
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._choose(scope)(scope, receive, send)
+
+    def _choose(self, scope: Scope) -> ASGIApp:
+        if scope["type"] != "http":
+            return self._endpoint
+        path: str = scope["path"]
+        is_admin = path == "/admin" or path.startswith("/admin/")
+        on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
+        if not is_admin:
+            return _not_found(path) if on_admin_port and path not in OPEN_PATHS else self._endpoint
+        if self._checked is not None:
+            return self._checked
+        if not on_admin_port:
+            return self._endpoint  # which knows no such path
+        # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
+        if any(name == b"origin" for name, _ in scope["headers"]):
+            return error_response(ApiError(403, "Web pages may use the admin API only with --admin-api-key."))
+        return self._admin
+
+
+def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
+    standing = mesh.standing()
+    return WorldAnswer(
+        mesh=view.mesh,
+        model=view.settings.served_model_name[0] if view.settings else None,
+        epoch=view.epoch,
+        size=view.size,
+        waiting_for=view.waiting_for,
+        coordinator_silent_for=mesh.coordinator_silent_for,
+        front_end=front_end,
+        instances=[
+            InstanceAnswer(
+                rank=member.rank,
+                state=member.state,
+                phase=member.phase,
+                address=member.address,
+                host=member.host,
+                pid=member.pid,
+                load=member.load,
+                router=standing.get(member.rank),
+            )
+            for member in view.members
+        ],
+    )
+
+
+def _name() -> str:
+    return uuid.uuid4().hex
+
+
+def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, headers={"retry-after": RETRY_AFTER})
+
+
+def _not_found(path: str) -> ASGIApp:
+    return error_response(ApiError(404, f"{path} is not on the admin port."))

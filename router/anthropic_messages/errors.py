@@ -1,0 +1,39 @@
+"""Errors in Anthropic's shape: ``{"type": "error", "error": {type, message}}``."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from router.errors import ApiError
+
+PREFIX = "/v1/messages"
+"""Clients of paths that begin so expect this shape."""
+
+KIND_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class _Details(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Body(msgspec.Struct, tag_field="type", tag="error"):
+    error: _Details
+
+
+def error_body(error: ApiError) -> bytes:
+    kind = KIND_OF_STATUS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return msgspec.json.encode(_Body(_Details(kind, str(error))))
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")

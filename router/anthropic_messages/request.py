@@ -1,0 +1,165 @@
+"""A request to /v1/messages as a chat request (pure)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
+from router.errors import refuse
+from router.openai_api import ChatRequest
+
+NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_format"}
+"""What a chat request calls otherwise."""
+
+SAME = ("stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority", "cache_salt", "timeout")
+
+
+def chat_request(request: CountTokensRequest) -> ChatRequest:
+    """The same request to /v1/chat/completions; only what makes the prompt, if that is all there is.
+
+    Raises:
+        ApiError: it asks for what chat does not have.
+    """
+    chat = ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        tools=None if not request.tools else [_tool(i, tool) for i, tool in enumerate(request.tools)],
+        chat_template_kwargs=_template_kwargs(request),
+    )
+    _choose_tools(chat, request)
+    if isinstance(request, MessagesRequest):
+        chat.max_completion_tokens = request.max_tokens
+        chat.stop = request.stop_sequences
+        chat.response_format = _response_format(request)
+        chat.reasoning_effort = _string((request.output_config or {}).get("effort")) or None
+        chat.include_reasoning = _kind(request.thinking) != "disabled"
+        for name in SAME:
+            setattr(chat, name, getattr(request, name))
+    return chat
+
+
+def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
+    """Templates that can leave thinking out go by one of two names."""
+    kind = _kind(request.thinking)
+    wants = {"enabled": True, "disabled": False}.get(kind)
+    switches = {} if wants is None else {"enable_thinking": wants, "thinking": wants}
+    return switches | (request.chat_template_kwargs or {})
+
+
+def _choose_tools(chat: ChatRequest, request: CountTokensRequest) -> None:
+    choice = request.tool_choice
+    if choice is None:
+        return
+    match _kind(choice):
+        case "auto" | "none" as kind:
+            chat.tool_choice = kind if chat.tools else None
+        case "any":
+            chat.tool_choice = "required"
+        case "tool":
+            chat.tool_choice = {"type": "function", "function": {"name": choice.get("name")}}
+        case _:
+            refuse("tool_choice.type must be auto, any, tool or none.", "tool_choice")
+    if choice.get("disable_parallel_tool_use") is True:
+        chat.parallel_tool_calls = False
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        kind = str(tool["type"])[:60]
+        refuse(f"tools[{index}] has type {kind!r}: only tools of your own can be used.", "tools")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if isinstance(tool.get("description"), str):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _response_format(request: MessagesRequest) -> Any:
+    wanted = request.output_format or (request.output_config or {}).get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}
+    return wanted
+
+
+# ---- messages
+
+
+def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for index, message in enumerate(request.messages):
+        content = message.get("content")
+        match message.get("role"):
+            case "assistant" if isinstance(content, list):
+                messages.append(_assistant(index, content))
+            case "user" if isinstance(content, list):
+                messages += _user(index, content)
+            case ("user" | "assistant" | "system") as role:
+                messages.append({"role": role, "content": content})
+            case _:
+                refuse(f"messages[{index}].role must be user or assistant.", "messages")
+    return messages
+
+
+def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for block in blocks:
+        match _kind(block):
+            case "text":
+                message["content"] = (message["content"] or "") + _string(block.get("text"))
+            case "thinking":
+                message["reasoning"] = message.get("reasoning", "") + _string(block.get("thinking"))
+            case "redacted_thinking":
+                pass  # nobody but its author can read it
+            case "tool_use":
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                function = {"name": block.get("name"), "arguments": arguments}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            case kind:
+                _refuse_block(index, kind)
+    return message
+
+
+def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, and come first."""
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        match _kind(block):
+            case "text":
+                parts.append({"type": "text", "text": block.get("text")})
+            case "tool_result":
+                content = _text(block.get("content") or "", f"messages[{index}]")
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            case kind:
+                _refuse_block(index, kind)
+    return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _text(content: Any, where: str) -> str:
+    """Content that is text, or blocks of text."""
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else []
+    texts = [block.get("text") for block in blocks if _kind(block) == "text"]
+    if not isinstance(content, list) or len(texts) < len(content):
+        refuse(f"{where} holds other content than text, but this model takes text only.", where.split("[")[0])
+    return "\n".join(map(_string, texts))
+
+
+def _refuse_block(index: int, kind: str) -> None:
+    refuse(
+        f"messages[{index}].content has a block of type {kind[:60]!r}, but this model takes text only.",
+        "messages",
+    )
+
+
+def _kind(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def _string(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,144 @@
+"""The wire of /v1/messages: what requests may hold, what answers, their events and errors look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.openai_api import Int
+
+# ---- requests
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """What makes the prompt."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not Anthropic's, as the rest of those in :class:`MessagesRequest`."""
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: Int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    metadata: dict[str, Any] | None = None
+    output_format: Any = None
+    output_config: dict[str, Any] | None = None
+    # Beyond Anthropic's
+    request_id: str | None = None
+    seed: Int | None = None
+    priority: Int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+
+# ---- answers
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw | dict[str, Any]
+    """A JSON object, as the model wrote it."""
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct):
+    """``input_tokens`` are those that did not come from the cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class Message(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    model: str
+    content: list[Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    role: str = "assistant"
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+# ---- events of a stream
+
+
+class Event(msgspec.Struct, tag_field="type"): ...
+
+
+class MessageStart(Event, tag="message_start"):
+    message: Message
+
+
+class Ping(Event, tag="ping"): ...
+
+
+class BlockStart(Event, tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(Event, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(Event, tag="content_block_stop"):
+    index: int
+
+
+class StopDelta(msgspec.Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDelta(Event, tag="message_delta"):
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(Event, tag="message_stop"): ...

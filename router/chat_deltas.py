@@ -1,0 +1,63 @@
+"""Parsed turns in the shapes of chat answers: a whole message, or deltas of one (pure)."""
+
+from __future__ import annotations
+
+from msgspec import UNSET
+
+from engine.messages import FinishReason
+from router.openai_api import AssistantMessage, ChatDelta, FunctionCall, ToolCall, ToolCallDelta
+from router.parsed import CallArguments, CallBegin, Content, Reasoning
+from router.sample import Piece
+from router.turns import Turn, TurnReader
+
+
+def message_of(turn: Turn, role: str) -> AssistantMessage:
+    """A whole turn. Content is null where the turn has other things only."""
+    has_more = bool(turn.reasoning or turn.calls)
+    message = AssistantMessage(role, turn.content or (None if has_more else ""))
+    if turn.reasoning:
+        message.reasoning = message.reasoning_content = turn.reasoning
+    if turn.calls:
+        message.tool_calls = [
+            ToolCall(call.id, FunctionCall(call.arguments, call.name)) for call in turn.calls
+        ]
+    return message
+
+
+def finish_reason(piece: Piece, reader: TurnReader) -> str | None:
+    """``tool_calls`` for a turn that ended by itself and calls tools."""
+    stopped = piece.finish_reason == FinishReason.STOP
+    return "tool_calls" if stopped and reader.num_calls else piece.finish_reason
+
+
+class DeltaWriter:
+    """The deltas of one turn."""
+
+    def __init__(self, reader: TurnReader) -> None:
+        self._reader = reader
+        self._num_calls = 0
+
+    def __repr__(self) -> str:
+        return f"<DeltaWriter after {self._num_calls} calls of {self._reader!r}>"
+
+    def delta(self, text: str, num_tokens: int, echoed: str = "", *, ended: bool) -> ChatDelta:
+        """What the next text adds to the message, possibly nothing; ``echoed`` is content before it."""
+        delta = ChatDelta(echoed or UNSET)
+        calls: list[ToolCallDelta] = []
+        for event in self._reader.read(text, num_tokens, ended=ended):
+            match event:
+                case Reasoning(text):
+                    delta.reasoning = delta.reasoning_content = text
+                case Content(text):
+                    delta.content = (delta.content or "") + text
+                case CallBegin(name):
+                    id = self._reader.new_call_id()
+                    calls.append(ToolCallDelta(self._num_calls, FunctionCall("", name), id, "function"))
+                    self._num_calls += 1
+                case CallArguments(text) if calls and calls[-1].index == self._num_calls - 1:
+                    calls[-1].function.arguments += text
+                case CallArguments(text):
+                    calls.append(ToolCallDelta(self._num_calls - 1, FunctionCall(text)))
+        if calls:
+            delta.tool_calls = calls
+        return delta

@@ -1,0 +1,68 @@
+"""What went wrong and what was done about it: counted by kind, with a bounded list of the latest.
+
+Front ends and the launcher each keep their own; :meth:`Faults.merged` makes one of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+
+MAX_RECENT = 100
+"""Events that each process remembers in words."""
+MAX_TEXT = 300
+
+
+class Event(enum.StrEnum):
+    """What an entry tells of."""
+
+    DETECTION = "detection"
+    """Something was found to be lost; the kind says by which sign."""
+    RESTART = "restart"
+    """A process was started again; the kind is its role."""
+    RESUME = "resume"
+    """Requests went on at another instance; the kind says why they had to."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One event."""
+
+    at: float
+    """Unix time in seconds."""
+    event: Event
+    kind: str
+    count: int
+    """How many at once (requests, for a resume)."""
+    text: str
+
+
+class Faults(msgspec.Struct):
+    """Counts since the start of the process, and the latest events, oldest first."""
+
+    counts: dict[Event, dict[str, int]] = {}
+    recent: list[Fault] = []
+
+    def count(self, event: Event, kind: str, count: int = 1) -> None:
+        """Without a word: for what may happen many times a second."""
+        of_event = self.counts.setdefault(event, {})
+        of_event[kind] = of_event.get(kind, 0) + count
+
+    def record(self, event: Event, kind: str, text: str, at: float, count: int = 1) -> None:
+        """``at``: Unix time in seconds."""
+        self.count(event, kind, count)
+        self.recent.append(Fault(at, event, kind, count, text[:MAX_TEXT]))
+        del self.recent[:-MAX_RECENT]
+
+    @classmethod
+    def merged(cls, parts: Iterable[Faults]) -> Faults:
+        """All counts added up, and the latest events of all."""
+        total = cls(counts={event: {} for event in Event})
+        for part in parts:
+            for event, kinds in part.counts.items():
+                for kind, count in kinds.items():
+                    total.counts[event][kind] = total.counts[event].get(kind, 0) + count
+            total.recent += part.recent
+        total.recent = sorted(total.recent, key=lambda fault: fault.at)[-MAX_RECENT:]
+        return total

@@ -1,0 +1,199 @@
+"""The endpoints that generate: the way of a request from its body to its answer.
+
+/v1/responses and /v1/messages are chat in other words: translated to a chat request, answered in their own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.sampling import SamplingParams
+from router.answers import Answer, encode, json_response
+from router.anthropic_messages import request as messages_request
+from router.anthropic_messages.answer import MessageAnswer
+from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest, TokenCount
+from router.body import decoder, read_body, run_sized
+from router.calls import UNPREDICTABLE, make_samples
+from router.chat import ChatAnswer
+from router.completions import CompletionAnswer
+from router.config import HttpConfig
+from router.errors import in_terms_of, refuse
+from router.mesh import Mesh
+from router.metrics import Metrics
+from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from router.parameters import sampling_params
+from router.prompts import PromptText, chat_prompt, completion_prompts
+from router.responses import request as responses_request
+from router.responses.answer import ResponsesAnswer
+from router.responses.wire import ResponsesRequest
+from router.rules import MAX_ID_LENGTH, check_chat, check_completion, usable_id
+from router.streaming import Call, EventStream, whole_answer
+from router.text_model import TextModel
+from router.text_models import TextModels
+from router.turn_format import TurnFormat
+
+_read_completion = decoder(CompletionRequest)
+_read_chat = decoder(ChatRequest)
+_read_responses = decoder(ResponsesRequest)
+_read_messages = decoder(MessagesRequest)
+_read_count_tokens = decoder(CountTokensRequest)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat request, understood."""
+
+    wanted: ChatRequest
+    turn_format: TurnFormat
+    model: TextModel
+    params: SamplingParams
+    prompt: PromptText
+
+
+Shape = Callable[[dict[str, Any]], Answer]
+"""Makes the answer, given what all answers have in common."""
+
+
+class Generating:
+    """Handlers."""
+
+    def __init__(self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._metrics = metrics
+        self._models = models
+        self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
+
+    def __repr__(self) -> str:
+        return f"<Generating with {self._models!r}>"
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        wanted = _read_completion(body)
+        check_completion(wanted)
+        model = await self._models.get(wanted.model)
+        params = sampling_params(wanted, model, self._config.max_logprobs)
+        prompts = await run_sized(lambda: completion_prompts(wanted, model), len(body))
+
+        def shape(common: dict[str, Any]) -> Answer:
+            return CompletionAnswer(wanted, model.tokenizer, **common)
+
+        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        chat = await self._understand(_read_chat(body), len(body))
+
+        def shape(common: dict[str, Any]) -> Answer:
+            role = self._config.response_role
+            return ChatAnswer(chat.wanted, chat.model.tokenizer, chat.turn_format, role, **common)
+
+        return await self._answer(request, "chatcmpl-", chat, shape)
+
+    async def responses(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        asked = _read_responses(body)
+
+        def shape(common: dict[str, Any]) -> Answer:
+            return ResponsesAnswer(asked, chat.params, chat.turn_format, **common)
+
+        with in_terms_of(responses_request.NAMES):
+            chat = await self._understand(responses_request.chat_request(asked), len(body))
+            return await self._answer(request, "resp_", chat, shape)
+
+    async def messages(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        asked = _read_messages(body)
+
+        def shape(common: dict[str, Any]) -> Answer:
+            return MessageAnswer(chat.turn_format, **common)
+
+        with in_terms_of(messages_request.NAMES):
+            chat = await self._understand(messages_request.chat_request(asked), len(body))
+            return await self._answer(request, "msg_", chat, shape)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        asked = _read_count_tokens(body)
+        with in_terms_of(messages_request.NAMES):
+            chat = await self._understand(messages_request.chat_request(asked), len(body))
+        return json_response(encode(TokenCount(len(chat.prompt.ids))))
+
+    # ---- helpers
+
+    async def _understand(self, wanted: ChatRequest, size: int) -> Chat:
+        check_chat(wanted)
+        model = await self._models.get(wanted.model)
+        turn_format = TurnFormat(wanted, self._config)
+        if turn_format.needs_special_tokens(model.tokenizer):
+            wanted.skip_special_tokens = False
+        if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
+            wanted.tools = None
+        params = sampling_params(wanted, model, self._config.max_logprobs)
+        prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
+        return Chat(wanted, turn_format, model, params, prompt)
+
+    async def _answer(self, request: Request, prefix: str, chat: Chat, shape: Shape) -> Response:
+        return await self._generate(
+            request, prefix, chat.wanted, chat.params, [chat.prompt], chat.model, shape
+        )
+
+    async def _generate(
+        self,
+        request: Request,
+        prefix: str,
+        wanted: GenerationRequest,
+        params: SamplingParams,
+        prompts: list[PromptText],
+        model: TextModel,
+        shape: Shape,
+    ) -> Response:
+        client_id = _request_id(request, wanted)
+        if self._config.enable_force_include_usage and wanted.stream:
+            wanted.stream_options = wanted.stream_options or StreamOptions()
+            wanted.stream_options.include_usage = True
+        id = prefix + client_id
+        samples = make_samples(id, wanted, params, prompts, model, _rank(request), self._chance)
+        answer = shape(
+            {
+                "id": id,
+                "created": int(time.time()),
+                "model": wanted.model or model.name,
+                "samples": samples,
+                "tells_cached_tokens": self._config.enable_prompt_tokens_details,
+            }
+        )
+        arrival = request.state.arrival
+        call = Call(self._mesh, self._metrics, samples, answer, arrival=arrival, timeout=wanted.timeout)
+        request.state.request_id = client_id
+        if wanted.stream:
+            return EventStream(call)
+        return json_response(await whole_answer(call, request.receive))
+
+
+def _request_id(request: Request, wanted: GenerationRequest) -> str:
+    """The client's own, from the header or the body, else a new one."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return wanted.request_id or uuid.uuid4().hex
+    if not usable_id(given):
+        refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
+    return given
+
+
+def _rank(request: Request) -> int | None:
+    """The instance that the client wants."""
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
+    return int(given)

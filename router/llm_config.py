@@ -1,0 +1,61 @@
+"""The keyword arguments of ``LLM`` as the settings of a mesh (pure): they are the long flags of ``serve``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from typing import Any
+
+from coordinator.config import MeshConfig
+from coordinator.flags import FlagError, fields_of, from_flat
+from engine.config import EngineConfig
+from router.config import HttpConfig, ServeConfig
+
+OF_TEXT = ("tokenizer", "chat_template", "generation_config", "seed", "max_logprobs", "log_level")
+"""Settings of the front end that mean something without an HTTP endpoint."""
+
+KNOWN = frozenset(OF_TEXT) | {
+    field.key for config in (MeshConfig, EngineConfig) for field in fields_of(config)
+}
+
+LONG_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+
+
+def llm_config(arguments: dict[str, Any]) -> ServeConfig:
+    """Settings from keyword arguments; None stands for the default.
+
+    Raises:
+        TypeError: there is no such argument.
+        ValueError: a value of the wrong type or out of range, or arguments that clash.
+    """
+    for name in arguments:
+        if name not in KNOWN:
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{_nearest(name)}")
+    given = {name: _plain(value) for name, value in arguments.items() if value is not None}
+    if not given.get("headless"):
+        given.setdefault("data_parallel_size", 1)
+    try:
+        return from_flat(ServeConfig, given)
+    except FlagError as error:
+        raise ValueError(_as_arguments(str(error))) from error
+
+
+def _nearest(name: str) -> str:
+    if name in HttpConfig.__struct_fields__:
+        return ": it is a setting of the HTTP endpoint of `serve`, which LLM does not open"
+    near = difflib.get_close_matches(name, KNOWN, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; arguments are the long flags of `serve --help`"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "torch":  # dtype=torch.float32
+        return str(value).removeprefix("torch.")
+    return value
+
+
+def _as_arguments(message: str) -> str:
+    """An error about flags, in the spelling of keyword arguments."""
+    return LONG_FLAG.sub(lambda match: match[1].replace("-", "_"), message)

@@ -1,0 +1,111 @@
+"""``SamplingParams`` as users of the offline class write them, and the request that they make (no torch)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from engine import sampling
+from engine.sampling import BadParameter
+from router.openai_api import CompletionRequest
+
+UNBOUNDED = 2**62
+"""Stands for what only the model knows, until it is asked."""
+
+FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How to generate: names, ranges and defaults of vLLM's ``SamplingParams``.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    n: int = 1
+    """Samples per prompt."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """None (or -1): drawn from the seed of the ``LLM``."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: up to the model's context, which ends any generation."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Most likely tokens to tell per generated token, 0 for the generated one alone."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    """False leaves ``text`` empty."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Only so many last tokens of a prompt are used; -1: as many as fit."""
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            if default is not None and getattr(self, name) is None and name != "max_tokens":
+                raise ValueError(f"{name} must not be None; leave it out for {default!r}")
+        request = request_of(self)
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        try:
+            sampling.SamplingParams(
+                n=self.n,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                seed=self.seed,
+                stop=tuple(stops),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                max_tokens=self.max_tokens,
+                min_tokens=self.min_tokens,
+                logprobs=self.logprobs,
+                prompt_logprobs=self.prompt_logprobs,
+                logit_bias=self.logit_bias or {},
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            ).check(vocab_size=UNBOUNDED, max_logprobs=UNBOUNDED)
+        except BadParameter as error:
+            raise ValueError(str(error)) from error
+        if stops and not self.detokenize:
+            raise ValueError("stop needs detokenize: without text no stop string is found.")
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one."""
+        return msgspec.convert(msgspec.to_builtins(self), SamplingParams)
+
+
+def request_of(params: SamplingParams) -> CompletionRequest:
+    """A request that sets every parameter: no default of the model or of the endpoint comes in.
+
+    Raises:
+        ValueError: a value of the wrong type.
+    """
+    fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+    del fields["detokenize"]
+    try:
+        return msgspec.convert(fields, CompletionRequest)
+    except msgspec.ValidationError as error:
+        match = FIELD_OF_ERROR.match(str(error))
+        raise ValueError(f"{match[2]}: {match[1]}" if match else str(error)) from error

@@ -1,0 +1,75 @@
+"""What each instance has to do, from its latest report (pure). Field names are SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from engine.messages import Report
+
+
+class ServerLoad(msgspec.Struct):
+    """HTTP requests that are being generated for."""
+
+    server_load: int
+
+
+class Load(msgspec.Struct):
+    """One instance."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_waiting_tokens: int
+    """Tokens not yet computed of all requests that wait or are in prefill."""
+    num_used_blocks: int
+    max_total_num_blocks: int
+    token_usage: float
+    """Used part of the KV cache, 1 is all."""
+    cache_hit_rate: float
+    """Part of the prompt tokens looked up in the prefix cache that were found, since its start."""
+
+
+class Aggregate(msgspec.Struct):
+    """All instances together."""
+
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_reqs: int
+    avg_token_usage: float
+
+
+class Loads(msgspec.Struct):
+    timestamp: float
+    """Seconds since 1970."""
+    dp_rank_count: int
+    loads: list[Load]
+    aggregate: Aggregate
+
+    @classmethod
+    def of(cls, loads: Sequence[Load], now: float) -> Loads:
+        running = sum(load.num_running_reqs for load in loads)
+        waiting = sum(load.num_waiting_reqs for load in loads)
+        usage = sum(load.token_usage for load in loads) / max(1, len(loads))
+        return cls(now, len(loads), list(loads), Aggregate(running, waiting, running + waiting, usage))
+
+
+def loads_of(reports: Mapping[int, Report]) -> list[Load]:
+    """By rank."""
+    return [_load(rank, report) for rank, report in sorted(reports.items())]
+
+
+def _load(rank: int, report: Report) -> Load:
+    return Load(
+        dp_rank=rank,
+        num_running_reqs=report.running,
+        num_waiting_reqs=report.waiting,
+        num_total_reqs=report.running + report.waiting,
+        num_waiting_tokens=report.waiting_tokens,
+        num_used_blocks=report.blocks_used,
+        max_total_num_blocks=report.blocks_total,
+        token_usage=report.blocks_used / max(1, report.blocks_total),
+        cache_hit_rate=report.counters.prefix_cache_hits / max(1, report.counters.prefix_cache_queries),
+    )

@@ -1,0 +1,111 @@
+"""What stands before every endpoint: keys, browsers of other sites, a proxy's prefix, request ids."""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router import errors
+from router.anthropic_messages import errors as anthropic_errors
+from router.config import HttpConfig
+from router.errors import ApiError
+from router.rules import usable_id
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
+"""What needs no key: nothing there costs or changes anything."""
+
+
+def middleware(config: HttpConfig) -> list[Middleware]:
+    """From the outside in: a browser asks what it may do before it presents a key."""
+    found = []
+    if config.enable_request_id_headers:
+        found.append(Middleware(RequestIds))
+    if config.root_path:
+        found.append(Middleware(RootPath, prefix=config.root_path))
+    if config.allowed_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=config.allowed_methods,
+                allow_headers=config.allowed_headers,
+                allow_credentials=config.allow_credentials,
+            )
+        )
+    if config.api_key:
+        found.append(Middleware(KeyCheck, keys=config.api_key))
+    return found
+
+
+class RequestIds:
+    """Answers with X-Request-Id: what the handler chose, else the client's own, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        given = Headers(scope=scope).get("x-request-id", "")
+        state["request_id"] = given if usable_id(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"x-request-id", state["request_id"].encode())
+                message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class RootPath:
+    """Takes the prefix off that a proxy in front has, whether the proxy leaves it in or not."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = "/" + prefix.strip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefix + "/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        await self._app(scope, receive, send)
+
+
+class KeyCheck:
+    """Lets requests in that present one of the keys, as ``Authorization: Bearer <key>`` or ``X-Api-Key``."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401, "Give a valid API key (Authorization: Bearer ...).", headers={"www-authenticate": "Bearer"}
+        )
+        await error_response(error, scope["path"])(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        presented = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+        matches = [hmac.compare_digest(each, key) for each in presented for key in self._keys]
+        return any(matches)
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    """In the words of the API that a path belongs to."""
+    if path.startswith(anthropic_errors.PREFIX):
+        return anthropic_errors.error_response(error)
+    return errors.error_response(error)

@@ -1,0 +1,141 @@
+"""``lockstep drain`` and ``lockstep scale``: ask the coordinator, then wait until it is so."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from coordinator import process
+from coordinator.client import fetch_view
+from coordinator.commands import ask
+from coordinator.config import MeshConfig
+from coordinator.flags import Count, Natural, flag, parse
+from coordinator.messages import Drain, Member, Scale, State, View
+from coordinator.operations import ACCEPTED
+from coordinator.rpc import KeyRefused
+
+ASK_TIMEOUT = 10.0
+"""Seconds to wait for the coordinator's answer."""
+LOOK_INTERVAL = 0.3
+"""Seconds between two looks at the world while the command waits."""
+
+
+class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drain."""
+
+    mesh: MeshConfig = MeshConfig()
+    rank: Annotated[
+        Natural | None, flag(positional=True, help="Rank of the instance, as in lockstep status.")
+    ] = None
+    timeout: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        flag(help="Seconds that its requests get to finish before they move; unset: its --drain-timeout."),
+    ] = None
+    force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
+    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when it was told.")] = True
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            raise ValueError("give the RANK of an instance (lockstep status lists them)")
+
+
+class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scale."""
+
+    mesh: MeshConfig = MeshConfig()
+    size: Annotated[Count | None, flag(positional=True, help="Instances of the mesh in all.")] = None
+    force: Annotated[bool, flag(help="Drain instances also if nobody serves then.")] = False
+    wait: Annotated[
+        bool, flag(help="Return when it is so; --no-wait: when instances were started or told to go.")
+    ] = True
+    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = 600.0
+
+    def __post_init__(self) -> None:
+        if self.size is None:
+            raise ValueError("give the number of instances that the mesh is to have in all")
+
+
+def main_drain(argv: list[str] | None = None) -> int:
+    config = parse(
+        DrainConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep drain",
+        description="Have an instance finish its requests, or move them, and leave the mesh.",
+        shares_file=True,
+    )
+    assert config.rank is not None
+    wish = Drain(command=uuid.uuid4().hex, rank=config.rank, timeout=config.timeout, force=config.force)
+    return asyncio.run(_carry_out("drain", config.mesh, wish, config.wait, float("inf")))
+
+
+def main_scale(argv: list[str] | None = None) -> int:
+    config = parse(
+        ScaleConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep scale",
+        description="Bring a mesh to a number of instances; its serve command starts or drains its own ones.",
+        shares_file=True,
+    )
+    assert config.size is not None
+    wish = Scale(command=uuid.uuid4().hex, size=config.size, force=config.force)
+    return asyncio.run(_carry_out("scale", config.mesh, wish, config.wait, config.timeout))
+
+
+async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: bool, timeout: float) -> int:
+    """Ask, say the answer, and wait for what it promised."""
+    endpoint = mesh.coordinator_endpoint
+    keys = process.mesh_keys(mesh, f"lockstep {name}")
+    began = time.monotonic()
+    try:
+        before = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+        answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
+    except KeyRefused as error:
+        return _fail(name, str(error))
+    except TimeoutError:
+        return _fail(name, f"no answer from a coordinator at {endpoint}: is it running? see -dpa and -dpp")
+    if answer.status != ACCEPTED:
+        return _fail(name, answer.text)
+    print(answer.text, flush=True)
+    done = _is_gone(before, wish.rank) if isinstance(wish, Drain) else _has_size(wish.size)
+    while wait:
+        try:
+            view = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+        except TimeoutError:
+            return _fail(
+                name, f"the coordinator at {endpoint} is away; lockstep status tells when it is back"
+            )
+        took = time.monotonic() - began
+        if done(view):
+            print(f"done after {took:.1f} s: {_ranks(view.members)}")
+            break
+        if took > timeout:
+            return _fail(name, f"not done after {took:.0f} s: {_ranks(view.members)}")
+        await asyncio.sleep(LOOK_INTERVAL)
+    return 0
+
+
+def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
+    """Another instance may take the rank meanwhile."""
+    names = {member.instance for member in before.members if member.rank == rank}
+    return lambda view: not any(member.instance in names for member in view.members)
+
+
+def _has_size(size: int) -> Callable[[View], bool]:
+    return lambda view: (
+        len(view.members) == size and all(member.state is State.READY for member in view.members)
+    )
+
+
+def _ranks(members: list[Member]) -> str:
+    return ", ".join(f"instance {member.rank} {member.state}" for member in members) or "no instance is left"
+
+
+def _fail(name: str, problem: str) -> int:
+    print(f"lockstep {name}: error: {problem}", file=sys.stderr)
+    return process.EXIT_FAILED

@@ -1,0 +1,49 @@
+"""What the text of an answer turns out to be: reasoning, content and tool calls, piece by piece (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of what the model thought before it answered."""
+
+    text: str
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More of the answer."""
+
+    text: str
+
+
+class CallBegin(msgspec.Struct, frozen=True):
+    """A tool is called; its arguments follow."""
+
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of the JSON text of the latest call's arguments, as the model wrote it."""
+
+    text: str
+
+
+Parsed = Reasoning | Content | CallBegin | CallArguments
+
+
+def merged(events: Iterable[Parsed]) -> list[Parsed]:
+    """The same events with neighbours of one kind as one, and without empty ones."""
+    found: list[Parsed] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            found.append(event)
+        elif found and type(found[-1]) is type(event):
+            last = found[-1]
+            assert not isinstance(last, CallBegin)
+            found[-1] = type(event)(last.text + event.text)
+        elif event.text:
+            found.append(event)
+    return found

@@ -1,0 +1,173 @@
+"""Answers of /v1/responses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from engine.messages import FinishReason
+from engine.sampling import SamplingParams
+from router.answers import Answer, encode
+from router.errors import ApiError
+from router.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
+from router.responses import wire
+from router.sample import Piece, Sample
+from router.turn_format import TurnFormat
+
+ID_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+
+IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
+
+
+class ResponsesAnswer(Answer):
+    """A response: output items, each with events of its own in a stream."""
+
+    def __init__(
+        self, request: wire.ResponsesRequest, params: SamplingParams, turn_format: TurnFormat, **common: Any
+    ) -> None:
+        super().__init__(**common)
+        (self._sample,) = self.samples
+        self._request = request
+        self._params = params
+        self._sequence = ItemSequence(turn_format.reader(self._sample.prompt_text))
+        self._item_ids: list[str] = []
+        self._num_events = 0
+
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        for piece in said[0]:
+            self._read(piece)
+        return encode(self._response(self._status()))
+
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        opening = b""
+        if first:
+            response = self._response(IN_PROGRESS)
+            opening = self._event(wire.Created(response=response)) + self._event(
+                wire.InProgress(response=response)
+            )
+        return opening + b"".join([self._of_item(event) for event in self._read(piece)])
+
+    def closing(self) -> bytes:
+        status = self._status()
+        kind = wire.Completed if status == COMPLETED else wire.Incomplete
+        return self._event(kind(response=self._response(status)))
+
+    def failure(self, error: ApiError) -> bytes:
+        response = self._response(FAILED)
+        response.error = wire.ResponseError("server_error", str(error))
+        return self._event(wire.Failed(response=response))
+
+    # ---- items
+
+    def _read(self, piece: Piece) -> list[ItemEvent]:
+        ended = piece.finish_reason is not None
+        events = self._sequence.read(piece.text, len(piece.token_ids), ended=ended)
+        for item in self._sequence.items[len(self._item_ids) :]:
+            self._item_ids.append(f"{ID_PREFIX[item.kind]}_{uuid.uuid4().hex}")
+        return events
+
+    def _status(self) -> str:
+        return INCOMPLETE if self._sample.finish_reason == FinishReason.LENGTH else COMPLETED
+
+    def _item(self, item: Item, status: str, text: str) -> wire.OutputItem:
+        id = self._item_ids[item.index]
+        match item.kind:
+            case Kind.REASONING:
+                return wire.ReasoningItem(id, status, [wire.ReasoningText(text)] if text else [])
+            case Kind.TEXT:
+                return wire.OutputMessage(id, status, [wire.OutputText(text)] if text else [])
+            case Kind.CALL:
+                return wire.FunctionCallItem(id, status, item.call_id, item.name, text)
+
+    def _status_of(self, item: Item) -> str:
+        """Of an item that is over: the last one of an answer cut short was cut with it."""
+        is_last = item is self._sequence.items[-1]
+        return self._status() if is_last else COMPLETED
+
+    # ---- events
+
+    def _event(self, event: wire.Event) -> bytes:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        kind = str(type(event).__struct_config__.tag)
+        return b"event: " + kind.encode() + b"\ndata: " + encode(event) + b"\n\n"
+
+    def _of_item(self, event: ItemEvent) -> bytes:
+        match event:
+            case Opened(item):
+                events = self._opened(item)
+            case More(item, text):
+                events = [self._more(item, text)]
+            case Closed(item):
+                events = self._closed(item)
+        return b"".join([self._event(each) for each in events])
+
+    def _opened(self, item: Item) -> list[wire.Event]:
+        added = wire.ItemAdded(output_index=item.index, item=self._item(item, IN_PROGRESS, ""))
+        if item.kind is Kind.CALL:
+            return [added]
+        return [added, wire.PartAdded(**self._place(item), part=self._part(item, ""))]
+
+    def _more(self, item: Item, text: str) -> wire.Event:
+        place = self._place(item)
+        match item.kind:
+            case Kind.REASONING:
+                return wire.ReasoningDelta(**place, delta=text)
+            case Kind.TEXT:
+                return wire.TextDelta(**place, delta=text)
+            case Kind.CALL:
+                return wire.ArgumentsDelta(**place, delta=text)
+
+    def _closed(self, item: Item) -> list[wire.Event]:
+        place = self._place(item)
+        done = wire.ItemDone(output_index=item.index, item=self._item(item, self._status_of(item), item.text))
+        if item.kind is Kind.CALL:
+            return [wire.ArgumentsDone(**place, name=item.name, arguments=item.text), done]
+        kind = wire.ReasoningDone if item.kind is Kind.REASONING else wire.TextDone
+        part = wire.PartDone(**place, part=self._part(item, item.text))
+        return [kind(**place, text=item.text), part, done]
+
+    def _place(self, item: Item) -> dict[str, Any]:
+        return {"item_id": self._item_ids[item.index], "output_index": item.index}
+
+    def _part(self, item: Item, text: str) -> wire.OutputText | wire.ReasoningText:
+        return wire.ReasoningText(text) if item.kind is Kind.REASONING else wire.OutputText(text)
+
+    # ---- the response
+
+    def _response(self, status: str) -> wire.ResponseObject:
+        request, params = self._request, self._params
+        is_over = status in (COMPLETED, INCOMPLETE)
+        items = self._sequence.items if status != IN_PROGRESS else []
+        return wire.ResponseObject(
+            id=self.id,
+            created_at=self.created,
+            model=self.model,
+            status=status,
+            output=[self._item(item, self._status_of(item), item.text) for item in items],
+            usage=self._response_usage() if is_over else None,
+            incomplete_details=wire.IncompleteDetails("max_output_tokens") if status == INCOMPLETE else None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            tools=request.tools or [],
+            tool_choice=request.tool_choice or "auto",
+            text=request.text or {"format": {"type": "text"}},
+            reasoning=request.reasoning or {"effort": None, "summary": None},
+            metadata=request.metadata or {},
+            user=request.user,
+        )
+
+    def _response_usage(self) -> wire.ResponseUsage:
+        usage = self.usage()
+        details = usage.prompt_tokens_details
+        return wire.ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=wire.InputTokensDetails(details.cached_tokens if details else 0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=wire.OutputTokensDetails(self._sequence.num_reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )

@@ -1,0 +1,231 @@
+"""The wire of /v1/responses: what requests may hold, what answers and their events look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.openai_api import Int
+
+# ---- requests
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """OpenAI's fields, and those of vLLM's that chat has too."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
+    top_logprobs: Int | None = None
+    # Beyond OpenAI's
+    request_id: str | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    skip_special_tokens: bool | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: Int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+    # They need answers that are kept: refused.
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+
+
+# ---- output
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[Any] = []
+    encrypted_content: None = None
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only=True):
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, Any]
+    user: str | None
+    truncation: str = "disabled"
+    store: bool = False
+    background: bool = False
+    previous_response_id: None = None
+
+
+# ---- events of a stream
+
+
+class Event(msgspec.Struct, tag_field="type", kw_only=True):
+    """Numbered from 0 within a stream."""
+
+    sequence_number: int = 0
+
+
+class ResponseEvent(Event, kw_only=True):
+    """The response as it is by then."""
+
+    response: ResponseObject
+
+
+class Created(ResponseEvent, tag="response.created"): ...
+
+
+class InProgress(ResponseEvent, tag="response.in_progress"): ...
+
+
+class Completed(ResponseEvent, tag="response.completed"): ...
+
+
+class Incomplete(ResponseEvent, tag="response.incomplete"): ...
+
+
+class Failed(ResponseEvent, tag="response.failed"): ...
+
+
+class ItemAdded(Event, tag="response.output_item.added", kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class ItemDone(Event, tag="response.output_item.done", kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(Event, kw_only=True):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+
+
+class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
+    delta: str
+    logprobs: list[Any] = []
+
+
+class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
+    text: str
+    logprobs: list[Any] = []
+
+
+class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
+
+
+class ArgumentsDelta(Event, tag="response.function_call_arguments.delta", kw_only=True):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=True):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str

@@ -1,0 +1,44 @@
+"""When a process that ended is started again (pure): which ones, after how long, and how often."""
+
+from __future__ import annotations
+
+from coordinator import process
+
+FIRST_DELAY = 0.5
+LONGEST_DELAY = 30.0
+"""Seconds before a process is started again: the first time, and at most; doubled in between."""
+STEADY = 30.0
+"""Seconds of service after which an end counts as the first one again."""
+MAX_INSTANCE_RESTARTS = 5
+"""Instances that end so often in a row, without steady service in between, are left alone: the cause stays,
+and each try takes the memory and the time of a whole load."""
+
+NOT_BY_ACCIDENT = (0, process.EXIT_USAGE, process.EXIT_REFUSED)
+"""Statuses that another try would end with, too: told to stop, wrong settings, not wanted by the mesh."""
+
+
+class Restarts:
+    """Ends in a row, per process."""
+
+    def __init__(self, *, instances: bool) -> None:
+        """``instances``: whether ``--restart`` was given; coordinator and routers are always started
+        again."""
+        self._instances = instances
+        self._row: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<Restarts {self._row}>"
+
+    def wants(self, role: str, status: int) -> bool:
+        """Whether a process of this role that ended so is to be started again at all. ``status`` is negative
+        for a signal."""
+        return role != "engine" or (self._instances and status not in NOT_BY_ACCIDENT)
+
+    def after_end(self, key: int, role: str, served_for: float) -> float | None:
+        """Seconds to wait before the next start; None when it has ended too often. ``served_for``: seconds of
+        service (not of loading) before this end."""
+        row = 0 if served_for >= STEADY else self._row.get(key, 0)
+        if role == "engine" and row >= MAX_INSTANCE_RESTARTS:
+            return None
+        self._row[key] = row + 1
+        return min(FIRST_DELAY * 2.0**row, LONGEST_DELAY)

@@ -1,0 +1,82 @@
+"""How a launcher gets to another number of instances (pure): which ranks it starts, which ones it drains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from coordinator.messages import Member, State
+
+
+class Refused(Exception):
+    """Not possible as things are; the message says why and what to do."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine has for instances."""
+
+    devices: int | None
+    """CUDA devices; None when instances compute on the CPU."""
+    devices_per_instance: int = 1
+    cores: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to do, and what to say about it."""
+
+    start: tuple[int, ...] = ()
+    drain: tuple[int, ...] = ()
+    warning: str = ""
+
+
+def plan(size: int, members: Sequence[Member], ours: Collection[int], machine: Machine, force: bool) -> Plan:
+    """The way to ``size`` instances in the whole mesh.
+
+    ``members`` is the world, ``ours`` the ranks of this launcher's instances, those included that have not
+    registered yet. New ones get the lowest free ranks; the highest of our ranks go.
+
+    Raises:
+        Refused: too few of the instances are ours, nobody would serve, or there are too few devices.
+    """
+    if size < 1:
+        raise Refused("a mesh needs at least one instance: end serve to end them all")
+    staying = {member.rank for member in members if member.state.stays} | set(ours)
+    more = size - len(staying)
+    if more > 0:
+        return _grow(more, {member.rank for member in members} | set(ours), ours, machine)
+    if more < 0:
+        return _shrink(-more, members, staying, ours, force)
+    return Plan()
+
+
+def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> Plan:
+    count = len(ours) + more
+    if machine.devices is not None and count * machine.devices_per_instance > machine.devices:
+        raise Refused(
+            f"{count} instances of {machine.devices_per_instance} CUDA device(s) each are more than the "
+            f"{machine.devices} of this machine: start further ones elsewhere with serve --headless"
+        )
+    free = (rank for rank in range(len(taken) + more) if rank not in taken)
+    start = tuple(rank for rank, _ in zip(free, range(more), strict=False))
+    warning = ""
+    if machine.devices is None and count > machine.cores:
+        warning = f"{count} instances share {machine.cores} cores: more of them will not be faster"
+    return Plan(start=start, warning=warning)
+
+
+def _shrink(
+    fewer: int, members: Sequence[Member], staying: set[int], ours: Collection[int], force: bool
+) -> Plan:
+    drain = tuple(sorted(ours, reverse=True)[:fewer])
+    if len(drain) < fewer:
+        raise Refused(
+            f"{fewer} instances would have to go, and only {len(ours)} are of this serve: drain the others "
+            "by rank (lockstep drain RANK)"
+        )
+    left = staying - set(drain)
+    if not force and not any(member.rank in left and member.state is State.READY for member in members):
+        raise Refused(
+            "none of the instances that would stay is ready: wait for them (lockstep status), or say --force"
+        )
+    return Plan(drain=drain)

@@ -1,0 +1,327 @@
+"""Runs the processes of one ``serve``: starts the table, watches it, grows and shrinks it, and ends it in
+the right order. What to start again, and when, is decided in :mod:`router.restarts`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from coordinator import process
+from coordinator.messages import State, View
+from coordinator.rpc import KeyRefused
+from router.faults import Event, Faults
+from router.launch import ProcessSpec
+from router.restarts import Restarts
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_PIDS = 256
+"""Processes of ours that ended, and that the view may still show."""
+STOP_TIMEOUT = 10.0
+"""Seconds a process may take to end before it is told again, and then killed."""
+
+
+@dataclass
+class Child:
+    """A process of ours that runs."""
+
+    key: int
+    """Its place in the table; a process that is started again keeps it."""
+    spec: ProcessSpec
+    process: Process
+    began: float | None
+    """When it began to serve; None while an instance loads."""
+    rank: int | None
+    instance: str = ""
+    """Its name in the mesh, once it has registered."""
+    is_member: bool = False
+    """It is in the newest view."""
+    retired: bool = False
+    """Told to drain and go, by us or by others: it never comes back, and its process may outlive its
+    leaving."""
+
+    @property
+    def stays(self) -> bool:
+        """Serves, or will; one that left the mesh may take a moment to end."""
+        return not self.retired and (self.is_member or not self.instance)
+
+
+class Supervisor:
+    """Before everything is ready, the first process that ends takes all down: its message says what was
+    wrong. Later the coordinator and the routers are started again, instances too if that was asked for, and
+    instances may come and go.
+    """
+
+    def __init__(
+        self,
+        table: Sequence[ProcessSpec],
+        *,
+        drain_timeout: float = 0.0,
+        restart: bool = False,
+        engine_spec: Callable[[int], ProcessSpec] | None = None,
+        doors: Sequence[socket.socket] = (),
+    ) -> None:
+        """``drain_timeout``: seconds that headless instances may take to finish what they have.
+        ``engine_spec`` makes the instance of a rank. ``doors`` are held open for routers to come, and
+        closed at the end."""
+        self._table = list(table)
+        self._drain_timeout = drain_timeout
+        self._restarts = Restarts(instances=restart)
+        self._engine_spec = engine_spec
+        self._doors = doors
+        self._children: dict[int, Child] = {}
+        self._coming_back: dict[int, ProcessSpec] = {}
+        self._num_keys = 0
+        self._gone: deque[int] = deque(maxlen=REMEMBERED_PIDS)
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._stopping = False
+        self._status = 0
+        self._last_end = ""
+        """Which process ended last, and how."""
+        self._view: View | None = None
+        self.faults = Faults()
+        self.on_lost: Callable[[str, str], None] = lambda instance, how: None
+        """Called when the process of an instance (its name in the mesh) died, and how."""
+        self.ready = False
+        """Set by whoever knows that the mesh serves."""
+        self.problem = ""
+        """What ended first, and how, when that was not asked for."""
+
+    def __repr__(self) -> str:
+        names = " ".join(f"{child.spec.name}:{child.process.pid}" for child in self._children.values())
+        return f"<Supervisor {names}>"
+
+    # ---- what the launcher asks
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of our instances that run, or will in a moment, and were not told to go."""
+        running = [child.rank for child in self._of_role("engine") if child.stays]
+        soon = [spec.rank for spec in self._coming_back.values() if spec.role == "engine"]
+        return sorted(rank for rank in (*running, *soon) if rank is not None)
+
+    @property
+    def num_serving(self) -> int:
+        """Our instances that are ready."""
+        return sum(child.began is not None for child in self._of_role("engine"))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes that run."""
+        return [child.process.pid for child in self._children.values()]
+
+    async def run(self, until_ready: Callable[[], Awaitable[None]], *, takes_signals: bool = True) -> int:
+        """Start all, wait for SIGTERM, SIGINT, :meth:`stop` or the end of what matters; returns the exit
+        status. ``takes_signals``: they are this program's to handle (main thread only)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM) if takes_signals else ():
+            loop.add_signal_handler(number, self._on_signal)
+        for spec in self._table:
+            await self.start(spec)
+        waiting = asyncio.ensure_future(self._wait_until_ready(until_ready))
+        await self._ended.wait()
+        waiting.cancel()
+        await self._stop_all()
+        return self._status
+
+    def stop(self) -> None:
+        """Let :meth:`run` end all and return."""
+        self._end(self._status)
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """One process more."""
+        self._num_keys += 1
+        await self._start(self._num_keys, spec)
+
+    async def grow(self, ranks: Sequence[int]) -> None:
+        """Instances of these ranks more."""
+        assert self._engine_spec is not None
+        for rank in ranks:
+            logger.info("starting instance %d", rank)
+            await self.start(self._engine_spec(rank))
+
+    def retire(self, ranks: Sequence[int]) -> None:
+        """Have our instances of these ranks drain and end."""
+        for key, spec in list(self._coming_back.items()):
+            if spec.rank in ranks:
+                del self._coming_back[key]
+        for child in self._of_role("engine"):
+            if child.rank in ranks and not child.retired:
+                logger.info("draining instance %d", child.rank)
+                child.retired = True
+                _tell(child, signal.SIGTERM)
+
+    def learn(self, view: View) -> None:
+        """Ranks that the coordinator gave to our instances, and since when they serve."""
+        self._view = view
+        here = socket.gethostname()
+        of_pid = {child.process.pid: child for child in self._of_role("engine")}
+        for child in of_pid.values():
+            child.is_member = False
+        for member in view.members:
+            ours = of_pid.get(member.pid) if member.host == here else None
+            if ours is not None:
+                ours.rank, ours.instance, ours.is_member = member.rank, member.instance, True
+                ours.retired = ours.retired or not member.state.stays
+                if member.state is State.READY and ours.began is None:
+                    ours.began = time.monotonic()
+
+    # ---- life
+
+    async def _wait_until_ready(self, until_ready: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await until_ready()
+            self.ready = True
+        except TimeoutError as error:
+            logger.error("%s", error)
+            self.problem = str(error)
+            self._end(process.EXIT_FAILED)
+        except KeyRefused as error:
+            logger.error("%s", error)
+            self._end(process.EXIT_REFUSED)
+
+    def _on_signal(self) -> None:
+        if self._stopping:
+            for child in self._children.values():  # asked twice: no more waiting for requests
+                _tell(child, signal.SIGTERM)
+        self._end(self._status)
+
+    def _end(self, status: int) -> None:
+        self._status = self._status or status
+        self._ended.set()
+
+    async def _start(self, key: int, spec: ProcessSpec) -> None:
+        started = await asyncio.create_subprocess_exec(
+            *spec.command(),
+            env=spec.environment(),
+            stdin=DEVNULL,
+            start_new_session=True,
+            pass_fds=spec.descriptors,
+        )
+        began = None if spec.role == "engine" else time.monotonic()
+        child = self._children[key] = Child(key, spec, started, began, spec.rank)
+        watcher = asyncio.create_task(self._watch(child))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _watch(self, child: Child) -> None:
+        status = await child.process.wait()
+        self._children.pop(child.key, None)
+        self._gone.append(child.process.pid)
+        if self._ended.is_set():
+            return
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        log = logger.info if status == 0 else logger.error
+        log("%s (pid %d) %s", child.spec.name, child.process.pid, how)
+        self._last_end = f"{child.spec.name} (pid {child.process.pid}) {how}"
+        if status != 0 and child.instance:
+            self.on_lost(child.instance, how)
+        if status != 0:
+            self._record(Event.DETECTION, "process_exit", f"{child.spec.name} {how}")
+        if not self.ready:
+            self.problem = self.problem or self._last_end
+            self._end(exit_status(status))
+        elif not child.retired and self._restarts.wants(child.spec.role, status):
+            await self._start_again(child, status)
+        elif child.spec.role == "engine":
+            self._end_without_instances(status)
+
+    async def _start_again(self, child: Child, status: int) -> None:
+        """After the pause that is due, under the old rank."""
+        now = time.monotonic()
+        served_for = 0.0 if child.began is None else now - child.began
+        delay = self._restarts.after_end(child.key, child.spec.role, served_for)
+        if delay is None:
+            logger.error("%s ended too often in a row: it is not started again", child.spec.name)
+            self._end_without_instances(status)
+            return
+        self._coming_back[child.key] = self._successor(child)
+        logger.info("%s is started again in %.1f s", child.spec.name, delay)
+        await asyncio.sleep(delay)
+        spec = self._coming_back.pop(child.key, None)
+        if spec is None or self._ended.is_set():
+            self._end_without_instances(0)
+            return
+        logger.info("starting %s again", spec.name)
+        self._record(Event.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
+        await self._start(child.key, spec)
+
+    def _successor(self, child: Child) -> ProcessSpec:
+        if child.spec.role != "engine" or child.rank is None or self._engine_spec is None:
+            return child.spec
+        return self._engine_spec(child.rank)
+
+    def _end_without_instances(self, status: int) -> None:
+        """A launcher without any instance has nothing left to do, unless it is the head of those elsewhere or
+        was emptied on purpose: then others may come."""
+        if self._of_role("engine") or any(spec.role == "engine" for spec in self._coming_back.values()):
+            return
+        is_head = any(spec.role == "router" for spec in self._table)
+        if is_head and (status == 0 or self._others_serve()):
+            logger.info("no local instance is left; the endpoint stays for others")
+            return
+        logger.error("no local instance is left")
+        self.problem = f"no local instance is left: {self._last_end}"
+        self._end(exit_status(status))
+
+    def _others_serve(self) -> bool:
+        """Whether instances that are not ours are ready, as far as is known."""
+        here = socket.gethostname()
+        members = self._view.members if self._view else []
+        return any(
+            member.state is State.READY and (member.host != here or member.pid not in self._gone)
+            for member in members
+        )
+
+    def _record(self, event: Event, kind: str, text: str) -> None:
+        self.faults.record(event, kind, text, time.time())
+
+    def _of_role(self, role: str) -> list[Child]:
+        return [child for child in self._children.values() if child.spec.role == role]
+
+    # ---- the end
+
+    async def _stop_all(self) -> None:
+        """Routers first, so that nothing new comes in; the coordinator last."""
+        self._stopping = True
+        for door in self._doors:
+            door.close()
+        is_head = any(spec.role == "router" for spec in self._table)
+        for role in ("router", "engine", "coordinator"):
+            children = self._of_role(role)
+            for child in children:
+                _tell(child, signal.SIGTERM)
+            drains = role == "engine" and not is_head
+            await self._wait_for(children, STOP_TIMEOUT + (self._drain_timeout if drains else 0.0))
+
+    async def _wait_for(self, children: list[Child], patience: float) -> None:
+        if not children:
+            return
+        ended = asyncio.gather(*(child.process.wait() for child in children))
+        for last_resort in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ended), patience)
+                return
+            for child in children:
+                _tell(child, last_resort)
+            patience = 3.0
+        await ended
+
+
+def _tell(child: Child, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.process.send_signal(number)
+
+
+def exit_status(status: int) -> int:
+    """What a shell would call the end of a process; a signal counts from 128."""
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,110 @@
+"""An assistant's turn, read from the text that the model writes: reasoning, content, tool calls (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
+from router.reasoning import ReasoningParser
+from router.tool_parsers.base import ToolParser
+
+
+class TurnReader:
+    """Reads one turn. Without parsers all text is content.
+
+    The reasoning parser comes first; tools are called in the answer proper.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        max_calls: int = 0,
+        hides_reasoning: bool = False,
+    ) -> None:
+        """``max_calls``: drop calls beyond so many; 0 keeps all."""
+        self._reasoning = reasoning
+        self._tools = tools
+        self._max_calls = max_calls
+        self._hides_reasoning = hides_reasoning
+        self.num_calls = 0
+        self.num_reasoning_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<TurnReader {self._reasoning!r} {self._tools!r} {self.num_calls} calls>"
+
+    def new_call_id(self) -> str:
+        return (self._tools or ToolParser).new_call_id()
+
+    def read(self, text: str, num_tokens: int = 0, *, ended: bool = False) -> list[Parsed]:
+        """The next text of the turn and how many tokens it is; ``ended`` says that it is the last."""
+        if self._reasoning is None:
+            events: list[Parsed] = [Content(text)]
+        else:
+            if self._reasoning.inside:
+                self.num_reasoning_tokens += num_tokens
+            events = self._reasoning.feed(text)
+            events += self._reasoning.flush() if ended else []
+            if self._hides_reasoning:
+                events = [event for event in events if not isinstance(event, Reasoning)]
+        return merged(self._with_calls(events, ended))
+
+    def _with_calls(self, events: Iterable[Parsed], ended: bool) -> Iterable[Parsed]:
+        if self._tools is None:
+            yield from events
+            return
+        for event in events:
+            if isinstance(event, Content):
+                yield from self._counted(self._tools.feed(event.text))
+            else:
+                yield event
+        if ended:
+            yield from self._counted(self._tools.flush())
+
+    def _counted(self, events: Iterable[Parsed]) -> Iterable[Parsed]:
+        for event in events:
+            if isinstance(event, CallBegin):
+                self.num_calls += 1
+            is_call = isinstance(event, CallBegin | CallArguments)
+            if not (is_call and self._max_calls and self.num_calls > self._max_calls):
+                yield event
+
+
+@dataclass
+class Call:
+    """A tool call."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """JSON text, as the model wrote it."""
+
+
+@dataclass
+class Turn:
+    """A whole turn."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
+
+
+def turn_of(pieces: Sequence[tuple[str, int]], reader: TurnReader) -> Turn:
+    """What pieces of text, each with its number of tokens, make together."""
+    turn = Turn()
+    for position, (text, num_tokens) in enumerate(pieces):
+        for event in reader.read(text, num_tokens, ended=position == len(pieces) - 1):
+            match event:
+                case Reasoning(text):
+                    turn.reasoning += text
+                case Content(text):
+                    turn.content += text
+                case CallBegin(name):
+                    turn.calls.append(Call(reader.new_call_id(), name))
+                case CallArguments(text):
+                    turn.calls[-1].arguments += text
+    turn.num_reasoning_tokens = reader.num_reasoning_tokens
+    return turn

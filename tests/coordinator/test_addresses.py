@@ -1,0 +1,76 @@
+"""Which address a host is reached at: clear answers where there are several, or none."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from coordinator import addresses
+from coordinator.addresses import AddressError, Interface, is_loopback, own, toward
+
+TWO = [Interface("eth0", "10.0.0.1"), Interface("eth1", "192.168.7.1")]
+
+
+@pytest.fixture
+def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "interfaces", lambda: TWO)
+
+
+def resolves_to(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+    def infos(*_args: object, **_kwargs: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", infos)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_loopback_is_this_hosts_own(address: str) -> None:
+    assert is_loopback(address)
+    assert is_loopback(own("-dpa", address))
+
+
+def test_wildcards_are_refused_with_the_addresses_to_choose_from(two_interfaces: None) -> None:
+    for address in ("0.0.0.0", "::", "*"):
+        with pytest.raises(AddressError, match=r"choose one of this host's: 10.0.0.1 \(eth0\), 192.168.7.1"):
+            addresses.check_not_wildcard("-dpa", address)
+    addresses.check_not_wildcard("-dpa", "10.0.0.1")
+
+
+def test_an_address_of_another_host_is_refused(two_interfaces: None) -> None:
+    assert own("-dpa", "192.168.7.1") == "192.168.7.1"
+    with pytest.raises(AddressError, match=r"-dpa 10.0.0.9 is no address of this host, which has 10.0.0.1"):
+        own("-dpa", "10.0.0.9")
+
+
+def test_a_name_must_mean_one_address_that_others_reach(
+    two_interfaces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolves_to(monkeypatch, "10.0.0.1", "10.0.0.1")
+    assert own("-dpa", "head") == "10.0.0.1"
+    resolves_to(monkeypatch, "10.0.0.1", "192.168.7.1")
+    with pytest.raises(AddressError, match=r"head means 10.0.0.1 and 192.168.7.1: give the one to use"):
+        own("-dpa", "head")
+    resolves_to(monkeypatch, "127.0.1.1")
+    with pytest.raises(AddressError, match=r"head means 127.0.1.1 on this host, which no other host can"):
+        own("-dpa", "head")
+
+
+def test_unknown_names_and_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_args: object, **_kwargs: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    for ask in (lambda: own("-dpa", "nowhere"), lambda: toward("nowhere", 1)):
+        with pytest.raises(AddressError, match=r"nowhere.*Name or service not known"):
+            ask()
+
+
+def test_the_way_to_loopback_is_loopback() -> None:
+    assert toward("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_interfaces_are_usable_by_others() -> None:
+    for each in addresses.interfaces():
+        assert not is_loopback(each.address)
+        assert each.name in str(each)

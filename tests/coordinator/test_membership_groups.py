@@ -1,0 +1,549 @@
+"""The groups of a mesh whose experts are spread: who is in the next one, when, and who is taken for dead."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coordinator.membership import Membership
+from coordinator.messages import (
+    Beat,
+    Evidence,
+    Form,
+    FromCoordinator,
+    Heartbeat,
+    Leave,
+    Load,
+    Lost,
+    Peer,
+    Probe,
+    Refused,
+    State,
+    Unknown,
+    View,
+    Wait,
+    Watch,
+    Welcome,
+)
+from coordinator.records import Instruction, Note, Rules
+from tests.coordinator.test_membership import EXPERTS, register, to
+
+SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
+NAMES = "abcdefgh"
+
+
+class Mesh:
+    """A real membership, and the instances around it as what they said last."""
+
+    def __init__(self, size: int = 3, room: int = 0, **rules: float) -> None:
+        self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
+        self.membership = Membership(self.rules)
+        self.membership.tick(0.0)
+        self.now = 10.0
+        self.room = room
+        self.beats: dict[str, Heartbeat] = {}
+        self.sent: dict[str, list[FromCoordinator]] = {}
+        self.notes: list[str] = []
+        self.forms: dict[str, Form] = {}
+
+    def begin(self, names: str = "abc") -> None:
+        """All of them load, form the first group, and step in it."""
+        for name in names:
+            self.register(name)
+        for name in names:
+            self.says(name, state=State.LOADED)
+        self.all_enter(names)
+
+    def register(self, name: str, rank: int | None = None, **fields: object) -> FromCoordinator:
+        rank = NAMES.index(name) if rank is None else rank
+        before = len(self.sent.get(name, []))
+        self._take(
+            self.membership.handle(name.encode(), register(name, rank, settings=SPREAD, **fields), self.now)
+        )
+        return self.sent[name][before]
+
+    def says(self, name: str, **changes: object) -> None:
+        """A heartbeat with something new, or a plain one."""
+        rank = NAMES.index(name)
+        beat = self.beats.get(name) or Heartbeat(
+            instance=name, state=State.LOADED, phase="", address=f"tcp://a:{rank}", store=f"a:9{rank}",
+            load=Load(), max_experts=self.room,
+        )  # fmt: skip
+        self.beats[name] = msgspec.structs.replace(beat, **changes)
+        self._take(self.membership.handle(name.encode(), self.beats[name], self.now))
+
+    def enters(self, name: str, state: State = State.READY) -> None:
+        """It steps in the group that it was told last."""
+        form = self.forms[name]
+        place = [peer.instance for peer in form.peers].index(name)
+        experts = tuple(expert for expert, owner in enumerate(form.owners) if owner == place)
+        self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
+
+    def all_enter(self, names: str, state: State = State.READY) -> None:
+        for name in names:
+            self.enters(name, state)
+
+    def lost(self, name: str, epoch: int, suspects: str, evidence: Evidence = Evidence.CLOSED) -> None:
+        message = Lost(instance=name, epoch=epoch, suspects=tuple(suspects), evidence=evidence)
+        self._take(self.membership.handle(name.encode(), message, self.now))
+
+    def leave(self, name: str) -> None:
+        self._take(self.membership.handle(name.encode(), Leave(name), self.now))
+
+    def answer(self, names: str) -> None:
+        """They answer the probes that they were sent."""
+        for name in names:
+            probes = [message for message in self.sent[name] if isinstance(message, Probe)]
+            self.says(name, answers=probes[-1].number)
+
+    def wait(self, seconds: float, alive: str = "") -> None:
+        """Time goes by; these say plain heartbeats meanwhile."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 0.25, until)
+            for name in alive:
+                self.says(name)
+            self._take(self.membership.tick(self.now))
+
+    def new_forms(self) -> list[tuple[str, Form]]:
+        """The forms that were sent since the last time this was asked, repetitions left out."""
+        sent = [(name, item) for name, items in self.sent.items() for item in items if isinstance(item, Form)]
+        self.sent = {
+            name: [item for item in items if isinstance(item, Probe)] for name, items in self.sent.items()
+        }
+        return [item for number, item in enumerate(sent) if item not in sent[:number]]
+
+    def restart_coordinator(self) -> None:
+        self.membership = Membership(self.rules)
+
+    def ranks(self) -> list[int]:
+        return [member.rank for member in self.membership.view().members]
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        self.notes += [item.text for item in instructions if isinstance(item, Note)]
+        for name in NAMES:
+            for message in to(name.encode(), instructions):
+                self.sent.setdefault(name, []).append(message)
+                if isinstance(message, Form):
+                    self.forms[name] = message
+
+
+def members(form: Form) -> str:
+    return "".join(peer.instance for peer in form.peers)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    mesh = Mesh()
+    mesh.begin()
+    mesh.new_forms()
+    return mesh
+
+
+def test_the_first_group_forms_once_all_have_their_weights() -> None:
+    mesh = Mesh()
+    for name in "abc":
+        mesh.register(name)
+    mesh.says("a")
+    mesh.says("b")
+    assert mesh.new_forms() == []
+    mesh.says("c")
+    form = Form(
+        epoch=1,
+        store="a:90",
+        peers=[Peer(rank, f"tcp://a:{rank}", "h", name) for rank, name in enumerate("abc")],
+        owners=(0, 0, 0, 1, 1, 1, 2, 2),
+    )
+    assert mesh.new_forms() == [(name, form) for name in "abc"]
+    mesh.says("a")
+    assert mesh.new_forms() == [("a", form)], "who is not in it yet is told again"
+    mesh.enters("a")
+    mesh.says("a")
+    assert mesh.new_forms() == []
+    assert mesh.membership.view().epoch == 1
+
+
+def test_a_death_that_is_certain_is_a_group_of_the_others_at_once(mesh: Mesh) -> None:
+    mesh.lost("b", 1, "a", Evidence.EXITED)
+    assert mesh.new_forms() == [], "b says that it is broken: is c there?"
+    mesh.answer("c")
+    (of_b, form), (of_c, _) = mesh.new_forms()
+    assert (of_b, of_c, members(form), form.epoch, form.broken) == ("b", "c", "bc", 2, 1)
+    assert form.owners == (1, 0, 1, 0, 0, 0, 1, 1), "b and c keep theirs"
+    assert mesh.notes[-2:] == [
+        "instance 0 taken out: its process has ended",
+        "2 instances form the group of epoch 2: 1 of epoch 1 is gone",
+    ]
+
+
+def test_who_answers_a_probe_lives_and_who_does_not_is_taken_out(mesh: Mesh) -> None:
+    mesh.lost("b", 1, "ac")
+    mesh.lost("c", 1, "ab")  # b gave the group up
+    mesh.answer("bc")
+    assert mesh.new_forms() == []
+    mesh.wait(0.25, alive="bc")
+    assert mesh.new_forms() == []
+    mesh.wait(0.1, alive="bc")
+    assert [(name, members(form)) for name, form in mesh.new_forms()] == [("b", "bc"), ("c", "bc")]
+    assert "instance 0 taken out: no answer for 0.3 s, its group is broken" in mesh.notes
+
+
+def test_survivors_that_are_busy_get_more_time_to_answer(mesh: Mesh) -> None:
+    mesh.lost("b", 1, "a", Evidence.EXITED)
+    mesh.lost("b", 1, "c")  # it gave the group up
+    mesh.wait(0.9)
+    assert mesh.ranks() == [1, 2]
+    mesh.answer("c")
+    assert {members(form) for _, form in mesh.new_forms()} == {"bc"}
+    mesh.all_enter("bc")
+    mesh.lost("b", 2, "c")
+    mesh.lost("c", 2, "b")  # it says so itself
+    mesh.answer("b")
+    mesh.wait(0.9)
+    assert mesh.ranks() == [1, 2]
+
+
+def test_two_deaths_at_once_cost_one_epoch_though_one_of_them_is_accused_by_nobody(mesh: Mesh) -> None:
+    mesh.lost("c", 1, "a")
+    mesh.wait(0.5, alive="c")
+    assert mesh.ranks() == [1, 2]
+    assert mesh.new_forms() == [], "b has not answered either"
+    mesh.wait(0.75, alive="c")
+    assert [(name, members(form), form.epoch) for name, form in mesh.new_forms()] == [("c", "c", 2)]
+
+
+def test_a_group_that_broke_though_all_live_is_formed_again_at_once(mesh: Mesh) -> None:
+    mesh.lost("a", 1, "b")
+    mesh.answer("bc")
+    forms = mesh.new_forms()
+    assert [(name, members(form)) for name, form in forms] == [(name, "abc") for name in "abc"]
+    assert (forms[0][1].epoch, forms[0][1].broken) == (2, 1)
+
+
+def test_forming_again_and_again_is_slowed_down(mesh: Mesh) -> None:
+    epochs = []
+    for _ in range(200):
+        newest = mesh.membership.view().epoch
+        mesh.lost("a", newest, "")
+        mesh.answer("bc")
+        epochs.append(mesh.membership.view().epoch)
+        mesh.wait(0.1, alive="abc")
+    assert epochs[0] == 2
+    assert 8 <= epochs[-1] <= 10, "0.2, 0.4 ... 5 s"
+
+
+def test_a_probe_that_was_answered_before_it_was_sent_is_not_answered(mesh: Mesh) -> None:
+    mesh.lost("a", 1, "b")
+    mesh.answer("bc")
+    mesh.all_enter("abc")
+    mesh.lost("a", 2, "b")
+    mesh.says("b")  # still with the number of the first
+    mesh.answer("c")
+    mesh.wait(0.5, alive="ac")
+    assert mesh.ranks() == [0, 2]
+
+
+def test_two_who_accuse_each_other_and_answer_are_not_asked_without_end() -> None:
+    mesh = Mesh(room=3)
+    mesh.begin()
+    mesh.lost("b", 1, "a", Evidence.EXITED)
+    mesh.answer("c")
+    mesh.sent.clear()
+    for _ in range(100):  # the experts do not fit: no other group ends this
+        for name, other in "bc", "cb":
+            mesh.lost(name, 1, other)
+            if mesh.sent.get(other):
+                mesh.answer(other)
+    assert sum(isinstance(item, Probe) for items in mesh.sent.values() for item in items) <= 2
+    mesh.wait(1.5, alive="c")
+    mesh.lost("c", 1, "b")
+    mesh.wait(1.25, alive="c")
+    assert mesh.ranks() == [2], "it is asked again, later"
+
+
+def test_who_answers_but_stands_still_is_taken_out_if_two_waited_for_it(mesh: Mesh) -> None:
+    mesh.lost("a", 1, "c", Evidence.DEADLINE)
+    mesh.lost("b", 1, "c", Evidence.DEADLINE)
+    mesh.answer("bc")
+    mesh.wait(0.5, alive="abc")
+    assert mesh.ranks() == [0, 1]
+    assert "instance 2 taken out: it answers, but its steps stand still, say 2 others" in mesh.notes
+
+
+def test_who_waited_itself_does_not_stand_still(mesh: Mesh) -> None:
+    for name, suspects in ("a", "bc"), ("b", "ac"), ("c", "ab"):
+        mesh.lost(name, 1, suspects, Evidence.DEADLINE)
+    mesh.answer("abc")
+    mesh.wait(0.5, alive="abc")
+    assert mesh.ranks() == [0, 1, 2]
+    assert mesh.membership.view().epoch == 2
+
+
+def test_who_stands_still_is_said_by_those_who_waited_only(mesh: Mesh) -> None:
+    mesh.lost("a", 1, "c", Evidence.DEADLINE)
+    mesh.lost("b", 1, "ac", Evidence.CLOSED)
+    mesh.answer("bc")
+    mesh.wait(0.5, alive="abc")
+    assert mesh.ranks() == [0, 1, 2]
+
+
+def test_who_has_just_come_out_of_the_group_before_does_not_stand_still(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    mesh.all_enter("abd")
+    mesh.lost("c", 1, "")
+    for name in "ad":
+        mesh.lost(name, 2, "c", Evidence.DEADLINE)
+    mesh.answer("bcd")
+    mesh.wait(0.5, alive="abcd")
+    assert mesh.ranks() == [0, 1, 2, 3]
+
+
+def test_of_two_who_stands_still_twice_is_taken_out() -> None:
+    mesh = Mesh(2)
+    mesh.begin("ab")
+    for epoch in 1, 2:
+        mesh.lost("a", epoch, "b", Evidence.DEADLINE)
+        mesh.answer("b")
+        mesh.wait(0.5, alive="ab")
+        mesh.enters("a")
+    assert mesh.ranks() == [0]
+
+
+def test_a_silent_member_is_gone_like_a_dead_one(mesh: Mesh) -> None:
+    mesh.wait(6.0, alive="ac")
+    assert [(name, members(form)) for name, form in mesh.new_forms()] == [("a", "ac"), ("c", "ac")]
+
+
+def test_a_newcomer_joins_when_the_group_has_begun(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    forms = mesh.new_forms()
+    assert [(name, members(form), form.epoch, form.broken) for name, form in forms] == [
+        (name, "abcd", 2, 0) for name in "abcd"
+    ]
+    assert forms[0][1].owners == (0, 0, 3, 1, 1, 3, 2, 2)
+    mesh.register("e")
+    mesh.says("e")
+    assert mesh.new_forms() == [], "one change after the other"
+    mesh.all_enter("abcd")
+    assert {members(form) for _, form in mesh.new_forms() if form.epoch == 3} == {"abcde"}
+
+
+def test_a_loss_does_not_wait_for_a_newcomer(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    mesh.new_forms()
+    mesh.lost("b", 1, "a", Evidence.EXITED)
+    assert {(name, members(form)) for name, form in mesh.new_forms()} == {("b", "bc"), ("c", "bc")}
+    mesh.all_enter("bc")
+    assert {members(form) for _, form in mesh.new_forms()} >= {"bcd"}
+
+
+def test_who_is_drained_is_let_go_with_the_group_without_it(mesh: Mesh) -> None:
+    mesh.says("b", state=State.DRAINING)
+    assert mesh.new_forms() == [], "it still has requests"
+    mesh.says("b", state=State.DRAINED)
+    (_, form), (to_b, _), _ = sorted(mesh.new_forms(), key=lambda sent: sent[0])
+    assert (members(form), form.leavers, form.broken, to_b) == ("ac", ("b",), 0, "b")
+    assert form.owners == (0, 0, 0, 1, 0, 1, 1, 1)
+    mesh.all_enter("ac")
+    mesh.leave("b")
+    mesh.wait(1.0, alive="ac")
+    assert mesh.membership.view().epoch == 2
+
+
+def test_the_last_ones_are_let_go_too(mesh: Mesh) -> None:
+    for name in "abc":
+        mesh.says(name, state=State.DRAINED)
+    (_, form), *_ = mesh.new_forms()
+    assert (members(form), form.leavers) == ("bc", ("a",))
+    mesh.leave("a")
+    mesh.all_enter("bc", State.DRAINED)
+    (_, form), *_ = mesh.new_forms()
+    assert (form.epoch, form.peers, form.leavers) == (3, [], ("b", "c"))
+
+
+def test_who_goes_without_leave_breaks_the_group(mesh: Mesh) -> None:
+    mesh.leave("c")
+    assert {(name, members(form), form.broken) for name, form in mesh.new_forms()} == {
+        ("a", "ab", 0),
+        ("b", "ab", 0),
+    }
+
+
+def test_experts_that_do_not_fit_wait_for_somebody() -> None:
+    mesh = Mesh(room=3)
+    mesh.begin()
+    mesh.new_forms()
+    mesh.lost("b", 1, "a", Evidence.EXITED)
+    mesh.answer("c")
+    assert mesh.new_forms() == []
+    view = mesh.membership.view()
+    assert view.waiting_for == "1 more instance: the 8 experts do not fit on 2"
+    assert {member.state for member in view.members} == {State.LOADED}, "no router chooses them"
+    mesh.register("d")
+    mesh.says("d")
+    assert {members(form) for _, form in mesh.new_forms()} == {"bcd"}
+    mesh.all_enter("bcd")
+    assert {member.state for member in mesh.membership.view().members} == {State.READY}
+
+
+def test_more_instances_than_experts_are_refused(mesh: Mesh) -> None:
+    for name in "defgh":
+        mesh.register(name)
+    message = register("i", None, settings=SPREAD)
+    (answer,) = to(b"i", mesh.membership.handle(b"i", message, 0.0))
+    assert isinstance(answer, Refused)
+    assert answer.reason.startswith("the model's 8 experts are spread over as many instances")
+
+
+def test_who_was_taken_out_and_lives_is_fenced_and_joins_again(mesh: Mesh) -> None:
+    old = mesh.forms["a"]
+    mesh.wait(6.0, alive="bc")
+    mesh.all_enter("bc")
+    mesh.new_forms()
+    mesh.says("a")
+    mesh.lost("a", 1, "bc")
+    assert mesh.sent["a"][-2:] == [Unknown(), Unknown()], "what it says of its group counts for nothing"
+    welcome = mesh.register("a", epoch=1, group=old)
+    assert isinstance(welcome, Welcome)
+    assert welcome.fenced
+    mesh.says("a", state=State.READY, epoch=0)
+    assert mesh.membership.view().members[0].state is State.READY, "in the group to come"
+    assert {members(form) for _, form in mesh.new_forms()} == {"abc"}
+
+
+def test_a_fenced_one_takes_another_rank_when_its_own_is_taken(mesh: Mesh) -> None:
+    old = mesh.forms["a"]
+    mesh.wait(6.0, alive="bc")
+    mesh.register("d", 0)
+    welcome = mesh.register("a", 0, epoch=1, group=old)
+    assert isinstance(welcome, Welcome)
+    assert welcome.rank == 3
+
+
+def test_the_rank_of_a_dead_member_is_free_after_one_probe(mesh: Mesh) -> None:
+    assert isinstance(mesh.register("d", 0), Wait)
+    mesh.wait(0.5, alive="bc")
+    assert isinstance(mesh.register("d", 0), Welcome)
+    assert isinstance(mesh.register("e", 1), Wait)
+    mesh.answer("b")
+    mesh.wait(0.5, alive="bc")
+    assert isinstance(mesh.register("e", 1), Refused)
+
+
+def test_a_restarted_coordinator_changes_nothing_when_all_are_back(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "abc":
+        assert isinstance(mesh.register(name, epoch=1, group=mesh.forms[name]), Welcome)
+        mesh.says(name)
+    mesh.wait(10.0, alive="abc")
+    assert mesh.new_forms() == []
+    assert mesh.membership.view().epoch == 1
+    mesh.says("a")
+    assert mesh.sent["a"][-1] == Beat(1, 3)
+
+
+def test_a_restarted_coordinator_waits_for_the_members_of_the_group(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+        mesh.says(name)
+    mesh.wait(4.9, alive="ab")
+    assert mesh.new_forms() == []
+    mesh.wait(0.2, alive="ab")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
+def test_a_restarted_coordinator_hears_of_a_death_in_its_absence(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+        mesh.says(name)
+    mesh.lost("a", 1, "c")
+    mesh.answer("b")
+    mesh.wait(1.9, alive="ab")
+    assert mesh.new_forms() == [], "c may be on its way"
+    mesh.wait(0.2, alive="ab")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("ab", 2, 1)}
+
+
+def test_a_restarted_coordinator_may_hear_of_an_older_group_first(mesh: Mesh) -> None:
+    older = mesh.forms["a"]
+    newer = msgspec.structs.replace(older, epoch=2, peers=older.peers[1:])
+    mesh.restart_coordinator()
+    mesh.register("a", epoch=1, group=msgspec.structs.replace(older, peers=older.peers[:1]))
+    mesh.says("a")
+    mesh.wait(1.0, alive="a")
+    assert mesh.new_forms() == []
+    for name in "bc":
+        mesh.register(name, epoch=2, group=newer)
+        mesh.says(name, epoch=2)
+    mesh.wait(1.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 3, 1)}
+
+
+def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    (view,) = to(b"w", mesh.membership.handle(b"w", Watch("router"), mesh.now))
+    assert isinstance(view, View)
+    assert (view.members, view.complete) == ([], False)
+    mesh.membership.tick(mesh.now)
+    assert to(b"w", mesh.membership.tick(mesh.now + 1.4)) == []
+    (view,) = to(b"w", mesh.membership.tick(mesh.now + 1.5))
+    assert isinstance(view, View)
+    assert view.complete
+
+
+def test_a_coordinator_that_just_began_may_find_a_mesh() -> None:
+    mesh = Mesh(1)
+    mesh.restart_coordinator()
+    mesh.wait(0.5)
+    mesh.register("a")
+    mesh.says("a")
+    assert mesh.new_forms() == []
+    mesh.wait(2.0, alive="a")
+    assert [(name, members(form)) for name, form in mesh.new_forms()] == [("a", "a")]
+
+
+def test_a_mesh_that_had_begun_but_has_no_group_does_not_wait_for_all(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1)
+        mesh.says(name, epoch=0, ready_epoch=0)
+    mesh.wait(4.5, alive="ab")
+    assert mesh.new_forms() == []
+    mesh.wait(1.0, alive="ab")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
+def test_a_restarted_coordinator_goes_above_every_epoch_that_anybody_knows(mesh: Mesh) -> None:
+    """It had told some of epoch 2 when it died: nobody enters that, and who is ready for it must not wait."""
+    mesh.restart_coordinator()
+    mesh.register("a", epoch=2, group=mesh.forms["a"])
+    for name in "bc":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+    mesh.wait(2.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 3, 0)}
+
+
+def test_members_found_in_different_epochs_go_on_in_the_next_one(mesh: Mesh) -> None:
+    older = mesh.forms["c"]
+    newer = msgspec.structs.replace(older, epoch=5)
+    mesh.restart_coordinator()
+    for name, group in ("c", older), ("a", newer), ("b", newer):
+        mesh.register(name, epoch=group.epoch, group=group)
+        mesh.says(name, epoch=group.epoch)
+    mesh.wait(2.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 6, 1)}
+
+
+def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
+    mesh.register("d")
+    mesh.says("d")
+    mesh.new_forms()
+    mesh.wait(61.0, alive="abcd")
+    assert mesh.ranks() == [0, 1, 2]
+    assert "instance 3 taken out: did not prepare epoch 2 in time" in mesh.notes
+    assert {members(form) for _, form in mesh.new_forms()} >= {"abc"}

@@ -1,0 +1,136 @@
+"""An executor whose workers are threads of this process: real shards, real layers, another transport.
+
+Starting processes takes seconds for imports alone; with threads a table of many families and layouts is
+affordable. What only processes can show is tested with processes (test_mp.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.checkpoint import ModelInfo
+from engine.config import EngineConfig
+from engine.executor.base import Progress
+from engine.executor.uni import UniExecutor
+from engine.shard import Shard
+from engine.step import ModelFacts, Step, StepResult
+from tests.parallel.thread_group import thread_group
+
+TIMEOUT = 60.0
+
+
+class _Worker(threading.Thread):
+    """Runs calls in the order in which they come."""
+
+    def __init__(self, executor: UniExecutor) -> None:
+        super().__init__(daemon=True)
+        self.executor = executor
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._results: queue.Queue[Any] = queue.Queue()
+        self.start()
+
+    def run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                self._results.put(call())
+            except BaseException as error:  # noqa: BLE001 (it is raised where the result is awaited)
+                self._results.put(error)
+
+    def begin(self, call: Callable[[], Any] | None) -> None:
+        self._calls.put(call)
+
+    def finish(self) -> Any:
+        result = self._results.get(timeout=TIMEOUT)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+class ThreadedShards:
+    """Implements ``engine.executor.base.Executor``."""
+
+    needs_tokens = True
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        split: tuple[int, ...] | None = None,
+        depth: int | None = None,
+    ) -> None:
+        self.in_flight = depth or pp
+        ranks = [thread_group(tp) for _ in range(pp)]
+        stages = [thread_group(pp) for _ in range(tp)]
+        self.workers = [
+            _Worker(
+                UniExecutor(
+                    config,
+                    info,
+                    1,
+                    shard=Shard(stage, pp, rank, tp, split, ranks[stage][rank], stages[rank][stage]),
+                )
+            )
+            for stage in range(pp)
+            for rank in range(tp)
+        ]
+        self._answering = (pp - 1) * tp
+
+    def _all(self, call: Callable[[UniExecutor], Any]) -> list[Any]:
+        for worker in self.workers:
+            worker.begin(lambda executor=worker.executor: call(executor))  # type: ignore[misc]
+        return [worker.finish() for worker in self.workers]
+
+    def load(self, progress: Progress) -> ModelFacts:
+        facts: ModelFacts = self._all(lambda executor: executor.load(progress))[0]
+        return facts
+
+    def facts(self) -> list[Any]:
+        return [worker.executor._model for worker in self.workers]
+
+    def free_kv_memory(self) -> int:
+        return min(self._all(lambda executor: executor.free_kv_memory()))
+
+    def allocate(self, num_blocks: int) -> None:
+        self._all(lambda executor: executor.allocate(num_blocks))
+
+    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
+        self.begin(step)
+        return self.finish()
+
+    def begin(self, step: Step) -> None:
+        for worker in self.workers:
+            worker.begin(lambda executor=worker.executor: executor.execute(step))  # type: ignore[misc]
+
+    def finish(self) -> StepResult:
+        results = [worker.finish() for worker in self.workers]
+        result: StepResult = results[self._answering]
+        return result
+
+    def join(self, group: Any) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        return
+
+    def expert_times(self) -> None:
+        return None
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        return {}
+
+    def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
+        return
+
+    def spans(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.begin(None)
+            worker.join(TIMEOUT)

@@ -1,0 +1,215 @@
+"""The native kernels: each operation of a step against torch, and what they promise beyond it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.checkpoint import read_model_info
+from engine.config import ModelConfig
+from engine.kernels import library
+from engine.kernels.cache import NativeCache
+from engine.kernels.decoder import NotUsual, recognise
+from engine.kernels.experts import NativeExperts
+from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
+from engine.kernels.packing import gate_and_up, panels
+from engine.kernels.program import Program
+from engine.weights import LoadedModel, load_model
+from tests.engine.tiny_models import make_tiny_model
+
+KERNELS = library.load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX-512 with bfloat16, or no C++ compiler, here")
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+NUM_BLOCKS, BLOCK_SIZE = 64, 16
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    difference = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert float(difference) < TOLERANCE[dtype]
+
+
+def run(kind: Kind, tokens: int, dtype: torch.dtype, **fields: object) -> None:
+    assert KERNELS is not None
+    operations = Operations(1)
+    operations.add(kind, **fields)
+    operations.run(KERNELS, StepArguments(tokens=tokens), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 8, 21])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 34), (8, 192)])
+def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight = random(tokens, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype)
+    bias, before = random(outputs), random(tokens, outputs, dtype=dtype)
+    expected = x.float() @ weight.float().T + bias
+    wide = torch.empty(tokens, outputs)
+    shared = {"into": x, "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
+    run(Kind.LINEAR, tokens, dtype, out=wide, flags=AS_FLOAT, **shared)
+    close(wide, expected, torch.float32)
+    added = before.clone()
+    run(Kind.LINEAR, tokens, dtype, out=added, flags=ADD, **shared)
+    close(added, before.float() + expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 192, 200])
+def test_norm(width: int, dtype: torch.dtype) -> None:
+    x, weight = random(5, width, dtype=dtype), random(width)
+    out = torch.empty_like(x)
+    run(Kind.NORM, 5, dtype, into=x, out=out, more=weight, k=width, number=1e-5)
+    close(out, torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_compute_each_row_with_its_own(dtype: torch.dtype) -> None:
+    assert KERNELS is not None
+
+    class Module:
+        gate_up_proj = random(5, 2 * 48, 64, dtype=dtype)
+        down_proj = random(5, 64, 48, dtype=dtype)
+
+    rows, counts = random(37, 64, dtype=dtype) * 0.1, [5, 0, 17, 14, 1]
+    ids = [number for number, count in enumerate(counts) for _ in range(count)]
+    found = NativeExperts(KERNELS).compute(Module, rows, counts)
+    for row, number in enumerate(ids):
+        gate, up = (Module.gate_up_proj[number].float() @ rows[row].float()).chunk(2)
+        expected = Module.down_proj[number].float() @ (torch.nn.functional.silu(gate) * up)
+        close(found[row], expected, dtype)
+
+
+def test_packing_is_a_permutation() -> None:
+    weight = torch.arange(48 * 6, dtype=torch.float32).view(48, 6)
+    packed = panels(weight)
+    assert packed.shape == (3, 6, 16, 1)
+    assert packed[1, 4, 3, 0] == weight[16 + 3, 4]
+    pairs = panels(weight.bfloat16())
+    assert pairs.shape == (3, 3, 16, 2)
+    assert pairs[2, 1, 5, 1] == weight.bfloat16()[32 + 5, 3]
+    gate, up = gate_and_up(weight).chunk(2)
+    assert gate.shape == up.shape == (2, 6, 16, 1), "24 outputs fill two panels"
+    assert up[0, 0, 0, 0] == weight[24, 0]
+
+
+# ---- a whole model
+
+
+@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    directory = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    info = read_model_info(directory)
+    return load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def program_of(model: LoadedModel) -> Program:
+    assert KERNELS is not None
+    program = Program(KERNELS, recognise(model.module, model.layers, model.dtype))
+    program.use(NativeCache(model.layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=model.dtype))
+    return program
+
+
+def packed_rows(rows: list[tuple[int, int, int]]) -> tuple[PackedRows, np.ndarray]:
+    """Rows (request, start, count), single tokens first; each request owns 8 blocks, in no order."""
+    blocks = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32).reshape(-1, 8)
+    requests = np.array([request for request, _, _ in rows])
+    starts = np.array([start for _, start, _ in rows])
+    counts = np.array([count for _, _, count in rows])
+    positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+    ids = (positions * 31 + np.repeat(requests, counts) * 7) % 300
+    return PackedRows(starts, counts, blocks[requests], positions, int((counts == 1).sum())), ids
+
+
+def everything(ids: np.ndarray) -> np.ndarray:
+    return np.arange(len(ids))
+
+
+SCENARIO = [
+    [(0, 0, 40), (1, 0, 3), (2, 0, 17)],
+    [(1, 3, 1), (0, 40, 30), (2, 17, 20)],
+    [(0, 70, 1), (1, 4, 1), (2, 37, 1)],
+]
+
+
+def test_steps_equal_the_models_own(model: LoadedModel) -> None:
+    program = program_of(model)
+    own = TorchPagedAttention(
+        model.layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
+    )
+    with torch.inference_mode():
+        for rows in SCENARIO:
+            packed, ids = packed_rows(rows)
+            expected = model.module(
+                input_ids=torch.from_numpy(ids)[None],
+                position_ids=torch.from_numpy(packed.positions)[None],
+                use_cache=False,
+                **{PLAN_KEYWORD: own.plan(packed)},
+            ).logits[0]
+            found = program.forward(packed, ids, everything(ids))
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_row_does_not_depend_on_its_batch_or_chunks_or_threads(model: LoadedModel) -> None:
+    together = program_of(model)
+    last = None
+    for rows in SCENARIO:
+        packed, ids = packed_rows(rows)
+        last = together.forward(packed, ids, everything(ids)).clone()
+    alone, threads = program_of(model), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for start, count in ((0, 64), (64, 6), (70, 1)):
+            packed, ids = packed_rows([(0, start, count)])
+            logits = alone.forward(packed, ids, everything(ids))
+    finally:
+        torch.set_num_threads(threads)
+    assert last is not None
+    assert torch.equal(logits[0], last[0]), "bit for bit"
+
+
+def test_a_step_can_run_again(model: LoadedModel) -> None:
+    program = program_of(model)
+    for rows in SCENARIO:
+        packed, ids = packed_rows(rows)
+        first = program.forward(packed, ids, everything(ids)).clone()
+        assert torch.equal(program.forward(packed, ids, everything(ids)), first)
+
+
+def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -> None:
+    clean, dirty = program_of(model), program_of(model)
+    assert dirty._cache is not None
+    for cached in (*dirty._cache.keys, *dirty._cache.values):
+        cached.fill_(float("nan"))
+    for rows in SCENARIO:
+        packed, ids = packed_rows(rows)
+        expected = clean.forward(packed, ids, everything(ids)).clone()
+        assert torch.equal(dirty.forward(packed, ids, everything(ids)), expected)
+
+
+def test_a_model_of_another_kind_is_told_apart(tmp_path: Path) -> None:
+    info = read_model_info(make_tiny_model(tmp_path, "gemma2"))
+    model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(NotUsual, match="Gemma2DecoderLayer has the parts"):
+        recognise(model.module, model.layers, model.dtype)
+
+
+def test_without_a_compiler_torch_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(library.shutil, "which", lambda _name: None)
+    library._load.cache_clear()
+    try:
+        assert library.load() is None
+        assert "no C++ compiler was found" in caplog.text
+    finally:
+        library._load.cache_clear()

@@ -1,0 +1,182 @@
+"""The executor with worker processes: what only processes can show."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine.executor import make_executor
+from engine.executor.base import WorkerLost
+from engine.executor.mp import MpExecutor
+from engine.executor.uni import UniExecutor
+from engine.step import ModelFacts
+from engine.trace import Span
+from tests.engine.test_exactness import greedy
+from tests.engine.test_sharding import run
+from tests.engine.tiny_models import make_tiny_model
+
+
+def settings(directory: Path, **device: object) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="float32"),
+        cache=CacheConfig(block_size=4),
+        device=DeviceConfig(**device),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def loaded(directory: Path) -> Iterator[tuple[MpExecutor, ModelFacts]]:
+    executor = make_executor(
+        settings(directory, tensor_parallel_size=2, pipeline_parallel_size=2),
+        read_model_info(directory),
+        1,
+        rank=7,
+    )
+    assert isinstance(executor, MpExecutor)
+    facts = executor.load(lambda _phase: None)
+    yield executor, facts
+    executor.close()
+
+
+def pids() -> dict[str, int]:
+    """Worker processes of this one, by name."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        title = " ".join(child.cmdline()).strip()
+        if title.startswith("lockstep: Worker_"):
+            found[title.removeprefix("lockstep: ")] = child.pid
+    return found
+
+
+def test_workers_compute_what_one_process_does(
+    loaded: tuple[MpExecutor, ModelFacts], directory: Path
+) -> None:
+    executor, facts = loaded
+    assert set(pids()) == {f"Worker_7_PP{stage}_TP{rank}" for stage in (0, 1) for rank in (0, 1)}
+    alone = UniExecutor(settings(directory), read_model_info(directory), 1)
+    whole = alone.load(lambda _phase: None)
+    assert (facts.vocab_size, facts.dtype, facts.device) == (whole.vocab_size, whole.dtype, whole.device)
+    assert facts.kv.bytes_per_token == whole.kv.bytes_per_token // 4
+    assert 0 < executor.free_kv_memory() < alone.free_kv_memory()
+    expected, _ = run(alone, directory, greedy(), num_blocks=28, budget=24)
+    outputs, counters = run(executor, directory, greedy(), num_blocks=28, budget=24)
+    assert outputs == expected
+    assert counters.preemptions > 0
+
+
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Seconds in which both computed. Each one's spans are in order and apart."""
+    shared, a, b = 0.0, 0, 0
+    while a < len(first) and b < len(second):
+        shared += max(0.0, min(first[a][1], second[b][1]) - max(first[a][0], second[b][0]))
+        if first[a][1] < second[b][1]:
+            a += 1
+        else:
+            b += 1
+    return shared
+
+
+def test_stages_compute_at_the_same_time(loaded: tuple[MpExecutor, ModelFacts], directory: Path) -> None:
+    """With one step under way there is nothing to overlap; with two, stages take turns in both."""
+    executor, _ = loaded
+    assert executor.in_flight == 2
+    shared = []
+    for executor.in_flight in (1, 2):
+        run(executor, directory, greedy(), num_blocks=600, budget=64)
+        spans = executor.spans()  # since the cache was made
+        shared.append(overlap(spans["Worker_7_PP0_TP0"], spans["Worker_7_PP1_TP0"]))
+        assert len(spans["Worker_7_PP0_TP0"]) == len(spans["Worker_7_PP1_TP1"]) > 10
+    assert shared[0] == 0.0
+    assert shared[1] > 0.0
+
+
+def test_threads_and_cores_follow(loaded: tuple[MpExecutor, ModelFacts]) -> None:
+    executor, _ = loaded
+    cores = sorted(os.sched_getaffinity(0))
+    executor.set_threads(1, [cores[0]] * 4)
+    executor.allocate(4)  # answered after it
+    assert {tuple(os.sched_getaffinity(pid)) for pid in pids().values()} == {(cores[0],)}
+    executor.set_threads(1)
+    executor.allocate(4)
+    assert {tuple(sorted(os.sched_getaffinity(pid))) for pid in pids().values()} == {tuple(cores)}
+
+
+def test_the_end_of_a_worker_is_the_end_of_the_instance(
+    loaded: tuple[MpExecutor, ModelFacts], directory: Path
+) -> None:
+    """The last test of this executor: killed while all are in a step."""
+    executor, _ = loaded
+    executor.check()
+    workers = pids()
+    timer = threading.Timer(0.3, os.kill, (workers["Worker_7_PP1_TP1"], signal.SIGKILL))
+    timer.start()
+
+    def go_on() -> None:
+        while True:
+            run(executor, directory, greedy(), num_blocks=600, budget=64)
+
+    with pytest.raises(WorkerLost, match=r"Worker_7_PP1_TP1 \(pid \d+\) was killed by signal 9"):
+        go_on()
+    noticed = time.monotonic()
+    executor.close()
+    assert time.monotonic() - noticed < 1.0
+    assert not pids()
+
+
+def start(
+    directory: Path, info: ModelInfo, errors: list[BaseException]
+) -> tuple[MpExecutor, threading.Thread]:
+    executor = MpExecutor(settings(directory, tensor_parallel_size=2), info, 1)
+
+    def load() -> None:
+        try:
+            executor.load(lambda _phase: None)
+        except (WorkerLost, CheckpointError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    return executor, thread
+
+
+def test_a_worker_that_dies_while_it_starts_is_noticed_at_once(directory: Path) -> None:
+    errors: list[BaseException] = []
+    executor, thread = start(directory, read_model_info(directory), errors)
+    deadline = time.monotonic() + 20
+    while len(executor._workers) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    executor._workers[1].child.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    thread.join(5)
+    assert time.monotonic() - began < 1.0
+    assert "was killed by signal 9" in str(errors[0])
+    executor.close()
+
+
+def test_a_worker_says_why_it_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Heads that do not divide, told by the worker; nothing is left over."""
+    caplog.set_level(logging.INFO)
+    directory = make_tiny_model(tmp_path, "qwen3", num_attention_heads=3, num_key_value_heads=3)
+    errors: list[BaseException] = []
+    executor, thread = start(directory, read_model_info(directory), errors)
+    thread.join(60)
+    executor.close()
+    assert isinstance(errors[0], CheckpointError)
+    assert "3 attention heads and 3 KV heads cannot be divided by 2. Sizes that do: 1, 3" in str(errors[0])
+    assert not pids()

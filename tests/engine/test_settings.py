@@ -1,0 +1,70 @@
+"""What can be said of -tp and -pp before any process is started."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from engine.checkpoint import CheckpointError
+from engine.config import DeviceConfig, EngineConfig
+from engine.settings import adopt, resolve
+
+TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ({TP: 4}, "6 attention heads and 2 KV heads cannot be divided by 4. Sizes that do: 1, 2, 6"),
+        ({TP: 3}, "--tensor-parallel-size 3: Qwen3MoeForCausalLM: 6 attention heads and 2 KV heads"),
+        ({PP: 7}, "7 pipeline stages are more than the 6 layers of the model: use at most 6"),
+        ({PP: 2, "pipeline_split": "3,4"}, "the split 3,4 adds up to 7 layers, but the model has 6"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model(device: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        resolve(EngineConfig(device=DeviceConfig(**device)))  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [{TP: 2}, {TP: 6}, {PP: 6}, {TP: 2, PP: 3, "pipeline_split": "1,4,1"}])
+def test_sizes_that_fit(device: dict[str, object]) -> None:
+    _, settings = resolve(EngineConfig(device=DeviceConfig(**device)))  # type: ignore[arg-type]
+    assert (settings.tensor_parallel_size, settings.pipeline_parallel_size) == (
+        device.get(TP, 1),
+        device.get(PP, 1),
+    )
+    assert not settings.enable_expert_parallel, "never on by itself"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ({PP: 2, "pipeline_split": "3,3,3"}, "is for 3 stages, but --pipeline-parallel-size is 2"),
+        ({PP: 2, "pipeline_split": "a"}, "'a' is no list of layers per stage: write it like 10,12,10"),
+        ({PP: 2, "pipeline_split": "6,0"}, "none below 1"),
+        ({TP: 2, "enable_expert_parallel": True}, "-ep with -tp or -pp above 1 is not built yet"),
+        ({TP: 2, PP: 2, "distributed_executor_backend": "uni"}, "uni runs one worker, -tp 2 -pp 2 needs 4"),
+    ],
+)
+def test_flags_that_contradict_each_other(device: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        DeviceConfig(**device)  # type: ignore[arg-type]
+
+
+def test_workers_and_micro_batches() -> None:
+    one = DeviceConfig()
+    assert (one.num_workers, one.micro_batches, one.uses_processes) == (1, 1, False)
+    assert DeviceConfig(distributed_executor_backend="mp").uses_processes
+    six = DeviceConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert (six.num_workers, six.micro_batches, six.uses_processes) == (6, 3, True)
+    assert DeviceConfig(pipeline_parallel_size=2, pipeline_micro_batches=5).micro_batches == 5
+
+
+def test_an_instance_that_joins_takes_the_sizes_of_the_mesh_or_says_why_not() -> None:
+    _, settings = resolve(EngineConfig(device=DeviceConfig(tensor_parallel_size=2)))
+    assert adopt(EngineConfig(), settings).device.tensor_parallel_size == 2
+    uni = EngineConfig(device=DeviceConfig(distributed_executor_backend="uni"))
+    with pytest.raises(CheckpointError, match="uni runs one worker"):
+        adopt(uni, settings)

@@ -1,0 +1,85 @@
+"""A mesh with spread experts whose instances come and go, for tests and measurements."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import psutil
+
+from coordinator.client import fetch_view
+from coordinator.messages import State, View
+from engine.config import SHIPPED_MODEL
+from tests.mesh.harness import Command, Ports, serve, wait_until
+
+FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"]
+
+
+class SpreadMesh(Ports):
+    """``serve -dp SIZE -ep``, of which instances may be missing for a while."""
+
+    def __init__(
+        self,
+        directory: Path,
+        stack: contextlib.ExitStack,
+        size: int = 3,
+        *,
+        apart: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
+        ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
+        ``--all2all-backend``."""
+        super().__init__()
+        self.size = size
+        self._directory = directory
+        self._stack = stack
+        self.commands: list[Command] = []
+        how = ["-dp", str(size), "-ep", "--all2all-backend", backend, *(["-dpl", "0"] if apart else [])]
+        self._start(SHIPPED_MODEL, *how, *self.head(), *FLAGS)
+        for _ in range(size if apart else 0):
+            self.join_one()
+        self.command.wait_for(f"{size} instances ready")
+
+    @property
+    def command(self) -> Command:
+        """The head: coordinator, router and the first instances."""
+        return self.commands[0]
+
+    @property
+    def log(self) -> str:
+        return "".join(command.log for command in self.commands)
+
+    def _start(self, *argv: str) -> Command:
+        log = self._directory / f"log.{len(self.commands)}"
+        command = self._stack.enter_context(serve(log, *argv))
+        self.commands.append(command)
+        return command
+
+    def join_one(self, *argv: str) -> Command:
+        """Start one more instance, as on another machine: all that it knows is where the mesh is."""
+        return self._start("--headless", *self.join(), "--num-gpu-blocks-override", "600", *argv)
+
+    def view(self) -> View:
+        """Asked for directly, since tests ask often."""
+        return asyncio.run(fetch_view(f"tcp://127.0.0.1:{self.rpc}", 20.0))
+
+    def ready(self) -> list[int]:
+        """Ranks that serve."""
+        return [member.rank for member in self.view().members if member.state is State.READY]
+
+    def make_whole(self) -> None:
+        """Start what is missing, and wait until all are there."""
+        present = {member.rank for member in self.view().members}
+        for rank in set(range(self.size)) - present:
+            self.join_one("-dpr", str(rank))
+        wait_until(lambda: self.ready() == list(range(self.size)), 90, "all instances are ready")
+
+    def engine(self, rank: int) -> psutil.Process:
+        """The process of an instance."""
+        return psutil.Process(next(member.pid for member in self.view().members if member.rank == rank))
+
+    def running(self, rank: int) -> int:
+        """Requests that run on an instance, by its last heartbeat."""
+        return next((m.load.running for m in self.view().members if m.rank == rank), 0)

@@ -1,0 +1,193 @@
+"""A mesh over two hosts with addresses of their own, as the README has it: keys, addresses, who is let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator import keys
+from coordinator.messages import State, View
+from engine.config import SHIPPED_MODEL
+from router.doctor.findings import Level
+from router.doctor.report import Report
+from tests.mesh.harness import wait_until
+from tests.mesh.hosts import Host, two_hosts, why_not
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+
+SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--dtype", "float32"]
+RPC = "62300"
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    keys.write(keys.generate(), tmp_path / "mesh.key")
+    return tmp_path / "mesh.key"
+
+
+def view_of(head: Host, *argv: str) -> View:
+    done = head.lockstep("status", "--json", "-dpa", head.address, "-dpp", RPC, *argv)
+    assert done.returncode == 0, done.stderr
+    return msgspec.json.decode(done.stdout, type=View)
+
+
+def completion(head: Host, rank: int) -> str:
+    body = {
+        "model": SHIPPED_MODEL,
+        "prompt": "It was",
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = head.ask(f"{URL}/v1/completions", body, {"X-data-parallel-rank": str(rank)})
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, tmp_path: Path) -> None:
+    """Coordinator, router and an instance here, an instance there, in lockstep; strangers stay outside."""
+    head, other = hosts
+    mesh = ["-dpa", head.address, "-dpp", RPC]
+    member = [*mesh, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "-ep", *SMALL]
+    with (
+        head.command(tmp_path / "head.log", "router.serve", *serve, *member) as first,
+        other.command(
+            tmp_path / "other.log", "router.serve", *serve, "--headless", "-dpr", "1", *member
+        ) as second,
+    ):
+        first.wait_for("2 instances ready")
+        assert "2 instances in lockstep over gloo" in first.log
+        view = view_of(head, "--mesh-key-file", str(key))
+        assert [each.host for each in view.members] == [head.name, other.name]
+        assert [each.address.rpartition(":")[0] for each in view.members] == [
+            f"tcp://{head.address}",
+            f"tcp://{other.address}",
+        ]
+        assert head.listening() == {"127.0.0.1", head.address}, "HTTP on loopback, the mesh on its address"
+        assert other.listening() == {other.address}
+        assert completion(head, 0) == completion(head, 1)
+        assert_strangers_are_refused(head, other, mesh, tmp_path)
+        view = wait_until(
+            lambda: found if (found := view_of(head, "--mesh-key-file", str(key))).refused_peers else None,
+            10,
+            "the coordinator counts whom it refused",
+        )
+        assert [each.state for each in view.members] == [State.READY, State.READY]
+        assert "coordinator: refused a connection without the key of this mesh" in first.log
+        assert 'lockstep:refused_peers_total{by="coordinator"}' in head.ask(f"{URL}/metrics")
+        assert completion(head, 1) == completion(head, 0)
+        assert second.stop() == 0
+        assert first.stop() == 0
+
+
+def assert_strangers_are_refused(head: Host, other: Host, mesh: list[str], tmp_path: Path) -> None:
+    """Without a key, and with another: told so, at once."""
+    keys.write(keys.generate(), tmp_path / "their.key")
+    for flags, reason in (
+        (["--insecure-mesh"], "it takes only peers with the key of its mesh"),
+        (["--mesh-key-file", str(tmp_path / "their.key")], "it has another mesh key"),
+    ):
+        with other.command(
+            tmp_path / "stranger.log", "router.serve", "--headless", *mesh, *flags
+        ) as stranger:
+            assert stranger.end(30) == 3
+            assert reason in stranger.log
+        status = other.lockstep("status", *mesh, *flags)
+        assert (status.returncode, status.stdout) == (3, "")
+        assert f"the coordinator at tcp://{head.address}:{RPC} refused us: {reason}" in status.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-dpa", "{head}"], "so the mesh needs a key: make one with `lockstep keygen FILE`"),
+        (["-dpa", "0.0.0.0", "--insecure-mesh"], "choose one of this host's: {other} (eth0)"),
+    ],
+)
+def test_what_cannot_be_reached_safely_is_refused_at_start(
+    hosts: tuple[Host, Host], argv: list[str], message: str
+) -> None:
+    head, other = hosts
+    names = {"head": head.address, "other": other.address}
+    done = other.lockstep("serve", "--headless", *(each.format(**names) for each in argv))
+    assert done.returncode == 2
+    assert message.format(**names) in done.stderr
+
+
+def test_addresses_of_others_and_no_way_there_are_named(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    head, other = hosts
+    member = ["--mesh-key-file", str(key)]
+    with other.command(tmp_path / "c.log", "coordinator", "-dpa", head.address, *member) as wrong:
+        assert wrong.end(20) == 1
+        assert f"{head.address} is no address of this host, which has {other.address} (eth0)" in wrong.log
+    with head.command(tmp_path / "c2.log", "coordinator", "-dpa", head.address, *member) as right:
+        right.wait_for(f"listening on tcp://{head.address}:29550")
+        joins = ["-dpa", head.address, SHIPPED_MODEL, *SMALL, *member]
+        with other.command(
+            tmp_path / "e.log", "engine", "--instance-address", head.address, *joins
+        ) as engine:
+            assert engine.end(60) == 1
+            assert f"--instance-address {head.address} is no address of this host" in engine.log
+            assert "Traceback" not in engine.log
+
+
+def test_doctor_on_both_hosts_measures_what_lies_between(hosts: tuple[Host, Host]) -> None:
+    head, other = hosts
+    group = ["doctor", "--json", "--nnodes", "2", "--master-addr", head.address, "--timeout", "60"]
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(host.lockstep, *group, "--node-rank", str(rank), timeout=200)
+            for rank, host in enumerate(hosts)
+        ]
+        done = [each.result() for each in running]
+    assert [each.returncode for each in done] == [0, 0], [each.stdout for each in done]
+    reports = [msgspec.json.decode(each.stdout, type=Report) for each in done]
+    links = reports[0].links
+    assert links is not None
+    assert links == reports[1].links
+    assert [(each.host, each.address, each.interface) for each in links.hosts] == [
+        (head.name, head.address, "eth0"),
+        (other.name, other.address, "eth0"),
+    ]
+    assert {each.collective for each in links.timings} == {"all_reduce", "all_gather", "all_to_all"}
+    assert any(each.check == "0 - 1" and "latency" in each.text for each in reports[1].findings)
+
+
+def test_doctor_looks_at_a_mesh_from_another_host(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    head, other = hosts
+    member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    with head.command(tmp_path / "head.log", "router.serve", SHIPPED_MODEL, *member, *SMALL) as serve:
+        serve.wait_for("1 instance ready")
+        done = other.lockstep("doctor", "--json", *member)
+        findings = {each.check: each for each in msgspec.json.decode(done.stdout, type=Report).findings}
+        assert done.returncode == 0, done.stdout
+        assert findings["coordinator"].level is Level.OK
+        assert f"ready at tcp://{head.address}:" in findings["instance 0"].text
+        here = head.lockstep("doctor", "--json", *member)
+        findings = {each.check: each for each in msgspec.json.decode(here.stdout, type=Report).findings}
+        assert "(lockstep: Coordinator)" in findings["coordinator"].text, "whose port it is"
+        assert "(lockstep: Router)" in findings["HTTP"].text
+        assert here.returncode == 0
+        assert serve.stop() == 0
+    gone = other.lockstep("doctor", "--json", "--timeout", "2", *member)
+    assert gone.returncode == 1
+    assert f"nothing answers at tcp://{head.address}:{RPC}" in gone.stdout

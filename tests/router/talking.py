@@ -1,0 +1,63 @@
+"""A server whose model says what a test wants, with a template that shows tools and reasoning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.messages import FinishReason
+from router.config import HttpConfig
+from router.mesh import ServedModel
+from router.tokens import Tokenizer
+from tests.router import tiny_tokenizer
+from tests.router.conftest import Server, serving
+from tests.router.fake_mesh import FakeMesh, saying
+
+TEMPLATE = (
+    "{% if tools %}TOOLS{{ tools | tojson }}{% endif %}"
+    "{% if enable_thinking is defined %}THINKING {{ enable_thinking }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}"
+    "{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}"
+)
+THOUGHT = "<think>\nthe dog 🙂\n</think>\n\n"
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+TOOL_FLAGS: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+
+
+@contextlib.contextmanager
+def talking(served: ServedModel, directory: Path, **config: Any) -> Iterator[Server]:
+    """A server of a model in ``directory``."""
+    tiny_tokenizer.write_model(directory, chat_template=TEMPLATE)
+    model = msgspec.structs.replace(served, directory=str(directory), max_model_len=2048)
+    with serving(FakeMesh(model, saying([])), HttpConfig(**config)) as server:
+        yield server
+
+
+class Speaker:
+    """Makes the mesh say a text, one token per step."""
+
+    def __init__(self, server: Server, tokenizer: Tokenizer) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str, reason: FinishReason = FinishReason.STOP) -> list[int]:
+        """The token ids that it says; a turn that ends by itself has one more, which is not shown."""
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), tiny_tokenizer.EOS]
+        ids = ids if reason is FinishReason.STOP else ids[:-1]
+        self.server.mesh.reset(saying(ids, reason))
+        return ids
+
+    @property
+    def last_prompt(self) -> str:
+        """The text of what it was asked last."""
+        return self.tokenizer.decode(self.server.mesh.prompts[-1].prompt_ids)

@@ -1,0 +1,95 @@
+"""Front ends that share a listening socket: evenly while all live, and without loss when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from router.accept import Tally
+
+FRONT_END = """
+import asyncio, pathlib, socket, sys, uvloop
+from router.accept import Acceptor, Tally
+
+class Says(asyncio.Protocol):
+    def connection_made(self, transport):
+        open_ones.add(self)
+        self.transport = transport
+        transport.write(sys.argv[2].encode())
+    def connection_lost(self, error):
+        open_ones.discard(self)
+
+open_ones = set()
+
+async def main():
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    tally = Tally(pathlib.Path(sys.argv[3]), int(sys.argv[2]), 2)
+    acceptor = Acceptor(listener, Says, lambda: len(open_ones), tally, 128)
+    print("listens", flush=True)
+    await asyncio.sleep(60)
+
+uvloop.run(main())
+"""
+
+
+def start(listener: socket.socket, number: int, file: Path) -> subprocess.Popen[bytes]:
+    started = subprocess.Popen(
+        [sys.executable, "-P", "-c", FRONT_END, str(listener.fileno()), str(number), str(file)],
+        stdout=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == b"listens\n"
+    return started
+
+
+def test_a_tally_is_shared(tmp_path: Path) -> None:
+    one, two = (Tally(tmp_path / "connections", number, 2) for number in (0, 1))
+    assert not one.is_ahead()
+    one.tell(3)
+    assert one.is_ahead()
+    assert not two.is_ahead()
+    two.tell(3)
+    assert not one.is_ahead()
+    assert repr(one) == "<Tally of 0: [3, 3]>"
+    Tally(tmp_path / "connections", 0, 2)
+    assert two.is_ahead(), "a new process begins with none"
+
+
+def test_connections_are_spread_and_none_waits_for_a_dead_front_end(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        front_ends = [start(listener, number, tmp_path / "connections") for number in (0, 1)]
+        address = listener.getsockname()
+
+        async def callers(count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter, int]]:
+            """As many at once; each with the number of the front end that has it."""
+            opened = await asyncio.gather(*(asyncio.open_connection(*address) for _ in range(count)))
+            return [(reader, writer, int(await reader.readexactly(1))) for reader, writer in opened]
+
+        async def run() -> None:
+            first = await callers(40)
+            spread = Counter(number for _, _, number in first)
+            assert min(spread[0], spread[1]) >= 10, spread
+            os.kill(front_ends[0].pid, signal.SIGKILL)
+            async with asyncio.timeout(5):
+                second = await callers(20)
+            assert {number for _, _, number in second} == {1}
+            for reader, _, number in first:
+                if number == 0:
+                    assert await reader.read() == b""
+            for _, writer, _ in (*first, *second):
+                writer.close()
+
+        try:
+            asyncio.run(run())
+        finally:
+            for front_end in front_ends:
+                front_end.kill()
+                front_end.communicate()

@@ -1,0 +1,281 @@
+"""/v1/messages as the real Anthropic client sees it: a real server, a scripted mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from engine.messages import FinishReason
+from router.mesh import MeshError, ServedModel
+from router.tokens import Tokenizer
+from tests.router.conftest import Server
+from tests.router.fake_mesh import failing
+from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, talking
+
+USER: list[Any] = [{"role": "user", "content": "Hello"}]
+TOOLS: list[Any] = [
+    {"name": "weather", "description": "Will it rain?", "input_schema": {"type": "object", "properties": {}}},
+    {"name": "now", "input_schema": {"type": "object"}, "type": "custom"},
+]
+BASIC: dict[str, Any] = {"model": "tiny", "max_tokens": 500, "messages": USER}
+
+
+@pytest.fixture(scope="module")
+def talking_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = TOOL_FLAGS | {"reasoning_parser": "qwen3"}
+    with talking(served, tmp_path_factory.mktemp("messages"), **flags) as server:
+        yield server
+
+
+@pytest.fixture
+def client(talking_server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=talking_server.url, api_key="none", max_retries=0) as client:
+        yield client
+    talking_server.wait_until_idle()
+
+
+@pytest.fixture
+def say(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
+    return Speaker(talking_server, tokenizer)
+
+
+def test_text(client: anthropic.Anthropic, say: Speaker) -> None:
+    ids = say("Hello world!")
+    answer = client.messages.create(**BASIC, system="Be nice", extra_body={"temperature": 0.5, "top_k": 3})
+    assert answer.id.startswith("msg_")
+    assert (answer.type, answer.role, answer.model) == ("message", "assistant", "tiny")
+    (block,) = answer.content
+    assert block.type == "text"
+    assert block.text == "Hello world!"
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    assert answer.usage.input_tokens == len(say.server.mesh.prompts[-1].prompt_ids)
+    assert answer.usage.output_tokens == len(ids)
+    assert say.last_prompt == "<system>Be nice<user>Hello"
+    params = say.server.mesh.prompts[-1].params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 3, 500)
+
+
+def test_thinking_text_and_tool_use(client: anthropic.Anthropic, say: Speaker) -> None:
+    say(THOUGHT + "Wait." + CALLS)
+    answer = client.messages.create(**BASIC, tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024})
+    thinking, text, weather, now = answer.content
+    assert thinking.type == "thinking"
+    assert thinking.thinking == "the dog 🙂"
+    assert text.type == "text"
+    assert text.text == "Wait."
+    assert weather.type == now.type == "tool_use"
+    assert (weather.name, weather.input) == ("weather", {"city": "Ulm", "days": 2})
+    assert (now.name, now.input) == ("now", {})
+    assert weather.id != now.id
+    assert answer.stop_reason == "tool_use"
+    assert say.last_prompt.startswith('TOOLS[{"type": "function", "function": {"name": "weather"')
+    assert say.last_prompt.endswith("THINKING True<user>Hello")
+
+
+def test_stream_events_come_in_order(client: anthropic.Anthropic, say: Speaker) -> None:
+    ids = say(THOUGHT + "Wait." + CALLS)
+    events = list(client.messages.create(**BASIC, tools=TOOLS, stream=True))
+    names = [
+        event.type + (f".{event.delta.type}" if event.type == "content_block_delta" else "")
+        for event in events
+    ]
+    start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
+    assert [name for name, _ in groupby(names)] == [
+        "message_start",
+        start, f"{delta}.thinking_delta", f"{delta}.signature_delta", stop,
+        start, f"{delta}.text_delta", stop,
+        start, f"{delta}.input_json_delta", stop,
+        start, f"{delta}.input_json_delta", stop,
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    starts = [event for event in events if event.type == "content_block_start"]
+    assert [event.index for event in starts] == [0, 1, 2, 3]
+    assert starts[2].content_block.to_dict() | {"id": ""} == {
+        "type": "tool_use",
+        "id": "",
+        "name": "weather",
+        "input": {},
+    }
+    first, last = events[0], events[-2]
+    assert first.type == "message_start"
+    assert (first.message.content, first.message.stop_reason) == ([], None)
+    assert first.message.usage.input_tokens == len(say.server.mesh.prompts[-1].prompt_ids)
+    assert last.type == "message_delta"
+    assert (last.delta.stop_reason, last.usage.output_tokens) == ("tool_use", len(ids))
+
+
+def test_a_ping_comes_early(talking_server: Server, say: Speaker) -> None:
+    """Clients keep pings to themselves."""
+    say("x")
+    lines = talking_server.post("/v1/messages", BASIC | {"stream": True}).text.splitlines()
+    assert [line for line in lines if line.startswith("event: ")][:2] == [
+        "event: message_start",
+        "event: ping",
+    ]
+
+
+def test_the_clients_own_stream_helper_agrees(client: anthropic.Anthropic, say: Speaker) -> None:
+    """It puts the message together from the events."""
+    say(THOUGHT + "Wait." + CALLS)
+    with client.messages.stream(**BASIC, tools=TOOLS) as stream:
+        assert "".join(stream.text_stream) == "Wait."
+        streamed = stream.get_final_message()
+    whole = client.messages.create(**BASIC, tools=TOOLS)
+
+    def without_ids(message: anthropic.types.Message) -> list[dict[str, object]]:
+        return [block.to_dict() | {"id": ""} for block in message.content]
+
+    assert without_ids(streamed) == without_ids(whole)
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (
+        whole.stop_reason,
+        whole.usage.output_tokens,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "reason", "fields", "stopped"),
+    [
+        ("Hello wor", FinishReason.LENGTH, {}, ("max_tokens", None)),
+        ("one two three", FinishReason.STOP, {"stop_sequences": [" three", "x"]}, ("stop_sequence", " three")),
+        ("one", FinishReason.STOP, {}, ("end_turn", None)),
+    ],
+)  # fmt: skip
+def test_why_it_stopped(
+    client: anthropic.Anthropic,
+    say: Speaker,
+    stream: bool,
+    text: str,
+    reason: FinishReason,
+    fields: dict[str, Any],
+    stopped: tuple[str, str | None],
+) -> None:
+    say(text, reason)
+    if stream:
+        delta: Any = list(client.messages.create(**BASIC, **fields, stream=True))[-2]
+        assert (delta.delta.stop_reason, delta.delta.stop_sequence) == stopped
+    else:
+        answer = client.messages.create(**BASIC, **fields)
+        assert (answer.stop_reason, answer.stop_sequence) == stopped
+
+
+def test_a_call_cut_short(client: anthropic.Anthropic, say: Speaker) -> None:
+    say('<tool_call>{"name": "weather", "arguments": {"city": "Ul', FinishReason.LENGTH)
+    answer = client.messages.create(**BASIC, tools=TOOLS)
+    (block,) = answer.content
+    assert block.type == "tool_use"
+    assert block.input == {"INVALID_JSON": '{"city": "Ul'}
+    assert answer.stop_reason == "max_tokens"
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: anthropic.Anthropic, say: Speaker) -> None:
+    say(THOUGHT + "Wait." + CALLS)
+    first = client.messages.create(**BASIC, tools=TOOLS)
+    weather, now = (block for block in first.content if block.type == "tool_use")
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": weather.id, "content": [{"type": "text", "text": "warm"}]},
+        {"type": "tool_result", "tool_use_id": now.id, "content": "8:00", "is_error": False},
+        {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}},
+    ]
+    history: list[Any] = [
+        *USER,
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": results},
+    ]
+    client.messages.create(
+        **BASIC | {"messages": history}, tools=TOOLS, system=[{"type": "text", "text": "Rules"}]
+    )
+    assert say.last_prompt.endswith(
+        "<system>Rules<user>Hello<assistant>(the dog 🙂)Wait.CALL weather:UlmCALL now:"
+        f"<tool>warm[{weather.id}]<tool>8:00[{now.id}]<user>and?"
+    )
+
+
+def test_count_tokens(client: anthropic.Anthropic, say: Speaker) -> None:
+    say("x")
+    fields: dict[str, Any] = {"tools": TOOLS, "system": "Be nice", "thinking": {"type": "disabled"}}
+    count = client.messages.count_tokens(model="tiny", messages=USER, **fields)
+    assert say.server.mesh.generations == []
+    assert client.messages.create(**BASIC, **fields).usage.input_tokens == count.input_tokens
+
+
+def test_thinking_can_be_left_out(client: anthropic.Anthropic, say: Speaker) -> None:
+    say(THOUGHT + "Yes.")
+    answer = client.messages.create(**BASIC, thinking={"type": "disabled"})
+    assert [block.type for block in answer.content] == ["text"]
+    assert say.last_prompt.startswith("THINKING False")
+
+
+def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
+    say(CALLS)
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len(client.messages.create(**BASIC, tools=TOOLS, tool_choice=choice).content) == 1
+    say(CALLS)
+    answer = client.messages.create(**BASIC, tools=TOOLS, tool_choice={"type": "none"})
+    assert [block.type for block in answer.content] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "Expected `int`, got `null` - at `$.max_tokens`"),
+        ({"max_tokens": 0}, "at least one token"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0"),
+        ({"max_tokens": 9999}, "maximum context length"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "block of type ''"),
+        ({"messages": [{"role": "user", "content": 5}]}, "must be a string or a list"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": 5}]}]}, "object with a name"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+         "takes text only"),
+        ({"system": [{"type": "image"}]}, "system holds other content than text"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of your own"),
+        ({"tools": [{"input_schema": {}}]}, "object with a name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "needs structured outputs"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "names no function of tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "must be auto, any, tool or none"),
+        ({"output_format": {"type": "json_schema", "schema": {}}}, "not supported yet"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "not supported yet"),
+        ({"stop_sequences": [""]}, "must not be empty"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(talking_server: Server, fields: dict[str, Any], message: str) -> None:
+    talking_server.mesh.generations.clear()
+    answer = talking_server.post("/v1/messages", BASIC | fields)
+    assert answer.status_code == 400
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert message in body["error"]["message"]
+    assert talking_server.mesh.generations == []
+
+
+def test_failures(client: anthropic.Anthropic, say: Speaker) -> None:
+    say("x")
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**BASIC | {"model": "x"})
+    say.server.mesh.refusal = MeshError(503, "ServiceUnavailableError", "full", retry_after=1)
+    with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+        client.messages.create(**BASIC)
+    say.server.mesh.reset(failing("out of luck", after=[80, 81]))
+    with pytest.raises(anthropic.APIStatusError, match="out of luck"):
+        list(client.messages.create(**BASIC, stream=True))
+
+
+def test_keys(served: ServedModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Anthropic's clients present theirs as X-Api-Key."""
+    with talking(served, tmp_path, api_key=("secret",)) as server:
+        Speaker(server, tokenizer)("Hi")
+        with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as client:
+            assert client.messages.create(**BASIC).content
+        with (
+            anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client,
+            pytest.raises(anthropic.AuthenticationError, match="authentication_error"),
+        ):
+            client.messages.create(**BASIC)

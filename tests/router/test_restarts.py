@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from coordinator import process
+from coordinator.messages import Load, Member, State, View
+from router.faults import Event
+from router.launch import ProcessSpec
+from router.restarts import LONGEST_DELAY, MAX_INSTANCE_RESTARTS, STEADY, Restarts
+from router.supervisor import Supervisor, exit_status
+
+# ---- the rules
+
+
+def test_pauses_grow_and_an_instance_is_given_up() -> None:
+    restarts = Restarts(instances=True)
+    delays = [restarts.after_end(1, "engine", 0.0) for _ in range(MAX_INSTANCE_RESTARTS + 1)]
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, None]
+    assert restarts.after_end(2, "engine", 0.0) == 0.5, "others have their own row"
+
+
+def test_steady_service_ends_a_row() -> None:
+    restarts = Restarts(instances=True)
+    assert [restarts.after_end(1, "engine", served) for served in (0.0, STEADY - 1, STEADY, 0.0)] == [
+        0.5,
+        1.0,
+        0.5,
+        1.0,
+    ]
+
+
+def test_a_router_is_never_given_up() -> None:
+    restarts = Restarts(instances=False)
+    delays = [restarts.after_end(1, "router", 1.0) for _ in range(20)]
+    assert delays[:3] == [0.5, 1.0, 2.0]
+    assert delays[-1] == LONGEST_DELAY
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "asked", "wanted"),
+    [
+        ("engine", -signal.SIGKILL, True, True),
+        ("engine", process.EXIT_FAILED, True, True),
+        ("engine", -signal.SIGKILL, False, False),
+        ("engine", 0, True, False),
+        ("engine", process.EXIT_USAGE, True, False),
+        ("engine", process.EXIT_REFUSED, True, False),
+        ("router", 0, False, True),
+        ("coordinator", process.EXIT_FAILED, False, True),
+    ],
+)
+def test_who_is_started_again(role: str, status: int, asked: bool, wanted: bool) -> None:
+    assert Restarts(instances=asked).wants(role, status) is wanted
+
+
+# ---- with processes
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+class Script(ProcessSpec, frozen=True):
+    """A process that runs a line of Python instead of a package."""
+
+    code: str = SLEEP
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-S", "-E", "-c", self.code]
+
+
+def spec(name: str, role: str, rank: int | None = None, code: str = SLEEP) -> Script:
+    return Script(name=name, role=role, argv=(), address="", threads=1, rank=rank, code=code)
+
+
+def pid_of(supervisor: Supervisor, name: str) -> int | None:
+    return next(
+        (child.process.pid for child in supervisor._children.values() if child.spec.name == name), None
+    )
+
+
+def member(rank: int, pid: int, host: str | None = None, state: State = State.READY) -> Member:
+    return Member(
+        instance=f"name-{pid}",
+        rank=rank,
+        state=state,
+        phase="serving",
+        address="tcp://a:1",
+        host=host or socket.gethostname(),
+        pid=pid,
+        load=Load(),
+    )
+
+
+def view(*members: Member) -> View:
+    return View(epoch=1, size=1, settings=None, members=list(members), waiting_for="")
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> int:
+    """Run it, act once it is ready, then end it as a user does; its exit status."""
+
+    async def both() -> int:
+        async def at_once() -> None:
+            return
+
+        running = asyncio.create_task(supervisor.run(at_once))
+        await until(lambda: supervisor.ready)
+        try:
+            await act()
+        finally:
+            if not running.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+        return await running
+
+    return asyncio.run(both())
+
+
+def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None:
+    supervisor = Supervisor(
+        [spec("Engine", "engine"), spec("Router", "router")],
+        restart=True,
+        engine_spec=lambda rank: spec(f"Engine_{rank}", "engine", rank),
+    )
+    losses: list[tuple[str, str]] = []
+    supervisor.on_lost = lambda instance, how: losses.append((instance, how))
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine")
+        assert pid is not None
+        supervisor.learn(view(member(7, pid), member(8, pid, host="elsewhere")))
+        assert supervisor.ranks == [7]
+        assert supervisor.num_serving == 1
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: pid_of(supervisor, "Engine_7"))
+        assert supervisor.ranks == [7]
+        assert losses == [(f"name-{pid}", "was killed by signal 9")]
+        counts = supervisor.faults.counts
+        assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() -> None:
+    supervisor = Supervisor([spec("Engine_0", "engine", 0), spec("Router", "router")], restart=True)
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine_0")
+        assert pid is not None
+        supervisor.learn(view(member(0, pid)))
+        assert supervisor.ranks == [0]
+        supervisor.learn(view())
+        assert supervisor.ranks == [], "it left in a hurry"
+        supervisor.learn(view(member(0, pid)))
+        assert supervisor.ranks == [0], "or the coordinator was away"
+        supervisor.learn(view(member(0, pid, state=State.DRAINING)))
+        assert supervisor.ranks == []
+        supervisor.learn(view())
+        assert supervisor.ranks == []
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not supervisor._of_role("engine"))
+        assert Event.RESTART not in supervisor.faults.counts, "it was on its way out"
+
+    supervised(supervisor, act)
+
+
+def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others() -> None:
+    refused = f"import time; time.sleep(0.3); raise SystemExit({process.EXIT_REFUSED})"
+    supervisor = Supervisor(
+        [spec("Engine_0", "engine", 0), spec("Engine_1", "engine", 1, refused), spec("Router", "router")],
+        restart=True,
+        engine_spec=lambda rank: spec(f"Engine_{rank}", "engine", rank),
+    )
+
+    async def act() -> None:
+        await until(lambda: pid_of(supervisor, "Engine_1") is None)
+        assert supervisor.ranks == [0]
+        await supervisor.grow([1, 2])
+        assert supervisor.ranks == [0, 1, 2]
+        supervisor.learn(view(member(5, 1, host="elsewhere")))
+        supervisor.retire([0, 1, 2])
+        assert supervisor.ranks == []
+        await until(lambda: not supervisor._of_role("engine"))
+        assert pid_of(supervisor, "Router") is not None
+        assert Event.RESTART not in supervisor.faults.counts
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_the_end_of_the_last_instance_is_the_end_of_a_serve_that_nobody_else_joined() -> None:
+    supervisor = Supervisor([spec("Engine_0", "engine", 0), spec("Router", "router")])
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine_0")
+        assert pid is not None
+        supervisor.learn(view(member(0, pid)))
+        os.kill(pid, signal.SIGKILL)
+        await until(supervisor._ended.is_set)
+
+    assert supervised(supervisor, act) == exit_status(-signal.SIGKILL) == 137
+
+
+def test_a_router_that_is_started_again_finds_the_connections_that_waited() -> None:
+    """The listening socket outlives its process, and so does what is queued there."""
+    serve_one = (
+        "import socket, sys, time\n"
+        "door = socket.socket(fileno=int(sys.argv[1])); door.listen(8)\n"
+        "caller, _ = door.accept(); caller.sendall(b'hello'); time.sleep(60)"
+    )
+
+    class Door(Script, frozen=True):
+        def command(self) -> list[str]:
+            return [*super().command(), str(self.descriptors[0])]
+
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.set_inheritable(True)
+        router = Door(
+            name="Router", role="router", argv=(), address="", threads=1, code=serve_one,
+            descriptors=(door.fileno(),),
+        )  # fmt: skip
+        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], doors=[door])
+
+        def connect() -> socket.socket:
+            return socket.create_connection(door.getsockname(), timeout=10)
+
+        def first() -> socket.socket | None:
+            try:
+                return connect()
+            except ConnectionRefusedError:
+                return None
+
+        async def act() -> None:
+            callers: list[socket.socket] = []
+            await until(lambda: (caller := first()) is not None and (callers.append(caller) or True))
+            assert await asyncio.to_thread(callers[0].recv, 10) == b"hello"
+            pid = pid_of(supervisor, "Router")
+            assert pid is not None
+            with connect() as waiting, callers[0]:
+                os.kill(pid, signal.SIGKILL)
+                assert await asyncio.to_thread(waiting.recv, 10) == b"hello", "the successor took it"
+
+        assert supervised(supervisor, act) == 0

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from coordinator.messages import Load, Member, State
+from router.scaling import Machine, Plan, Refused, plan
+
+CPU = Machine(devices=None, cores=4)
+
+
+def world(**states: State) -> list[Member]:
+    """``_0=State.READY`` and so on."""
+    return [
+        Member(
+            instance=name, rank=int(name[1:]), state=state, phase="", address="", host="h", pid=1, load=Load()
+        )
+        for name, state in states.items()
+    ]
+
+
+READY, LOADING, DRAINING = State.READY, State.LOADING, State.DRAINING
+
+
+def test_more_get_the_lowest_free_ranks() -> None:
+    members = world(_0=READY, _2=READY, _3=DRAINING)
+    assert plan(4, members, [0, 2], CPU, False) == Plan(start=(1, 4))
+    assert plan(5, members, [0, 2, 5], CPU, False).start == (1, 4), "5 is ours and has not registered yet"
+    assert plan(3, world(), [0, 1, 2], CPU, False) == Plan()
+
+
+def test_fewer_means_our_highest_ranks() -> None:
+    members = world(_0=READY, _1=READY, _2=READY, _9=READY)
+    assert plan(2, members, [0, 1, 2], CPU, False) == Plan(drain=(2, 1))
+    assert plan(4, members, [0, 1, 2], CPU, False) == Plan()
+    with pytest.raises(Refused, match="3 instances would have to go, and only 2 are of this serve"):
+        plan(1, members, [0, 1], CPU, False)
+
+
+def test_somebody_must_go_on_serving() -> None:
+    members = world(_0=LOADING, _1=READY)
+    with pytest.raises(Refused, match="none of the instances that would stay is ready"):
+        plan(1, members, [0, 1], CPU, False)
+    assert plan(1, members, [0, 1], CPU, True).drain == (1,)
+    with pytest.raises(Refused, match="at least one"):
+        plan(0, members, [0, 1], CPU, True)
+
+
+def test_devices_are_a_limit_and_cores_a_warning() -> None:
+    members = world(_0=READY)
+    machine = Machine(devices=4, devices_per_instance=2, cores=2)
+    assert plan(2, members, [0], machine, False).start == (1,)
+    with pytest.raises(Refused, match=r"3 instances of 2 CUDA device.s. each are more than the 4"):
+        plan(3, members, [0], machine, False)
+    assert plan(4, members, [0], CPU, False).warning == ""
+    assert "share 4 cores" in plan(5, members, [0], CPU, False).warning

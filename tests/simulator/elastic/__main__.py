@@ -1,0 +1,57 @@
+"""``python -m tests.simulator.elastic SEED`` shows a schedule; ``--schedules N`` runs N of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulator.elastic.checker import Violation
+from tests.simulator.elastic.world import report, simulate
+
+CHUNK = 250
+
+
+def run_chunk(first: int, count: int) -> tuple[Counter[str], str | None]:
+    """Run some schedules; what came up in them, and the first violation."""
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        try:
+            counts += simulate(seed).checker.counts
+        except Violation as violation:
+            return counts, "\n".join([str(violation), *violation.__notes__])
+    return counts, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seed", type=int, nargs="?", help="show this schedule")
+    parser.add_argument("--schedules", type=int, default=50_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    if args.seed is not None:
+        world = simulate(args.seed)
+        print(report(args.seed, world, lines=100_000))
+        return 0
+    began = time.monotonic()
+    counts: Counter[str] = Counter()
+    firsts = range(args.first, args.first + args.schedules, CHUNK)
+    sizes = [min(CHUNK, args.first + args.schedules - first) for first in firsts]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for some, violation in pool.map(run_chunk, firsts, sizes):
+            counts += some
+            if violation is not None:
+                print(violation)
+                return 1
+    took = time.monotonic() - began
+    print(f"{args.schedules} schedules with faults, no violation, {took:.0f} s")
+    for name, count in sorted(counts.items()):
+        print(f"{count:9d} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""What must hold in every schedule with faults: an observer of what instances and the coordinator do."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from coordinator.messages import Form
+from engine.recovery import names
+from parallel.lockstep import Decision, Header, Sleep, Switch, decide
+
+if TYPE_CHECKING:
+    from tests.simulator.elastic.instance import Instance
+
+
+class Rule(enum.StrEnum):
+    """What can be broken."""
+
+    ONE_GROUP = "two instances step in different groups under one epoch"
+    RISING = "an epoch does not rise"
+    OWNED = (
+        "a step runs though an expert has no owner who holds it, or an instance owns what it has no room for"
+    )
+    AGREEMENT = "two instances decide differently at one step, or not what its headers say"
+    ORDER = "a step is missed, or passed twice"
+    READY = "an instance enters a group that is not formed, or was not asked into"
+    ERROR = "the protocol finds its own messages impossible"
+    FENCED = "somebody steps in a group that it was told goes on without it"
+    ALIVE = "somebody is taken out who is well and answers"
+    SMOOTH = "a join or a leave, without any fault, interrupts a step"
+    LEFT = "a leaver does not end, or ends with requests"
+    STORM = "groups are formed without end"
+    RECOVERS = "not everybody serves in one group again, or not all work is done"
+
+
+class Violation(Exception):
+    """A rule was broken."""
+
+    def __init__(self, rule: Rule, what: str) -> None:
+        super().__init__(f"{rule.name}: {rule}: {what}")
+        self.rule = rule
+
+
+Position = tuple[int, str, int]
+"""(epoch, token of the coordinator, step)."""
+
+
+class Checker:
+    """Raises :class:`Violation` at the first event that breaks a rule."""
+
+    def __init__(self, *, has_faults: bool, num_experts: int) -> None:
+        self.counts: Counter[str] = Counter()
+        """How often the interesting situations came up."""
+        self.has_faults = has_faults
+        self._num_experts = num_experts
+        self._forms: dict[tuple[int, str], Form] = {}
+        """Of the groups that anybody has entered."""
+        self._next: dict[str, Position] = {}
+        self._headers: dict[Position, dict[str, Header]] = {}
+        self._decisions: dict[Position, Decision] = {}
+        self._inside: dict[int, list[tuple[Instance, Form]]] = {}
+
+    # ---- groups
+
+    def formed(self, form: Form, highest: int) -> None:
+        """The coordinator forms a group; ``highest`` is the highest epoch that it had been told of."""
+        self.counts["groups"] += 1
+        self.counts["groups after a loss"] += form.broken > 0
+        if form.epoch <= highest:
+            self.broken(Rule.RISING, f"{form} is formed after epoch {highest}")
+
+    def entered(self, instance: Instance, form: Form, *, is_formed: bool) -> None:
+        """An instance begins to step in a group."""
+        name = instance.name
+        known = self._forms.setdefault((form.epoch, form.token), form)
+        self._look_for_others(instance, form)
+        self._inside.setdefault(form.epoch, []).append((instance, form))
+        if name not in names(form) or not is_formed or known != form:
+            self.broken(Rule.READY, f"{name} enters {form}")
+        if form.epoch <= self._next.get(name, (0, "", 0))[0]:
+            self.broken(Rule.RISING, f"{name} enters epoch {form.epoch} after {self._next[name]}")
+        self._next[name] = (form.epoch, form.token, 0)
+
+    def _look_for_others(self, instance: Instance, form: Form) -> None:
+        """Whether the number of an epoch is used for another group, too: right only if nobody of that is there
+        to be asked. (Who is stopped or cut off may go on in it, until it hears that it is out.)"""
+        others = [other for other, group in self._inside.get(form.epoch, []) if group != form]
+        if not instance.is_away and any(
+            other.alive and not other.is_away and other.recovery.epoch == form.epoch for other in others
+        ):
+            self.broken(Rule.ONE_GROUP, f"{instance.name} enters {form}, others another one: {others}")
+        self.counts["numbers used again"] += bool(others)
+
+    def interrupted(self, instance: Instance, why: str) -> None:
+        """A collective of a running group fails."""
+        self.counts["interrupted"] += 1
+        if not self.has_faults and instance.drained_at is None:  # a drained one has nothing to lose
+            self.broken(Rule.SMOOTH, f"{instance.name}: {why}")
+
+    # ---- steps
+
+    def header_sent(self, instance: Instance, header: Header) -> None:
+        at = (header.epoch, self._next[instance.name][1], header.step)
+        if at != self._next[instance.name]:
+            self.broken(
+                Rule.ORDER, f"{instance.name} begins {at}, its next step is {self._next[instance.name]}"
+            )
+        if header.epoch <= instance.fenced_up_to:
+            self.broken(Rule.FENCED, f"{instance.name} begins {at}, up to {instance.fenced_up_to} it is out")
+        self._headers.setdefault(at, {})[instance.name] = header
+
+    def decided(self, instance: Instance, decision: Decision) -> None:
+        """An instance knows what its next step is."""
+        at = self._next[instance.name]
+        known = self._decisions.get(at)
+        if known is None:
+            headers = self._headers[at]
+            members = names(self._forms[at[:2]])
+            if set(headers) != set(members):
+                self.broken(Rule.ORDER, f"{at} is decided with {sorted(headers)} of {members}")
+            known = self._decisions[at] = decide([headers[member] for member in members])
+            self.counts[type(known).__name__] += 1
+        if decision != known:
+            self.broken(Rule.AGREEMENT, f"{instance.name} decides {decision} at {at}, not {known}")
+        if isinstance(decision, Switch):
+            del self._headers[at][instance.name]
+        else:
+            self._next[instance.name] = (*at[:2], at[2] + 1)
+
+    def computed(self, members: list[Instance], form: Form) -> None:
+        """All members are in the forward pass of a step: all experts are where the group says."""
+        if len(form.owners) != self._num_experts:
+            self.broken(Rule.OWNED, f"{form} has owners for {len(form.owners)} experts")
+        for expert, owner in enumerate(form.owners):
+            if expert not in members[owner].held:
+                self.broken(Rule.OWNED, f"{members[owner].name} owns {expert} in {form} and does not hold it")
+        for place, member in enumerate(members):
+            if 0 < member.room < form.owners.count(place):
+                self.broken(Rule.OWNED, f"{member.name} has room for {member.room} experts in {form}")
+        self.counts["forward passes"] += 1
+
+    # ---- membership
+
+    def taken_out(self, instance: Instance, *, suspicious: bool) -> None:
+        """The coordinator does not count an instance any more that has not left."""
+        if not instance.alive:
+            self.counts["dead taken out"] += 1
+        elif suspicious:
+            self.counts["stalled taken out"] += 1
+        else:
+            self.broken(Rule.ALIVE, f"{instance.name} was well all the time")
+
+    def left(self, instance: Instance, *, in_vain: bool) -> None:
+        """An instance ends, ``in_vain``: after it has waited for a group without it."""
+        self.counts["left"] += 1
+        self.counts["left in vain"] += in_vain
+        if in_vain and not self.has_faults:
+            self.broken(Rule.LEFT, f"{instance.name} is not let go")
+        if instance.requests:
+            self.broken(Rule.LEFT, f"{instance.name} ends with {len(instance.requests)} requests")
+
+    def error(self, what: str) -> None:
+        self.broken(Rule.ERROR, what)
+
+    def broken(self, rule: Rule, what: str) -> None:
+        raise Violation(rule, what)
+
+
+__all__ = ["Checker", "Rule", "Sleep", "Violation"]

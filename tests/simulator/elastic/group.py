@@ -1,0 +1,141 @@
+"""The group of one epoch as its members see it: a rendezvous, and then collectives that fail when one is gone."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from coordinator.messages import Evidence, Form
+from engine.recovery import names
+from parallel.lockstep import Header
+
+if TYPE_CHECKING:
+    from tests.simulator.elastic.instance import Instance
+    from tests.simulator.elastic.world import World
+
+
+class End(enum.Enum):
+    """The state of one member's end."""
+
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
+    """By a live member: in good order, or because it gave the group up."""
+    DEAD = enum.auto()
+
+
+class Group:
+    """All ends of one group."""
+
+    def __init__(self, world: World, form: Form) -> None:
+        self.world = world
+        self.form = form
+        self.members: dict[str, Instance] = {}
+        """Who has come to the rendezvous."""
+        self.is_formed = False
+        self._ends: dict[str, End] = {}
+        self._num_calls: dict[str, int] = {}
+        self._calls: dict[int, dict[str, Header | None]] = {}
+        self._waiting: dict[str, int] = {}
+        """Members inside a call, and its number."""
+
+    # ---- forming
+
+    def join(self, instance: Instance) -> None:
+        """Come to the rendezvous; all are told when everybody is there."""
+        self.members[instance.name] = instance
+        self._ends[instance.name] = End.OPEN
+        if set(self.members) == set(names(self.form)) and not self._gone():
+            self.is_formed = True
+            for member in self.members.values():
+                self.world.after(
+                    member, self.world.up_to(self.world.settings.gather), member.group_formed, self
+                )
+        instance.world.after(instance, self.world.settings.forming, instance.forming_ends, self)
+
+    # ---- calls
+
+    def call(self, instance: Instance, row: Header | None) -> None:
+        """Take part in the next collective; the instance hears how it ended, in time."""
+        name = instance.name
+        number = self._num_calls.get(name, 0)
+        self._num_calls[name] = number + 1
+        self._waiting[name] = number
+        if self._ends.get(name) is not End.OPEN:
+            self._fail_soon(instance, number)
+            return
+        rows = self._calls.setdefault(number, {})
+        rows[name] = row
+        is_pass = row is None  # many exchanges: who has given up since gives nothing any more
+        if len(rows) == len(self.form.peers) and not (is_pass and self._gone()):
+            if is_pass:
+                self.world.checker.computed([self.members[name] for name in names(self.form)], self.form)
+            for member in self.members.values():
+                delay = self.world.up_to(self.world.settings.gather)
+                self.world.after(member, delay, self._complete, member, number)
+            return
+        if self._gone():
+            self._fail_soon(instance, number)
+        self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
+
+    def _complete(self, instance: Instance, number: int) -> None:
+        """All have given their rows. Some may still find that another one is gone before they have all of them."""
+        if self._waiting.get(instance.name) != number:
+            return
+        if self._ends[instance.name] is not End.OPEN or (
+            self._gone(abruptly=True) and self.world.chance(0.5)
+        ):
+            self._fail(instance, number)
+            return
+        del self._waiting[instance.name]
+        rows = self._calls[number]
+        instance.call_done(self, [rows[name] for name in names(self.form)])
+
+    def _fail_soon(self, instance: Instance, number: int) -> None:
+        self.world.after(instance, 1 + self.world.up_to(2), self._fail, instance, number)
+
+    def _fail(self, instance: Instance, number: int, late: bool = False) -> None:
+        if self._waiting.get(instance.name) != number:
+            return
+        rows = self._calls.get(number, {})
+        if late and len(rows) == len(self.form.peers) and not self._gone():
+            return  # the rows are on their way
+        del self._waiting[instance.name]
+        if late and not self._gone():
+            missing = [name for name in names(self.form) if name not in rows]
+            instance.call_failed(self, missing, Evidence.DEADLINE)
+        else:
+            gone = [name for name in self._gone() if name != instance.name]
+            instance.call_failed(self, self._seen(gone), Evidence.CLOSED)
+
+    def _seen(self, gone: list[str]) -> list[str]:
+        """Whom a member blames: it may have seen only some of those who are gone."""
+        return self.world.rng.sample(gone, self.world.rng.randint(1, len(gone))) if gone else []
+
+    # ---- ends
+
+    def close(self, instance: Instance, how: End = End.CLOSED) -> None:
+        """A member's end is no more; the others who wait for it notice."""
+        name = instance.name
+        if self._ends.get(name, End.OPEN) is not End.OPEN:
+            return
+        self._ends[name] = how
+        for other, number in list(self._waiting.items()):
+            if other == name or name not in self._calls.get(number, {}):
+                self._fail_soon(self.members[other], number)
+        if how is End.DEAD and self.is_formed:
+            for member in self.members.values():
+                if member is not instance and self.world.chance(self.world.settings.exited):
+                    delay = 1 + self.world.up_to(5)
+                    self.world.after(member, delay, member.sees_exit, self.form.epoch, name)
+        if not self.is_formed:
+            for member in self.members.values():
+                if member is not instance and self.world.chance(0.5):
+                    self.world.after(member, 1 + self.world.up_to(5), member.forming_fails, self)
+
+    def _gone(self, *, abruptly: bool = False) -> list[str]:
+        """Members whose end is no more."""
+        return [
+            name
+            for name, end in self._ends.items()
+            if end is End.DEAD or (end is End.CLOSED and not abruptly)
+        ]

@@ -1,0 +1,379 @@
+"""One simulated process: an engine's loop and threads around a real Recovery, Lockstep and Standing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.messages import (
+    Evidence,
+    Form,
+    FromCoordinator,
+    Leave,
+    Load,
+    Register,
+    State,
+    Welcome,
+)
+from coordinator.standing import Standing
+from engine import recovery as protocol
+from engine.recovery import Recovery, names, owned
+from parallel.lockstep import Header, Lockstep, Run, Switch, Wake
+from tests.simulator.elastic.group import End, Group
+from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
+
+if TYPE_CHECKING:
+    from tests.simulator.elastic.world import Request, World
+
+
+class Phase(enum.Enum):
+    LOADING = enum.auto()
+    ASLEEP = enum.auto()
+    WAITING = enum.auto()
+    """For a group."""
+    HEADERS = enum.auto()
+    COMPUTING = enum.auto()
+    EXPERTS = enum.auto()
+    """In the collectives of the forward pass, all in one."""
+    ENDED = enum.auto()
+
+
+class Instance:
+    """A process. Its step thread may hang (`hung_until`), and all of it may be stopped (`frozen_until`)."""
+
+    def __init__(self, world: World, number: int, rank: int | None) -> None:
+        self.world = world
+        self.number = number
+        self.name = f"i{number}"
+        self.alive = True
+        self.frozen_until = self.hung_until = self.cut_until = self.disturbed_at = -1_000
+        self.taken_out: tuple[int, int] | None = None
+        """By which coordinator, and the highest epoch then."""
+        self.fenced_up_to = self._fenced_from_welcome = 0
+        """The highest epoch of which it has been told that the others went on without it."""
+        self.phase = Phase.LOADING
+        self.room = world.settings.room + 2 * world.up_to(1) if world.settings.room else 0
+        self.held: set[int] = set()
+        self.requests: list[tuple[Request, int]] = []
+        """What runs here: (request, attempt)."""
+        self.draining = False
+        self.drained_at: int | None = None
+        self.recovery: Recovery = world.recovery_class(self.name)
+        self.lockstep: Lockstep | None = None
+        self.group: Group | None = None
+        self._scheduled = 0
+        self._turns = 0
+        self._beats = 0
+        self.standing = Standing(
+            Register(
+                instance=self.name, rank=rank, size=None, settings=world.mesh_settings, host="h", pid=number
+            )
+        )
+        self.standing.on_form = self._on_form
+        self.standing.on_fenced = self._on_fenced
+
+    def __repr__(self) -> str:
+        state = self.phase.name if self.alive else "dead"
+        return f"<Instance {self.name} {state} {len(self.requests)} requests {self.recovery!r} {self.lockstep!r} {self.standing!r}>"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no coordinator can know of it: it is stopped or cut off, or was until just now."""
+        return self.world.now <= max(self.frozen_until, self.cut_until) + TICKS_PER_SECOND
+
+    @property
+    def serves(self) -> bool:
+        """Whether routers choose it."""
+        return self.alive and not self.draining and self.standing.state is State.READY
+
+    # ---- the membership's thread
+
+    def say(self) -> None:
+        """Tell the coordinator how things are, now and after every interval."""
+        if not self.alive or self.standing.refusal is not None:
+            return
+        for message in self.standing.outgoing(Load()):
+            self.world.to_coordinator(self, message)
+        self._beats += 1
+        interval = int(RULES.heartbeat_interval * TICKS_PER_SECOND) if self.standing.welcome else ASK_INTERVAL
+        self.world.after(self, interval, self._say_again, self._beats)
+
+    def _say_again(self, beats: int) -> None:
+        if beats == self._beats:
+            self.say()
+
+    def hear(self, message: FromCoordinator) -> None:
+        """The coordinator says something."""
+        was_welcome = self.standing.welcome is not None
+        if isinstance(message, Welcome):
+            self.fenced_up_to = self._fenced_from_welcome
+        if self.standing.take(message):
+            self.say()
+        if self.standing.refusal is not None:
+            self.world.end(self)
+        elif self.standing.welcome is not None and not was_welcome and self.phase is Phase.LOADING:
+            self.world.after(self, self.world.up_to(self.world.settings.prepare), self._loaded)
+
+    def registers_again(self, coordinator: int, highest: int) -> None:
+        """Its registration reaches a coordinator that has formed this many groups."""
+        number, epoch = self.taken_out or (0, 0)
+        if coordinator == number and highest > epoch:  # the others went on meanwhile
+            self._fenced_from_welcome = epoch
+
+    def _loaded(self) -> None:
+        if self.phase is Phase.LOADING and self.standing.state is State.LOADING:
+            self.standing.state = State.LOADED
+            self.standing.address = self.standing.store = self.name
+            self.standing.max_experts = self.room
+            self.phase = Phase.WAITING
+            self.say()
+
+    def _on_form(self, form: Form) -> None:
+        self._carry_out(self.recovery.on_form(form))
+        self._poke()
+
+    def _on_fenced(self) -> None:
+        self.world.checker.counts["fenced"] += 1
+        self._carry_out(self.recovery.on_fenced())
+        self._poke()
+
+    # ---- the background
+
+    def _carry_out(self, instructions: Sequence[protocol.Instruction]) -> None:
+        for instruction in instructions:
+            self.world.note(self.name, instruction)
+            match instruction:
+                case protocol.Prepare(form):
+                    delay = self.world.up_to(self.world.settings.prepare)
+                    self.world.after(self, delay, self._read, form)
+                case protocol.Abandon(epoch):
+                    self.world.close_groups_of(self, epoch)
+                case protocol.AbortGroup(epoch):
+                    self.world.close_groups_of(self, epoch)
+                    if self.phase is Phase.ASLEEP:
+                        self.phase = Phase.WAITING
+                case protocol.Report(lost):
+                    self.standing.report(lost)
+                    self.say()
+                case protocol.DropRequests():
+                    self.requests.clear()
+                    self.world.after(None, 1, self.world.move_requests, self)  # it refuses them
+        self._tell_ready()
+
+    def _read(self, form: Form) -> None:
+        """The experts of a form are here; go to its rendezvous."""
+        if self.recovery.target is not form:
+            return
+        self.held |= owned(form, self.name)
+        self.world.provoke("read", self)
+        self.world.group_of(form).join(self)
+
+    def group_formed(self, group: Group) -> None:
+        """Everybody has come to the rendezvous."""
+        self._carry_out(self.recovery.prepared(group.form.epoch))
+        self.world.provoke("prepared", self)
+        self._poke()
+
+    def forming_ends(self, group: Group) -> None:
+        """The time for the forming is over."""
+        if not group.is_formed:
+            self.forming_fails(group)
+
+    def forming_fails(self, group: Group) -> None:
+        if self.recovery.target is group.form and not group.is_formed:
+            self.world.checker.counts["forming failed"] += 1
+            self._carry_out(self.recovery.failed(group.form.epoch))
+
+    def sees_exit(self, epoch: int, name: str) -> None:
+        """The process of a member has ended."""
+        instructions = self.recovery.group_failed(epoch, [name], Evidence.EXITED)
+        if instructions:
+            self.world.checker.interrupted(self, f"{name} exited")
+        self._carry_out(instructions)
+        self._poke()
+
+    def _tell_ready(self) -> None:
+        if self.standing.ready_epoch != self.recovery.ready_epoch:
+            self.standing.ready_epoch = self.recovery.ready_epoch
+            self.say()
+
+    # ---- the step thread
+
+    def _poke(self) -> None:
+        """Wake the loop if it sleeps."""
+        if self.phase in (Phase.ASLEEP, Phase.WAITING):
+            self._turns += 1
+            self.world.step_after(self, 0, self._turn_of, self._turns)
+
+    def _turn_of(self, turns: int) -> None:
+        if turns == self._turns and self.phase in (Phase.ASLEEP, Phase.WAITING):
+            self.loop()
+
+    def loop(self) -> None:
+        """The top of the step loop."""
+        if not self.alive:
+            return
+        if self.draining and not self.requests and self.phase is not Phase.LOADING:
+            self.recovery.drained(self.world.now / TICKS_PER_SECOND)
+            if self.drained_at is None:
+                self.drained_at = self.world.now
+                self.standing.state = State.DRAINED
+                self.say()
+                self.world.step_after(self, int(protocol.LEAVE_TIMEOUT * TICKS_PER_SECOND) + 1, self._poke)
+        turn = self.recovery.turn(self.world.now / TICKS_PER_SECOND)
+        match turn:
+            case protocol.End():
+                self.world.leave(self)
+            case protocol.Enter(form):
+                self._enter(form)
+                self.loop()
+            case protocol.Wait():
+                self.phase = Phase.WAITING
+            case protocol.Step():
+                self._begin_step()
+
+    def _enter(self, form: Form) -> None:
+        if self.group is not None:
+            self.group.close(self)
+        self.group = self.world.group_of(form)
+        self.world.note(self.name, f"enters {form.epoch} {names(form)}")
+        self.world.checker.entered(self, form, is_formed=self.group.is_formed)
+        self.lockstep = self.world.lockstep_class(names(form).index(self.name), len(form.peers), form.epoch)
+        if self.world.chance(0.7):
+            self.held &= self.recovery.experts_needed
+        self.standing.enter(form)
+        self.standing.experts = tuple(sorted(self.held))
+        self.standing.ready_epoch = self.recovery.ready_epoch
+        if not self.draining:
+            self.standing.state = State.READY
+        self.say()
+        self.world.provoke("entered", self)
+
+    def _begin_step(self) -> None:
+        assert self.lockstep is not None
+        assert self.group is not None
+        lockstep = self.lockstep
+        if self.requests or self.recovery.switch_pending:
+            wake = lockstep.wake()
+            if wake is not None:
+                self._send_wake(lockstep, wake)
+        if not lockstep.awake:
+            self.phase = Phase.ASLEEP
+            return
+        self.phase = Phase.HEADERS
+        tokens = sum(request.left for request, attempt in self.requests if request.attempt == attempt)
+        self._scheduled = min(self.world.settings.budget, max(tokens, bool(self.requests)))
+        header = lockstep.header(self._scheduled, ready_epoch=self.recovery.ready_epoch)
+        self.world.note(self.name, header)
+        self.world.checker.header_sent(self, header)
+        self.group.call(self, header)
+
+    def _send_wake(self, lockstep: Lockstep, wake: Wake) -> None:
+        if self.lockstep is not lockstep or lockstep.outstanding_wake != wake or self.group is None:
+            return
+        for name in names(self.group.form):
+            other = self.world.instances[name]
+            if other is not self and self.world.chance(0.8):
+                self.world.after(other, self.world.up_to(self.world.settings.delay), other.on_wake, wake)
+        self.world.after(self, 2 + self.world.settings.delay, self._send_wake, lockstep, wake)
+
+    def on_wake(self, wake: Wake) -> None:
+        """A peer wants a step."""
+        if self.lockstep is not None:
+            self.lockstep.on_wake(wake)
+            self._poke()
+
+    def call_done(self, group: Group, rows: list[Header | None]) -> None:
+        """The collective that the step thread was in has ended well."""
+        self.world.step_after(self, 0, self._go_on, group, rows)
+
+    def _go_on(self, group: Group, rows: list[Header | None]) -> None:
+        if group is not self.group:
+            return
+        if self.phase is Phase.HEADERS:
+            self._decide([row for row in rows if row is not None])
+        elif self.phase is Phase.EXPERTS:
+            self._commit()
+            self.loop()
+
+    def _decide(self, headers: list[Header]) -> None:
+        assert self.lockstep is not None
+        decision = self.lockstep.advance(headers)
+        self.world.note(self.name, decision)
+        self.world.checker.decided(self, decision)
+        match decision:
+            case Run():
+                self.phase = Phase.COMPUTING
+                self.world.step_after(
+                    self, 1 + self.world.up_to(self.world.settings.compute), self._computed, self.group
+                )
+                return
+            case Switch(epoch):
+                self.world.provoke("switch", self)
+                self._carry_out(self.recovery.switched(epoch))
+                if self.recovery.broken:
+                    self.world.checker.interrupted(self, f"cannot follow the others into epoch {epoch}")
+        self.loop()
+
+    def _computed(self, group: Group) -> None:
+        if self.phase is Phase.COMPUTING and group is self.group:
+            self.phase = Phase.EXPERTS
+            group.call(self, None)
+
+    def _commit(self) -> None:
+        """The tokens of this step are out."""
+        tokens = self._scheduled
+        for request, attempt in self.requests:
+            if request.attempt == attempt:
+                done = min(tokens, request.left)
+                request.left -= done
+                tokens -= done
+        self.requests = [
+            (request, attempt)
+            for request, attempt in self.requests
+            if request.left and request.attempt == attempt
+        ]
+
+    def call_failed(self, group: Group, suspects: list[str], evidence: Evidence) -> None:
+        """The collective that the step thread was in has failed; what was scheduled is scheduled again."""
+        self.world.step_after(self, 0, self._interrupted, group, suspects, evidence)
+
+    def _interrupted(self, group: Group, suspects: list[str], evidence: Evidence) -> None:
+        if group is not self.group or self.phase not in (Phase.HEADERS, Phase.EXPERTS):
+            return
+        self.world.checker.interrupted(self, f"{evidence} {suspects}")
+        self.phase = Phase.WAITING
+        self._carry_out(self.recovery.group_failed(group.form.epoch, suspects, evidence))
+        self.world.provoke("interrupted", self)
+        self.loop()
+
+    # ---- from outside
+
+    def accept(self, request: Request, attempt: int) -> None:
+        """A router sends a request."""
+        if self.draining or self.standing.state is not State.READY:
+            self.world.refuse(request, attempt)
+            return
+        self.requests.append((request, attempt))
+        self._poke()
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        if self.draining:
+            return
+        if self.standing.state is not State.READY:  # it ends at once, and others may be in a group with it
+            self.world.checker.has_faults = True
+            self.world.leave(self)
+            return
+        self.draining = True
+        self.standing.state = State.DRAINING
+        self.say()
+        self._poke()
+
+    def leave_message(self) -> Leave:
+        return Leave(self.name)
+
+    def group_ends(self, how: End) -> None:
+        """The process ends: all its ends close."""
+        self.world.close_groups_of(self, None, how)

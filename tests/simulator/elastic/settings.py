@@ -1,0 +1,118 @@
+"""The world of one schedule with faults, drawn from its seed. Times in ticks of 10 ms."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from coordinator.records import Rules
+
+TICKS_PER_SECOND = 100
+COORDINATOR_TICK = 10
+ASK_INTERVAL = 30
+"""Between two tries to register."""
+
+RULES = Rules(
+    heartbeat_interval=0.5,
+    member_timeout=2.0,
+    loading_timeout=30.0,
+    probe_grace=0.3,
+    quiet_grace=0.6,
+    return_grace=1.0,
+    forming_timeout=10.0,
+)
+"""Shorter than in life, in the same order."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """One schedule's world; each delay is drawn between 0 (or 1) and the value here."""
+
+    size: int
+    num_experts: int
+    room: int
+    """Experts that fit on an instance; 0: any number."""
+    budget: int
+    compute: int
+    gather: int
+    delay: int
+    """Of a wake; one in five is lost."""
+    wire: int
+    """Between an instance and the coordinator, one way, in order."""
+    prepare: int
+    """To read the experts of an epoch."""
+    deadline: int
+    """Of a collective."""
+    forming: int
+    """An instance gives the forming of a group up after this time."""
+    exited: float
+    """How often a death is seen as the end of a process, not only as a closed connection."""
+    arrivals: int
+    span: int
+    """In which all faults and arrivals are planned."""
+    kills: int
+    stalls: int
+    stall: int
+    hangs: int
+    """Step threads that stand still, in processes that answer."""
+    cuts: int
+    """Broken connections to the coordinator, for as long as a stall: all messages are lost."""
+    joins: int
+    leaves: int
+    restarts: int
+    """Of the coordinator."""
+    absence: int
+    """Of the coordinator, at most."""
+    provoked: float
+    """How often a fault waits for one of the worst moments instead of its time."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Settings:
+        size = rng.choice((1, 2, 2, 3, 3, 4))
+        calm = rng.random() < 0.2
+        faulty = (0, 0, 0, 0) if calm else (0, 0, 1, 2)
+        return cls(
+            size=size,
+            num_experts=8,
+            room=rng.choice((0, 0, 0, 8, 4, -(-8 // size))),
+            budget=rng.choice((1, 4, 16)),
+            compute=rng.choice((1, 2, 5, 15)),
+            gather=rng.choice((0, 1, 2, 8)),
+            delay=rng.choice((0, 1, 4)),
+            wire=rng.choice((0, 1, 5)),
+            prepare=rng.choice((0, 2, 20, 100)),
+            deadline=rng.choice((100, 150)),
+            forming=rng.choice((200, 400)),
+            exited=rng.choice((0.0, 0.5, 1.0)),
+            arrivals=1 + rng.randrange(8),
+            span=rng.choice((50, 300, 800)),
+            kills=rng.choice(faulty),
+            stalls=rng.choice(faulty),
+            stall=rng.choice((5, 40, 150, 500)),
+            hangs=rng.choice((*faulty, 0, 0)),
+            cuts=rng.choice((*faulty, 0)),
+            joins=rng.choice((1, 2, 3) if calm else (0, 1, 1, 2)),
+            leaves=rng.choice((0, 0, 1, 2)),
+            restarts=rng.choice((*faulty, 0)),
+            absence=rng.choice((5, 60, 400)),
+            provoked=rng.choice((0.0, 0.5, 1.0)),
+        )
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether anything happens but joins, leaves and work."""
+        return self.kills + self.stalls + self.hangs + self.cuts + self.restarts > 0
+
+    @property
+    def bound(self) -> int:
+        """From the last fault until everybody serves in one group again and all work is done.
+
+        In the worst case a restarted coordinator waits for who does not come back (``member_timeout``), the
+        group that it forms loses somebody who falls silent (again), and a change that was under way must run into
+        its timeout; then the last change happens, and the rest of the work is done.
+        """
+        seconds = 3 * RULES.member_timeout + 2 * RULES.forming_timeout + 5.0
+        changes = (2 + self.joins + self.leaves) * (self.prepare + self.forming + self.deadline)
+        return (
+            int(seconds * TICKS_PER_SECOND) + changes + 40 * self.arrivals * (self.compute + self.gather + 5)
+        )

@@ -1,0 +1,88 @@
+"""A mesh that changes holds its rules. Read a schedule with ``python -m tests.simulator.elastic SEED``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulator.elastic.checker import Checker, Rule, Violation
+from tests.simulator.elastic.world import World, simulate
+
+NUM_SCHEDULES = 3000
+"""The others, up to 50,000, are run by ``make simulate``."""
+CHUNK = 250
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+def test_no_schedule_with_faults_breaks_a_rule(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        simulate(seed)
+
+
+def test_a_seed_is_a_schedule() -> None:
+    for seed in range(20):
+        assert list(map(str, simulate(seed).trace)) == list(map(str, simulate(seed).trace))
+
+
+def test_at_the_end_everybody_alive_sleeps_in_the_newest_group() -> None:
+    for seed in range(30):
+        world = simulate(seed)
+        assert world.is_steady
+        assert world.membership is not None
+        assert (
+            world.membership.view().waiting_for == ""
+            or len(world.membership.view().members) < world.settings.size
+        )
+
+
+def test_the_schedules_reach_what_they_are_for() -> None:
+    """A rule that is never put to the test holds too."""
+    counts: Counter[str] = Counter()
+    for seed in range(500):
+        counts += simulate(seed).checker.counts
+    expected = {
+        "kills": 200,
+        "stalls": 200,
+        "two deaths at once": 20,
+        "hangs": 100,
+        "cuts": 100,
+        "restarts": 150,
+        "left": 200,
+        "Switch": 300,
+        "groups after a loss": 200,
+        "interrupted": 200,
+        "dead taken out": 150,
+        "stalled taken out": 25,
+        "fenced": 15,
+        "forming failed": 40,
+        "requests moved": 50,
+        "rescues": 50,  # by a supervisor, where the experts did not fit, or nobody was left
+        "numbers used again": 1,
+        "fault at form": 200,
+        "fault at read": 100,
+        "fault at prepared": 50,
+        "fault at entered": 50,
+        "fault at switch": 3,
+        "fault at interrupted": 3,
+    }
+    assert {name: counts[name] for name in expected if counts[name] < expected[name]} == {}
+
+
+def test_calm_schedules_are_smooth_because_nothing_fails_in_them() -> None:
+    calm = [world for world in map(World, range(100)) if not world.settings.has_faults]
+    assert len(calm) > 10
+    assert sum(world.settings.joins + world.settings.leaves > 1 for world in calm) > 5
+
+
+def test_a_violation_tells_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Checker, "formed", lambda checker, form, highest: checker.broken(Rule.RISING, "planted")
+    )
+    with pytest.raises(Violation) as caught:
+        simulate(7)
+    assert caught.value.rule is Rule.RISING
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"seed 7: {World(7).settings}\n")
+    assert "coordinator: starts, number 1" in note
+    assert "<Instance i0 " in note

@@ -1,0 +1,219 @@
+"""The simulator finds planted bugs in the rules of a mesh that changes, each by what its words say."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.epochs import Epochs
+from coordinator.messages import Evidence, Form, Settings, State, ToCoordinator
+from coordinator.records import Record
+from coordinator.standing import Standing
+from coordinator.suspicion import Suspicions
+from engine.recovery import Instruction, Recovery, Turn
+from parallel.lockstep import Decision, Header, Lockstep, Switch
+from parallel.placement import Placement, cover
+from tests.simulator.elastic.checker import Rule, Violation
+from tests.simulator.elastic.settings import Settings as SimulatorSettings
+from tests.simulator.elastic.world import World, simulate
+
+
+class TakesOutWhoAnswers(Suspicions):
+    def answered(self, instance: str, number: int) -> None:
+        return
+
+
+class TakesAClosedConnectionForADeath(Suspicions):
+    def accuse(self, instance: str, accuser: str, evidence: Evidence, now: float) -> int | None:
+        return super().accuse(instance, accuser, Evidence.EXITED, now)
+
+
+class FormsWithTheDead(Epochs):
+    """Once a member, always a member."""
+
+    def _candidates(self) -> list[Record]:
+        seen = self.__dict__.setdefault("seen", {})
+        seen.update({record.instance: record for record in super()._candidates()})
+        return sorted(seen.values(), key=lambda record: record.rank)
+
+
+class ForgetsLostExperts(Epochs):
+    """Whoever held them; nobody is asked to read them."""
+
+    def _placement(self, settings: Settings, members: list[Record]) -> Placement:
+        placement = super()._placement(settings, members)
+        if not any(member.experts for member in members):
+            return placement
+        held = {expert for member in members for expert in member.experts}
+        return msgspec.structs.replace(
+            placement, owners=tuple(owner for expert, owner in enumerate(placement.owners) if expert in held)
+        )
+
+
+class ForgetsThatRoomIsLimited(Epochs):
+    def _placement(self, settings: Settings, members: list[Record]) -> Placement:
+        return cover(settings.num_experts, [member.experts for member in members], [0] * len(members))
+
+
+class FormsAtOnceAfterARestart(Epochs):
+    def _is_young(self, now: float) -> bool:
+        return False
+
+    def _adoption_ends(self, now: float) -> bool:
+        self._adopted_at = None
+        return True
+
+
+class ForgetsTheNumbersBeforeARestart(Epochs):
+    def learn(self, epoch: int, group: Form | None, now: float) -> None:
+        super().learn(0, None if group is None else msgspec.structs.replace(group, epoch=1), now)
+
+    def heard(self, record: Record) -> None:
+        return
+
+
+class MakesTwoChangesAtOnce(Epochs):
+    def begins(self) -> bool:
+        self._begun = True
+        return False
+
+
+class NeverLetsALeaverGo(Epochs):
+    def _candidates(self) -> list[Record]:
+        drained = [record for record in self._records.values() if record.state is State.DRAINED]
+        return sorted([*super()._candidates(), *drained], key=lambda record: record.rank)
+
+
+class FencesNobody(Epochs):
+    def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
+        return False
+
+
+class TakesAStaleForm(Recovery):
+    def on_form(self, form: Form) -> list[Instruction]:
+        self._newest = 0
+        return super().on_form(form)
+
+
+class EntersWhenItIsReadyItself(Recovery):
+    def turn(self, now: float) -> Turn:
+        self._switched = self._switched or self._ready
+        return super().turn(now)
+
+
+class IsReadyBeforeItsGroup(Recovery):
+    @property
+    def ready_epoch(self) -> int:
+        return self.target.epoch if self.target is not None else self.epoch
+
+
+class LeavesWithoutAWord(Recovery):
+    def _may_go(self, now: float) -> bool:
+        return True
+
+
+class GoesOnWhenFenced(Recovery):
+    def on_fenced(self) -> list[Instruction]:
+        return []
+
+
+class KeepsNoWatchOverTheCoordinator(Standing):
+    """A loss is told once, whether anybody listens or not."""
+
+    def outgoing(self, load: Any) -> list[ToCoordinator]:
+        messages = super().outgoing(load)
+        if self.welcome is not None:
+            self._lost = None
+        return messages
+
+
+class ForgetsItsExpertsTooEarly(Recovery):
+    """Those of the group that it steps in, as soon as it knows the next one."""
+
+    @property
+    def experts_needed(self) -> frozenset[int]:
+        return frozenset()
+
+
+class SwitchesBeforeAllAgree(Lockstep):
+    def advance(self, headers: Sequence[Header]) -> Decision:
+        decision = super().advance(headers)
+        newest = max(header.ready_epoch for header in headers)
+        if newest > headers[0].epoch and not isinstance(decision, Switch):
+            self._enter(newest)
+            return Switch(newest)
+        return decision
+
+
+PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
+    TakesOutWhoAnswers: ("coordinator.membership.Suspicions", {Rule.ALIVE}),
+    TakesAClosedConnectionForADeath: ("coordinator.membership.Suspicions", {Rule.ALIVE}),
+    FormsWithTheDead: ("coordinator.membership.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
+    ForgetsLostExperts: ("coordinator.membership.Epochs", {Rule.OWNED}),
+    ForgetsThatRoomIsLimited: ("coordinator.membership.Epochs", {Rule.OWNED}),
+    FormsAtOnceAfterARestart: ("coordinator.membership.Epochs", {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE}),
+    ForgetsTheNumbersBeforeARestart: (
+        "coordinator.membership.Epochs",
+        {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # who ignores its Forms as stale is never ready
+    ),
+    MakesTwoChangesAtOnce: ("coordinator.membership.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
+    NeverLetsALeaverGo: ("coordinator.membership.Epochs", {Rule.LEFT}),
+    FencesNobody: ("coordinator.membership.Epochs", {Rule.FENCED}),
+    TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
+    EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
+    IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
+    LeavesWithoutAWord: ("World.recovery_class", {Rule.SMOOTH}),
+    GoesOnWhenFenced: ("World.recovery_class", {Rule.FENCED, Rule.RECOVERS}),
+    ForgetsItsExpertsTooEarly: ("World.recovery_class", {Rule.OWNED}),
+    KeepsNoWatchOverTheCoordinator: ("tests.simulator.elastic.instance.Standing", {Rule.RECOVERS}),
+    SwitchesBeforeAllAgree: ("World.lockstep_class", {Rule.AGREEMENT}),
+}
+"""Each planted bug: where, and the rules that may be the first to notice it."""
+
+RARE: dict[type[Any], Callable[[SimulatorSettings], bool]] = {
+    ForgetsTheNumbersBeforeARestart: lambda settings: settings.restarts > 0,
+    FormsAtOnceAfterARestart: lambda settings: settings.restarts > 0 < settings.stalls,
+    FencesNobody: lambda settings: settings.stalls > 0 and settings.stall == 500,
+    GoesOnWhenFenced: lambda settings: settings.stalls > 0 and settings.stall == 500,
+    KeepsNoWatchOverTheCoordinator: lambda settings: settings.restarts > 0 < settings.stalls,
+}
+"""What must come together for a bug to be seen; the other schedules are not run."""
+
+WITHIN = 600
+"""So many schedules are enough."""
+
+
+def schedules(bug: type[Any]) -> Iterator[int]:
+    chosen = RARE.get(bug, lambda settings: True)
+    return (seed for seed in itertools.count() if chosen(SimulatorSettings.draw(random.Random(seed))))
+
+
+def first_violation(seeds: Iterable[int]) -> tuple[int, Violation] | None:
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except Violation as violation:
+            return seed, violation
+    return None
+
+
+def plant(bug: type[Any], patch: pytest.MonkeyPatch) -> Collection[Rule]:
+    where, rules = PLANTED[bug]
+    if where.startswith("World."):
+        patch.setattr(World, where.removeprefix("World."), bug)
+    else:
+        patch.setattr(where, bug)
+    return rules
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = plant(bug, monkeypatch)
+    found = first_violation(itertools.islice(schedules(bug), WITHIN))
+    assert found is not None, f"{WITHIN} schedules, and nothing noticed {bug.__name__}"
+    assert found[1].rule in rules, found

@@ -1,0 +1,470 @@
+"""The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
+
+A schedule is a seed. Real are :class:`coordinator.membership.Membership`, :class:`coordinator.standing.Standing`,
+:class:`engine.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
+one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from coordinator.membership import Membership
+from coordinator.messages import Beat, Form, Register, ToCoordinator, Welcome
+from coordinator.messages import Settings as MeshSettings
+from coordinator.records import Note, Send
+from engine.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
+from parallel.lockstep import Lockstep, LockstepError
+from tests.simulator.elastic.checker import Checker, Rule, Violation
+from tests.simulator.elastic.group import End, Group
+from tests.simulator.elastic.instance import Instance, Phase
+from tests.simulator.elastic.settings import COORDINATOR_TICK, RULES, TICKS_PER_SECOND, Settings
+
+MAX_EVENTS = 60_000
+STEADY = 150
+"""Ticks that everything must stay as it should be."""
+MAX_INSTANCES = 7
+
+MESH_SETTINGS = MeshSettings(
+    model="m", revision=None, served_model_name=("m",), fingerprint="f", dtype="float32", max_model_len=128,
+    block_size=16, vocab_size=100, tensor_parallel_size=1, pipeline_parallel_size=1, enable_expert_parallel=True,
+    expert_placement_strategy="linear", all2all_backend="auto", data_parallel_size=1, max_num_batched_tokens=64,
+    max_num_seqs=8,
+)  # fmt: skip
+
+
+class Request:
+    """A request, in its router's ledger."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+        self.attempt = 0
+        self.home: Instance | None = None
+
+
+class World:
+    """Everything that there is in one schedule."""
+
+    membership_class = Membership
+    recovery_class = Recovery
+    lockstep_class = Lockstep
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.settings = Settings.draw(self.rng)
+        self._bound = self.settings.bound
+        self.now = 0
+        self.trace: list[tuple[int, object, object]] = []
+        self.checker = Checker(has_faults=self.settings.has_faults, num_experts=self.settings.num_experts)
+        self.mesh_settings = msgspec.structs.replace(
+            MESH_SETTINGS, data_parallel_size=self.settings.size, num_experts=self.settings.num_experts
+        )
+        self.instances: dict[str, Instance] = {}
+        self.requests: list[Request] = []
+        self.membership: Membership | None = None
+        self._groups: dict[tuple[int, str], Group] = {}
+        self.num_coordinators = 0
+        self._last_arrival: dict[tuple[str, str], tuple[int, float]] = {}
+        self._ranks: dict[int, str] = {}
+        """Who has each rank, or had it last."""
+        self._highest = 0
+        self._num_events = 0
+        self._queue: list[
+            tuple[int, float, int, Instance | None, bool, Callable[..., None], tuple[Any, ...]]
+        ] = []
+        self._worst: list[Callable[[Instance], None]] = []
+        """Faults that wait for a worst moment."""
+        self.last_fault = 0
+        self._steady_since: int | None = None
+        self._plan()
+
+    # ---- time and chance
+
+    def up_to(self, most: int) -> int:
+        return int(self.rng.random() * (most + 1))
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def after(self, who: Instance | None, delay: int, what: Callable[..., None], *arguments: Any) -> None:
+        """Let something happen to an instance (or to the world), if it still lives then."""
+        self._push(self.now + delay, who, False, what, arguments)
+
+    def step_after(self, who: Instance, delay: int, what: Callable[..., None], *arguments: Any) -> None:
+        """The same for what its step thread does, which may hang."""
+        self._push(self.now + delay, who, True, what, arguments)
+
+    def _push(
+        self,
+        when: int,
+        who: Instance | None,
+        in_step: bool,
+        what: Callable[..., None],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        self._num_events += 1
+        heapq.heappush(
+            self._queue, (when, self.rng.random(), self._num_events, who, in_step, what, arguments)
+        )
+
+    def note(self, who: object, what: object) -> None:
+        self.trace.append((self.now, who, what))
+
+    # ---- the plan
+
+    def _plan(self) -> None:
+        settings = self.settings
+        self._coordinator_begins()
+        for rank in range(settings.size):
+            self.after(None, self.up_to(20), self._spawn, rank)
+        for _ in range(settings.arrivals):
+            self.after(None, self.up_to(settings.span + 100), self._arrive)
+        for count, fault in (
+            (settings.kills, self._kill),
+            (settings.stalls, self._stall),
+            (settings.hangs, self._hang),
+            (settings.cuts, self._cut),
+            (settings.leaves, self._leave),
+            (settings.restarts, self._restart_coordinator),
+        ):
+            for _ in range(count):
+                if self.chance(settings.provoked):
+                    self._worst.append(fault)
+                else:
+                    self.after(None, 100 + self.up_to(settings.span), self._fault, fault)
+        for _ in range(settings.joins):
+            self.after(None, self.up_to(settings.span + 100), self._spawn, None)
+        self.last_fault = 100 + settings.span
+        self.after(None, COORDINATOR_TICK, self._tick)
+
+    def provoke(self, point: str, instance: Instance) -> None:
+        """A worst moment: now a fault may happen."""
+        if self._worst and self.now > 50 and self.chance(0.25):
+            fault = self._worst.pop(self.rng.randrange(len(self._worst)))
+            self.checker.counts[f"fault at {point}"] += 1
+            victim = instance if self.chance(0.5) else self._anybody()
+            self.after(None, self.up_to(3), self._fault, fault, victim)
+
+    def _fault(self, fault: Callable[[Instance], None], victim: Instance | None = None) -> None:
+        victim = victim if victim is not None and victim.alive else self._anybody()
+        if victim is not None:
+            self.last_fault = max(self.last_fault, self.now)
+            self._steady_since = None
+            fault(victim)
+
+    def _anybody(self) -> Instance | None:
+        living = [instance for instance in self.instances.values() if instance.alive]
+        return self.rng.choice(living) if living else None
+
+    def _spawn(self, rank: int | None) -> None:
+        if sum(instance.alive for instance in self.instances.values()) >= MAX_INSTANCES:
+            return
+        number = len(self.instances)
+        instance = self.instances[f"i{number}"] = Instance(self, number, rank)
+        self.note(instance.name, f"starts, rank {rank}")
+        self.last_fault = max(self.last_fault, self.now)
+        self._steady_since = None
+        instance.say()
+
+    def _kill(self, victim: Instance) -> None:
+        self._kill_one(victim)
+        other = self._anybody()
+        if other is not None and self.chance(0.2):
+            self.checker.counts["two deaths at once"] += 1
+            self._kill_one(other)
+        if self.settings.restarts and self.chance(0.2):
+            self._restart_coordinator(victim)
+
+    def _kill_one(self, victim: Instance) -> None:
+        self.note(victim.name, "is killed")
+        self.checker.counts["kills"] += 1
+        rank = victim.standing.welcome.rank if victim.standing.welcome else None
+        self.end(victim, End.DEAD)
+        if self.chance(0.5):
+            self.after(None, self.up_to(100), self._spawn, rank if self.chance(0.7) else None)
+
+    def _stall(self, victim: Instance) -> None:
+        self.note(victim.name, "is stopped")
+        self.checker.counts["stalls"] += 1
+        victim.frozen_until = self.now + 1 + self.up_to(self.settings.stall)
+        self.last_fault = max(self.last_fault, victim.frozen_until)
+        victim.disturbed_at = max(victim.disturbed_at, victim.frozen_until)
+
+    def _hang(self, victim: Instance) -> None:
+        self.note(victim.name, "hangs")
+        self.checker.counts["hangs"] += 1
+        victim.hung_until = self.now + 1 + self.up_to(self.settings.stall)
+        self.last_fault = max(self.last_fault, victim.hung_until)
+        victim.disturbed_at = max(victim.disturbed_at, victim.hung_until)
+
+    def _cut(self, victim: Instance) -> None:
+        self.note(victim.name, "has no connection to the coordinator")
+        self.checker.counts["cuts"] += 1
+        victim.cut_until = self.now + 1 + self.up_to(self.settings.stall)
+        self.last_fault = max(self.last_fault, victim.cut_until)
+        victim.disturbed_at = max(victim.disturbed_at, victim.cut_until)
+
+    def _leave(self, victim: Instance) -> None:
+        self.note(victim.name, "is told to leave")
+        victim.drain()
+
+    def _restart_coordinator(self, _: Instance) -> None:
+        if self.membership is not None:
+            self.note("coordinator", "is killed")
+            self.checker.counts["restarts"] += 1
+            self.membership = None
+            absence = 1 + self.up_to(self.settings.absence)
+            self.last_fault = max(self.last_fault, self.now + absence)
+            self.after(None, absence, self._coordinator_begins)
+
+    # ---- the coordinator
+
+    def _coordinator_begins(self) -> None:
+        self.num_coordinators += 1
+        rules = msgspec.structs.replace(RULES, size=self.settings.size, token=str(self.num_coordinators))
+        self.membership = self.membership_class(rules)
+        self._highest = 0
+        self.note("coordinator", f"starts, number {self.num_coordinators}")
+
+    def to_coordinator(self, instance: Instance, message: ToCoordinator) -> None:
+        if self.membership is not None and self.now > instance.cut_until:
+            arguments = (self.num_coordinators, instance.name, message)
+            self._send((instance.name, "to"), None, self._coordinator_hears, arguments)
+
+    def _send(
+        self,
+        link: tuple[str, str],
+        who: Instance | None,
+        what: Callable[..., None],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Over a connection: in order."""
+        when, order = self.now + self.up_to(self.settings.wire), self.rng.random()
+        last, last_order = self._last_arrival.get(link, (-1, 0.0))
+        if when <= last:
+            when, order = last, last_order + (1 - last_order) * order
+        self._last_arrival[link] = (when, order)
+        self._num_events += 1
+        heapq.heappush(self._queue, (when, order, self._num_events, who, False, what, arguments))
+
+    def _coordinator_hears(self, number: int, name: str, message: ToCoordinator) -> None:
+        if self.membership is not None and number == self.num_coordinators:
+            if isinstance(message, Register):
+                self.instances[name].registers_again(self.num_coordinators, self._highest)
+            self._highest = max(self._highest, getattr(message, "epoch", 0))
+            self._carry_out(self.membership.handle(name.encode(), message, self.now / TICKS_PER_SECOND), name)
+
+    def _tick(self) -> None:
+        if self.membership is not None:
+            self._carry_out(self.membership.tick(self.now / TICKS_PER_SECOND))
+        self._rescue()
+        self._look_whether_steady()
+        self.after(None, COORDINATOR_TICK, self._tick)
+
+    def _carry_out(self, instructions: list[Send | Note], sender: str = "") -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Note):
+                self.note("coordinator", instruction.text)
+                _, rank, what, *_ = instruction.text.split()  # "instance 3 registered ..."
+                if what == "registered":
+                    self._ranks[int(rank)] = sender
+                elif what == "taken":
+                    self._taken_out(int(rank))
+                continue
+            message = instruction.message
+            if isinstance(message, Form) and message.epoch > self._highest:
+                self.checker.formed(message, self._highest)
+                self._highest = message.epoch
+            instance = self.instances[instruction.peer.decode()]
+            if not instance.alive or self.now <= instance.cut_until:
+                continue
+            if not isinstance(message, Beat):
+                self.note(f"coordinator to {instance.name}", message)
+            self._send((instance.name, "from"), instance, instance.hear, (message,))
+        if any(isinstance(item, Send) and isinstance(item.message, Form) for item in instructions):
+            somebody = self._anybody()
+            if somebody is not None:
+                self.provoke("form", somebody)
+
+    def _taken_out(self, rank: int) -> None:
+        """The coordinator has taken somebody out."""
+        instance = self.instances[self._ranks[rank]]
+        since = self.now - instance.disturbed_at
+        suspicious = instance.disturbed_at >= 0 and since < 3 * RULES.member_timeout * TICKS_PER_SECOND
+        self.checker.taken_out(instance, suspicious=suspicious)
+        instance.taken_out = (self.num_coordinators, self._highest)
+        self.move_requests(instance)
+
+    # ---- instances
+
+    def group_of(self, form: Form) -> Group:
+        key = (form.epoch, form.token)
+        if key not in self._groups:
+            self._groups[key] = Group(self, form)
+        return self._groups[key]
+
+    def close_groups_of(self, instance: Instance, epoch: int | None, how: End = End.CLOSED) -> None:
+        """Of one epoch, or of all."""
+        for group in list(self._groups.values()):
+            if instance.name in group.members and epoch in (None, group.form.epoch):
+                group.close(instance, how)
+
+    def leave(self, instance: Instance) -> None:
+        """An instance ends in good order."""
+        waited = self.now - (self.now if instance.drained_at is None else instance.drained_at)
+        self.checker.left(instance, in_vain=waited >= LEAVE_TIMEOUT * TICKS_PER_SECOND)
+        self.note(instance.name, "leaves")
+        self.to_coordinator(instance, instance.leave_message())
+        self.end(instance)
+
+    def end(self, instance: Instance, how: End = End.CLOSED) -> None:
+        """A process ends."""
+        if instance.alive:
+            instance.alive = False
+            if how is not End.DEAD:
+                instance.phase = Phase.ENDED
+            self.close_groups_of(instance, None, how)
+            self.after(None, 1 + self.up_to(5), self.move_requests, instance)
+
+    # ---- routers
+
+    def _arrive(self) -> None:
+        request = Request(1 + self.up_to(self.rng.choice((2, 20))))
+        self.requests.append(request)
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """Send a request to an instance; if there is none, try again later."""
+        able = [
+            instance
+            for instance in self.instances.values()
+            if instance.serves and instance is not request.home
+        ]
+        request.attempt += 1
+        if not able:
+            request.home = None
+            self.after(None, 20, self._try_again, request, request.attempt)
+            return
+        request.home = self.rng.choice(able)
+        self._push(
+            self.now + self.up_to(2), request.home, True, request.home.accept, (request, request.attempt)
+        )
+
+    def _try_again(self, request: Request, attempt: int) -> None:
+        if request.left and request.attempt == attempt:
+            self._place(request)
+
+    def refuse(self, request: Request, attempt: int) -> None:
+        """An instance does not take a request."""
+        self.after(None, 1, self._try_again, request, attempt)
+
+    def move_requests(self, instance: Instance) -> None:
+        """The requests of a lost instance go on elsewhere."""
+        for request in self.requests:
+            if request.left and request.home is instance:
+                self.checker.counts["requests moved"] += 1
+                self._place(request)
+
+    # ---- the end
+
+    def _rescue(self) -> None:
+        """When nobody plans anything any more, a supervisor sees to it that there are enough instances."""
+        if self.now < self.last_fault + 50 or self.membership is None:
+            return
+        living = [
+            instance for instance in self.instances.values() if instance.alive and not instance.draining
+        ]
+        room = sum(instance.room or self.settings.num_experts for instance in living)
+        started = self.membership.view().epoch > 0
+        if room < self.settings.num_experts or (not started and len(living) < self.settings.size):
+            self.checker.counts["rescues"] += 1
+            self._spawn(None)
+
+    @property
+    def is_steady(self) -> bool:
+        """Everybody alive sleeps in one group, which is the newest one, and no work is left."""
+        living = [instance for instance in self.instances.values() if instance.alive]
+        if any(request.left for request in self.requests) or not living:
+            return False
+        groups = {instance.recovery.epoch for instance in living}
+        return (
+            len(groups) == 1
+            and 0 not in groups
+            and all(instance.phase is Phase.ASLEEP for instance in living)
+            and all(instance.recovery.target is None for instance in living)
+            and len(living[0].recovery.current.peers) == len(living)  # type: ignore[union-attr]
+        )
+
+    def _look_whether_steady(self) -> None:
+        if not self.is_steady or self.membership is None or self.now < self.last_fault:
+            self._steady_since = None
+        elif self._steady_since is None:
+            self._steady_since = self.now
+
+    def run(self) -> None:
+        """Let everything happen until all is as it should be, for a while."""
+        while True:
+            self.now, _, _, who, in_step, what, arguments = heapq.heappop(self._queue)
+            if who is not None and not self._may_happen(who, in_step, what, arguments):
+                continue
+            try:
+                what(*arguments)
+            except LockstepError as error:
+                self.checker.error(str(error))
+            if self._steady_since is not None and self.now - self._steady_since >= STEADY:
+                return
+            if self.now > self.last_fault + self._bound:
+                self.checker.broken(Rule.RECOVERS, f"{self.now - self.last_fault} ticks after the last fault")
+            if self._num_events > MAX_EVENTS:
+                self.checker.broken(Rule.STORM, f"{self._num_events} events")
+
+    def _may_happen(
+        self, who: Instance, in_step: bool, what: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> bool:
+        """Whether an instance lives and runs; if it stands still, what happens to it waits until it goes on."""
+        if not who.alive:
+            return False
+        until = max(who.frozen_until, who.hung_until if in_step else -1)
+        if self.now <= until:
+            self._push(until + 1, who, in_step, what, arguments)
+            return False
+        return True
+
+
+def simulate(seed: int) -> World:
+    """Run the schedule of a seed.
+
+    Raises:
+        Violation: a rule was broken; its notes are the seed and the trace.
+    """
+    world = World(seed)
+    try:
+        world.run()
+    except Violation as violation:
+        violation.add_note(report(seed, world))
+        raise
+    return world
+
+
+def report(seed: int, world: World, lines: int = 120) -> str:
+    """The end of a schedule, to read."""
+    told = [f"seed {seed}: {world.settings}"]
+    if len(world.trace) > lines:
+        told.append(f"({len(world.trace) - lines} earlier lines left out)")
+    told += [f"{time:6d}  {who}: {_shown(what)}" for time, who, what in world.trace[-lines:]]
+    return "\n".join([*told, repr(world.membership), *map(repr, world.instances.values())])
+
+
+def _shown(what: object) -> str:
+    if isinstance(what, Form):
+        return f"Form({what.epoch} of {'+'.join(names(what))}, leavers {what.leavers}, broken {what.broken})"
+    if isinstance(what, Prepare):
+        return f"Prepare({what.form.epoch})"
+    if isinstance(what, Welcome):
+        return f"Welcome(rank {what.rank}, epoch {what.epoch}{', fenced' * what.fenced})"
+    return str(what)
