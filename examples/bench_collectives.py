@@ -6,6 +6,10 @@
 Each member is a process with one thread. Both transports are measured by the same processes, in turn and in
 short blocks, so that whatever else the machine does hits both. A size is that of the tensor that each member
 gives. Compare the numbers of one run only.
+
+Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait for
+it in the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
+each waiting member used: with more members than cores, who waits must not take the core from who works.
 """
 
 from __future__ import annotations
@@ -19,16 +23,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
+if TYPE_CHECKING:
+    from parallel.communicators import Communicator
+
 BACKENDS = ("gloo", "shared_memory")
-SIZES = (64, 1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+SIZES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+FULL = 64 << 10  # bytes up to which a cell has all its repeats; larger ones have fewer, down to FEWEST
+FEWEST = 40
 HEADER_INTS = 7
 BLOCK = 20  # calls of one transport before it is the other's turn
 WARM_UP = 20
 TIMEOUT = 60.0
+WORK_ROWS = 1500  # of the square matrix whose product is the work that others wait for: some 50 ms
+WAITS = 20
 
 
 def measure(call: Callable[[], Any], seconds: list[float]) -> None:
@@ -42,7 +53,6 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
     """One member: makes all calls with both transports. Rank 0 prints what it measured."""
     import torch
 
-    from parallel.communicators import Communicator
     from parallel.groups import form, open_store
 
     torch.set_num_threads(1)
@@ -72,7 +82,8 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
                 for _ in range(WARM_UP):
                     call()
             seconds: list[list[float]] = [[] for _ in groups]
-            while len(seconds[0]) < repeats:
+            enough = max(FEWEST, int(repeats * min(1.0, FULL / num_bytes)))
+            while len(seconds[0]) < enough:
                 for call, taken in zip(both, seconds, strict=True):
                     measure(call, taken)
             if rank == 0:
@@ -83,8 +94,44 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
                         f"{backend}_p99_us": percentile(taken, 99),
                     }
                 print(json.dumps(row), flush=True)
+        cost = {backend: cost_of_waiting(group) for backend, group in zip(BACKENDS, groups, strict=True)}
+        if rank == 0:
+            print(json.dumps({"ranks": size, "waiting": cost}), flush=True)
     for group in groups:
         group.close()
+
+
+def cost_of_waiting(group: Communicator) -> dict[str, float]:
+    """How rank 0's work changes when the others wait for it, and what processor time their waiting takes."""
+    import torch
+
+    square, word = torch.rand(WORK_ROWS, WORK_ROWS), torch.ones(16)
+
+    def seconds_of_work() -> float:
+        began = time.perf_counter()
+        square @ square
+        return time.perf_counter() - began
+
+    alone: list[float] = []
+    if group.rank == 0:
+        time.sleep(0.5)  # nobody calls anything: the others sleep as well, see below
+        alone = [seconds_of_work() for _ in range(WAITS)]
+    else:
+        time.sleep(0.5 + 0.2 * WAITS)
+    group.all_gather_ints([0])
+    waited_for: list[float] = []
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(WAITS):
+        if group.rank == 0:
+            waited_for.append(seconds_of_work())
+        group.all_reduce(word)
+    share = (time.process_time() - used) / (time.perf_counter() - began)
+    rows = group.all_gather_ints([int(1e6 * share)])
+    return {
+        "work_alone_ms": round(1e3 * statistics.median(alone), 2) if alone else 0.0,
+        "work_waited_for_ms": round(1e3 * statistics.median(waited_for), 2) if alone else 0.0,
+        "core_per_waiting_member": round(statistics.mean(row[0] for row in rows[1:]) / 1e6, 4),
+    }
 
 
 def percentile(seconds: list[float], percent: int) -> float:
@@ -113,7 +160,9 @@ def bench(size: int, repeats: int) -> list[dict[str, Any]]:
         rows = []
         for line in lines:
             rows.append(json.loads(line))
-            print(line_of_table(rows[-1]), flush=True)
+            print(
+                lines_of_waiting(rows[-1]) if "waiting" in rows[-1] else line_of_table(rows[-1]), flush=True
+            )
         if any(member.wait() for member in members):
             raise SystemExit("a member failed")
         return rows
@@ -129,6 +178,15 @@ def line_of_table(row: dict[str, Any]) -> str:
         f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}"
         f"{row['gloo_p50_us']:>11.0f}{row['gloo_p99_us']:>10.0f}"
         f"{row['shared_memory_p50_us']:>12.0f}{row['shared_memory_p99_us']:>10.0f}{ratio:>8.1f}x"
+    )
+
+
+def lines_of_waiting(row: dict[str, Any]) -> str:
+    return "\n".join(
+        f"{row['ranks']:>5}  waiting by {backend:<15} work of {cost['work_alone_ms']:.1f} ms takes "
+        f"{cost['work_waited_for_ms'] / cost['work_alone_ms']:.2f} times as long while the others wait; "
+        f"each of them uses {100 * cost['core_per_waiting_member']:.1f} % of a core"
+        for backend, cost in row["waiting"].items()
     )
 
 
