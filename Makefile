@@ -10,8 +10,13 @@ STAMP  := $(VENV)/.installed
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
 
-test: $(STAMP)  ## run all tests
+test: $(STAMP)  ## run all tests, or those that ARGS names
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m mesh
+endif
 
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .

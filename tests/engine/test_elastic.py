@@ -17,6 +17,8 @@ from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement, place
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
+pytestmark = pytest.mark.mesh
+
 PATIENCE = 10.0
 NUM_EXPERTS = 6
 

@@ -25,6 +25,8 @@ from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
 from tests.engine.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.mesh
+
 
 def settings(directory: Path, **device: object) -> EngineConfig:
     return EngineConfig(

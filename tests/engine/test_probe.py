@@ -18,6 +18,8 @@ from engine.probe.links import Ask
 from parallel import measure
 from tests.mesh.harness import free_port
 
+pytestmark = pytest.mark.mesh
+
 
 def test_torch_tells_what_it_is() -> None:
     done = subprocess.run(

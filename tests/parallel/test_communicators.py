@@ -30,6 +30,8 @@ from parallel.communicators.waiting import Patience
 from parallel.groups import form, open_store
 from tests.parallel import members
 
+pytestmark = pytest.mark.mesh
+
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("gloo", "shared_memory")
 NUMBERS = itertools.count(100)
