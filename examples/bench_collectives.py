@@ -7,8 +7,8 @@ Each member is a process with one thread. Both transports are measured by the sa
 short blocks, so that whatever else the machine does hits both. A size is that of the tensor that each member
 gives. Compare the numbers of one run only.
 
-Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait for
-it in the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
+Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait in
+the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
 each waiting member used: with more members than cores, who waits must not take the core from who works.
 """
 
