@@ -32,6 +32,14 @@ class Entry:
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     num_deltas: int = 0
+    owed: bool = False
+    """An instance had taken it: whoever is asked next takes it, too."""
+    blocks: list[int] | None = None
+    """Names of the blocks of its prompt, once they were needed."""
+    uncached: int = 0
+    """Tokens that its instance had to compute before the first one comes out, as far as was known."""
+    recalled: bool = False
+    """It was asked back from the instance where it is now."""
     failed_ranks: frozenset[int] = frozenset()
     orphaned_at: float = 0.0
     """When it was left without an instance that could take it."""
@@ -48,6 +56,7 @@ class Entry:
             output_ids=self.emitted,
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
+            owed=self.owed,
         )
 
     @property
@@ -71,7 +80,7 @@ class Ledger:
     def place(self, entry: Entry, instance: str, number: int) -> None:
         """A new try begins; the one before, if any, is void."""
         self.drop(entry)
-        entry.address, entry.attempts = (instance, number), entry.attempts + 1
+        entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         self._entries[entry.address] = entry
 
     def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:

@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """The instance that the client asked for (X-data-parallel-rank)."""
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""
+    """Requests of one session bear the same: a hint to keep them together."""
 
 
 class Generation(Protocol):
