@@ -1,4 +1,4 @@
-"""What an instance tells routers of its prefix cache: which blocks it came to know, and which it forgot (pure).
+"""What an instance tells routers of its prefix cache: which blocks it stored, and which it dropped (pure).
 
 Every change has a number. A router is told all changes since those that it has, or, when they are not kept
 any more, everything that is known now. Routers compute the same names from a prompt's tokens

@@ -18,7 +18,7 @@ BlockHash = bytes
 
 HASH_BYTES = 16
 NAME_BYTES = 8
-"""Of a hash, as routers are told of it: they only choose by it, so that a collision costs some time at worst."""
+"""Of a hash, as routers are told of it: they only choose by it, so a collision costs some time at worst."""
 
 
 def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") -> BlockHash:
@@ -33,7 +33,7 @@ def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") 
 
 
 def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list[int]:
-    """What routers call the full blocks of a prompt, as numbers: the first ``NAME_BYTES`` of each block's hash.
+    """What routers call the full blocks of a prompt: the first ``NAME_BYTES`` of their hashes, as numbers.
 
     The last token is always computed, so a block that ends with it is left out."""
     data = array("I", tokens).tobytes()

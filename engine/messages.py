@@ -181,7 +181,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     uncached_tokens: int = 0
     """Of ``waiting_tokens``, those that the prefix cache will not spare, as far as it can be told now."""
     queued: int = 0
-    """Of ``waiting``, those for whom there is no room in the next step: what ``--max-num-queued-reqs`` limits."""
+    """Of ``waiting``, those for whom the next step has no room: what ``--max-num-queued-reqs`` limits."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):

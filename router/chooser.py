@@ -54,7 +54,9 @@ class Chooser:
             raise unavailable(_why_nobody(entry, waiting_for))
         free = able if entry.owed else policy.with_room(able)
         if not free:
-            raise unavailable("the queues of all instances are full" if len(able) > 1 else "the queue is full")
+            raise unavailable(
+                "the queues of all instances are full" if len(able) > 1 else "the queue is full"
+            )
         wish = Wish(
             tokens=entry.work,
             key=entry.prompt.session,

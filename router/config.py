@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -60,6 +60,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allowed_methods: Annotated[tuple[str, ...], flag(help="Methods that those may use.")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], flag(help="Headers that those may send.")] = ("*",)
     allow_credentials: Annotated[bool, flag(help="Let those send cookies.")] = False
+    load_balancing_policy: Annotated[
+        Literal["prefix_aware", "least_loaded", "round_robin", "power_of_two", "consistent_hash"],
+        flag("--policy", help="How an instance is chosen for a request."),
+    ] = "prefix_aware"
     seed: Annotated[
         int | None,
         flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),

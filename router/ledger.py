@@ -7,7 +7,6 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -69,10 +68,11 @@ class Ledger:
     """All entries, by the address of their current try."""
 
     def __init__(self) -> None:
-        self._entries: dict[Address, Entry] = {}
+        self._entries: dict[str, dict[int, Entry]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._size
 
     def __repr__(self) -> str:
         return f"<Ledger {len(self)} in flight>"
@@ -81,11 +81,12 @@ class Ledger:
         """A new try begins; the one before, if any, is void."""
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
-        self._entries[entry.address] = entry
+        self._entries.setdefault(instance, {})[number] = entry
+        self._size += 1
 
     def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
         """Book a delta; None if it belongs to no current try. An entry whose last delta this is leaves."""
-        entry = self._entries.get((instance, delta.request))
+        entry = self.find(instance, delta.request)
         if entry is None:
             return None
         if entry.num_deltas and delta.prompt_logprobs is not None:
@@ -97,15 +98,20 @@ class Ledger:
         return entry, delta
 
     def find(self, instance: str, number: int) -> Entry | None:
-        return self._entries.get((instance, number))
+        there = self._entries.get(instance)
+        return there.get(number) if there else None
 
-    def of_instance(self, instance: str) -> Iterator[Entry]:
-        """Requests whose current try is at an instance."""
-        return iter([entry for (name, _), entry in self._entries.items() if name == instance])
+    def of_instance(self, instance: str) -> list[Entry]:
+        """Requests whose current try is at an instance, in the order of dispatch."""
+        return list(self._entries.get(instance, {}).values())
 
     def drop(self, entry: Entry) -> Address | None:
         """Forget an entry; the address of the try that this ends, if it had one."""
         address, entry.address = entry.address, None
         if address is not None:
-            del self._entries[address]
+            there = self._entries[address[0]]
+            del there[address[1]]
+            self._size -= 1
+            if not there:
+                del self._entries[address[0]]
         return address

@@ -92,7 +92,7 @@ def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozens
 
 
 def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose queues are not full, as far as is known here; the instances themselves have the last word."""
+    """Those whose queues are not full, as far as is known here; the instances have the last word."""
     return [candidate for candidate in candidates if not is_full(candidate)]
 
 
@@ -101,7 +101,7 @@ def is_full(candidate: Candidate) -> bool:
     if limits is None:
         return False
     most_tokens = limits.max_num_queued_tokens
-    return _num_queued(candidate, 1) > limits.max_num_queued_reqs or (
+    return num_queued(candidate, 1) > limits.max_num_queued_reqs or (
         most_tokens is not None and candidate.queued_tokens >= most_tokens
     )
 
@@ -117,7 +117,7 @@ def cost(candidate: Candidate, tokens: int) -> float:
     if limits is None:
         return found
     found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
-    return found + QUEUE_COST * _num_queued(candidate, -(-tokens // limits.block_size))
+    return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
 
 
 def score(candidate: Candidate, tokens: int) -> float:
@@ -125,7 +125,7 @@ def score(candidate: Candidate, tokens: int) -> float:
     return TYPICAL_COST / (TYPICAL_COST + cost(candidate, tokens))
 
 
-def _num_queued(candidate: Candidate, blocks: int) -> int:
+def num_queued(candidate: Candidate, blocks: int) -> int:
     """Requests that would wait for room if one with so many blocks came."""
     limits = candidate.capacity
     if limits is None:

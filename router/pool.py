@@ -15,7 +15,6 @@ from router.policy import Candidate
 from router.prefix_index import PrefixIndex
 from router.trust import Trust
 
-
 NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
 
 

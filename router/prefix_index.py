@@ -1,4 +1,4 @@
-"""Which instance holds which blocks of prompts (pure): what the instances say, and what they are about to hold.
+"""Which instance holds which blocks of prompts (pure): what instances say, and what they are about to hold.
 
 Names of blocks come from :func:`engine.blocks.prefix_names`. One table for all instances, with a bit for
 each: looking a prompt up costs one look per block, however many instances there are.
@@ -22,6 +22,7 @@ class _Holder:
         self.bit = bit
         self.next: int | None = None
         """The change that comes next; None: the next word has to be about everything."""
+        self.has_gap = False
         self.num_blocks = 0
         self.promised: Counter[int] = Counter()
         self.promises: dict[int, Sequence[int]] = {}
@@ -51,14 +52,15 @@ class PrefixIndex:
     # ---- what instances say
 
     def apply(self, name: str, events: BlockEvents) -> bool:
-        """Take in what an instance says; False if something before it was missed, and everything is needed."""
+        """Take in what an instance says; False if something before it was missed: then it must tell all."""
         holder = self._holder(name)
         if events.reset:
             self._clear(holder)
+            holder.has_gap = False
         elif events.first != holder.next:
+            is_new, holder.has_gap, holder.next = not holder.has_gap, True, None
             self._clear(holder)
-            holder.next = None
-            return False
+            return not is_new
         for block in split_names(events.stored):
             self._store(holder, int.from_bytes(block, "big"))
         for block in split_names(events.dropped):

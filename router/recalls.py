@@ -41,7 +41,11 @@ class Recaller:
         if not crowded or len(list(self._pool)) < 2:
             return {}
         candidates = {instance.name: instance.candidate(now) for instance in self._pool}
-        usable = {each.rank for each in policy.eligible(list(candidates.values())) if not policy.is_full(each)}
+        usable = {
+            each.rank for each in policy.eligible(list(candidates.values())) if not policy.num_queued(each, 1)
+        }
+        if not usable:
+            return {}
         found: dict[str, list[int]] = defaultdict(list)
         for instance in crowded:
             for entry in self._last_queued(instance):

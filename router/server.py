@@ -28,6 +28,7 @@ from router.client import MeshClient
 from router.config import HttpConfig, RouterConfig
 from router.listen import bind, inherited
 from router.metrics import Metrics
+from router.policy import Policy
 from router.shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         config.mesh.coordinator_endpoint,
         model_directory=Path(http.tokenizer) if http.tokenizer else None,
         keys=keys,
+        policy=Policy(http.load_balancing_policy),
     )
     PatientProtocol.head_timeout = http.request_timeout
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here

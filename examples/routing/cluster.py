@@ -138,7 +138,9 @@ class Cluster:
             self._nodes[f"i{rank}"] = _Node(
                 core(config, info, executor, num_blocks=machine.num_blocks, max_model_len=2**20), executor
             )
-        self._pool.apply(View(epoch=1, size=None, settings=None, members=_members(self._nodes), waiting_for=""), 0)
+        self._pool.apply(
+            View(epoch=1, size=None, settings=None, members=_members(self._nodes), waiting_for=""), 0
+        )
         for instance in self._pool:
             instance.attached, instance.capacity = True, self._nodes[instance.name].core.capacity
         self._outcomes: dict[Entry, Outcome] = {}

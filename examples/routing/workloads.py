@@ -62,9 +62,7 @@ def multi_turn(rng: random.Random, num_instances: int, scale: float) -> Load:
     at, found = 0.0, []
     for number in range(16 * num_instances):
         at += rng.expovariate(num_instances * 0.7 / scale)
-        turns = [
-            (words(rng, rng.randint(50, 400)), rng.randint(20, 150)) for _ in range(rng.randint(3, 9))
-        ]
+        turns = [(words(rng, rng.randint(50, 400)), rng.randint(20, 150)) for _ in range(rng.randint(3, 9))]
         found.append(Conversation(at, rng.choice(systems), turns, 1.0 * scale, f"s{number}"))
     return found
 
