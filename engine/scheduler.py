@@ -302,10 +302,12 @@ class Scheduler:
         """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
         before it reads any, so another row of the same step may already share them."""
         num_full = request.num_computed // self._rules.block_size
+        if num_full <= request.num_named:
+            return
         hashes = request.hashes_up_to(num_full, self._rules.block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])
-        request.num_named = max(request.num_named, num_full)
+        request.num_named = num_full
 
     def _admissions(self, budget: int, most: int) -> Iterator[tuple[Admit, Row]]:
         """At most so many waiting requests that fit, in order; the first that does not fit ends it."""

@@ -16,6 +16,9 @@ from engine.messages import Capacity
 
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
+UNCACHED_COST = 1.2
+"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes room in the cache
+from others."""
 DECODE_COST = 8.0
 """What a running request costs, in prompt tokens: it takes a token of every step to come."""
 CONTEXT_COST = 512.0
@@ -112,7 +115,8 @@ def is_full(candidate: Candidate) -> bool:
 def cost(candidate: Candidate, tokens: int) -> float:
     """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
     wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile."""
-    found = candidate.waiting_tokens + tokens - candidate.cached_tokens + DECODE_COST * candidate.requests
+    own = UNCACHED_COST * (tokens - candidate.cached_tokens)
+    found = candidate.waiting_tokens + own + DECODE_COST * candidate.requests
     limits = candidate.capacity
     if limits is None:
         return found

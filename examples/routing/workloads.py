@@ -32,15 +32,20 @@ class Conversation(msgspec.Struct, frozen=True):
 Load = Sequence[Arrival | Conversation]
 
 
+def _count(each: int, num_instances: int) -> int:
+    """Requests in all, so many for each instance; half of that for many instances, to be done sooner."""
+    return each * num_instances // (1 if num_instances <= 16 else 2)
+
+
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.getrandbits(30) for _ in range(count)]
 
 
 def uniform_burst(rng: random.Random, num_instances: int, scale: float) -> Load:
-    """Five bursts, 16 requests for each instance at once; equal prompts in length, nothing shared."""
+    """Bursts of 16 requests for each instance at once; equal prompts in length, nothing shared."""
     return [
-        Arrival(burst * 12.0 * scale + rng.random() * 0.05 * scale, words(rng, 512), 64)
-        for burst in range(5)
+        Arrival(burst * 1.0 * scale + rng.random() * 0.005 * scale, words(rng, 512), 64)
+        for burst in range(5 if num_instances <= 16 else 2)
         for _ in range(16 * num_instances)
     ]
 
@@ -48,8 +53,8 @@ def uniform_burst(rng: random.Random, num_instances: int, scale: float) -> Load:
 def heavy_tail(rng: random.Random, num_instances: int, scale: float) -> Load:
     """Poisson arrivals; lengths of prompts and answers are log-normal: a few are very long."""
     at, found = 0.0, []
-    for _ in range(80 * num_instances):
-        at += rng.expovariate(num_instances * 2.6 / scale)
+    for _ in range(_count(80, num_instances)):
+        at += rng.expovariate(num_instances * 20.0 / scale)
         length = min(16_000, max(16, int(rng.lognormvariate(5.8, 1.3))))
         output = min(1000, max(4, int(rng.lognormvariate(4.2, 1.0))))
         found.append(Arrival(at, words(rng, length), output))
@@ -60,10 +65,10 @@ def multi_turn(rng: random.Random, num_instances: int, scale: float) -> Load:
     """Conversations of 3 to 9 turns, which share one of four system prompts."""
     systems = [words(rng, 512) for _ in range(4)]
     at, found = 0.0, []
-    for number in range(16 * num_instances):
-        at += rng.expovariate(num_instances * 0.7 / scale)
+    for number in range(_count(16, num_instances)):
+        at += rng.expovariate(num_instances * 4.5 / scale)
         turns = [(words(rng, rng.randint(50, 400)), rng.randint(20, 150)) for _ in range(rng.randint(3, 9))]
-        found.append(Conversation(at, rng.choice(systems), turns, 1.0 * scale, f"s{number}"))
+        found.append(Conversation(at, rng.choice(systems), turns, 0.5 * scale, f"s{number}"))
     return found
 
 
@@ -72,8 +77,8 @@ def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
     documents = [words(rng, 2048) for _ in range(40)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     at, found = 0.0, []
-    for _ in range(100 * num_instances):
-        at += rng.expovariate(num_instances * 8.0 / scale)
+    for _ in range(_count(100, num_instances)):
+        at += rng.expovariate(num_instances * 30.0 / scale)
         document = rng.choices(documents, weights)[0]
         found.append(Arrival(at, [*document, *words(rng, rng.randint(32, 256))], rng.randint(16, 96)))
     return found
