@@ -1,6 +1,6 @@
 """Policies for choosing an instance, compared: Lockstep's, vLLM's two scores, SGLang's, and round robin.
 
-    python examples/bench_routing.py --sizes 8 16 64 --seeds 3 --output-json docs/results/routing.json --plots docs/images
+    python examples/bench_routing.py --sizes 8 64 --output-json docs/results/routing.json --plots docs/images
 
 simulates: the schedulers, block pools, reports, prefix index and chooser are Lockstep's own, only the model
 is replaced by a clock (``examples/routing/``). ``--real`` instead sends a hot-prefix load to real meshes of

@@ -17,8 +17,8 @@ from engine.messages import Capacity
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
 UNCACHED_COST = 1.2
-"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes room in the cache
-from others."""
+"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes the room of
+others in the cache."""
 DECODE_COST = 8.0
 """What a running request costs, in prompt tokens: it takes a token of every step to come."""
 CONTEXT_COST = 512.0

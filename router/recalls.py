@@ -64,12 +64,10 @@ class Recaller:
     def _last_queued(self, instance: Instance) -> list[Entry]:
         """Requests of ours that may still wait there, the last one first."""
         assert instance.report is not None
-        waiting = [
-            entry
-            for entry in self._ledger.of_instance(instance.name)
-            if not entry.num_deltas and not entry.recalled and entry.prompt.rank is None
-        ]
-        return waiting[::-1][: instance.report.queued]
+        waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.num_deltas]
+        others = [entry for entry in waiting if not entry.recalled and entry.prompt.rank is None]
+        num_recalled = sum(entry.recalled for entry in waiting)  # and maybe in the report still
+        return others[::-1][: max(0, instance.report.queued - num_recalled)]
 
     def _better(
         self, here: Instance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]
