@@ -65,9 +65,9 @@ class Recaller:
         """Requests of ours that may still wait there, the last one first."""
         assert instance.report is not None
         waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.num_deltas]
-        others = [entry for entry in waiting if not entry.recalled and entry.prompt.rank is None]
-        num_recalled = sum(entry.recalled for entry in waiting)  # and maybe in the report still
-        return others[::-1][: max(0, instance.report.queued - num_recalled)]
+        if any(entry.recalled for entry in waiting):
+            return []  # what comes of that is not known yet
+        return [entry for entry in waiting if entry.prompt.rank is None][::-1][: instance.report.queued]
 
     def _better(
         self, here: Instance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]
