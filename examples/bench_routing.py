@@ -69,10 +69,15 @@ def simulated(job: tuple[str, str, int, int, Machine, float]) -> dict[str, Any]:
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> list[str]:
-    """How far prefix_aware is from the best of all others."""
+    """How far prefix_aware is from the best of what other servers do."""
     lines = []
     for load, size in sorted({(each["load"], each["instances"]) for each in results}):
-        here = {each["policy"]: each for each in results if (each["load"], each["instances"]) == (load, size)}
+        compared = {"prefix_aware", *BASELINES}
+        here = {
+            each["policy"]: each
+            for each in results
+            if (each["load"], each["instances"]) == (load, size) and each["policy"] in compared
+        }
         for figure in ("ttft_p50", "ttft_p99"):
             best = min(here, key=lambda policy: here[policy][figure])
             ratio = here["prefix_aware"][figure] / here[best][figure]

@@ -40,6 +40,16 @@ class Chooser:
     def candidates(self, now: float) -> list[Candidate]:
         return [instance.candidate(now) for instance in self._pool]
 
+    def check_room(self, now: float) -> None:
+        """Before a prompt is made of a request, which may take long.
+
+        Raises:
+            MeshError: every queue is full (503).
+        """
+        able = policy.eligible(self.candidates(now))
+        if able and not policy.with_room(able):
+            raise full(len(able))
+
     def choose(self, entry: Entry, now: float, waiting_for: str = "") -> Instance:
         """The instance that gets a request.
 
@@ -54,9 +64,7 @@ class Chooser:
             raise unavailable(_why_nobody(entry, waiting_for))
         free = able if entry.owed else policy.with_room(able)
         if not free:
-            raise unavailable(
-                "the queues of all instances are full" if len(able) > 1 else "the queue is full"
-            )
+            raise full(len(able))
         wish = Wish(
             tokens=entry.work,
             key=entry.prompt.session,
@@ -129,6 +137,11 @@ def _why_nobody(entry: Entry, waiting_for: str) -> str:
     if entry.prompt.rank is not None and not entry.owed:
         return f"instance {entry.prompt.rank} takes no requests now"
     return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+
+
+def full(num_instances: int) -> MeshError:
+    """All of so many."""
+    return unavailable("the queues of all instances are full" if num_instances > 1 else "the queue is full")
 
 
 def unavailable(message: str) -> MeshError:

@@ -159,6 +159,14 @@ class MeshClient:
         instance = self._pool.get(entry.address[0]) if entry.address else None
         return instance.rank if instance else None
 
+    def check_room(self) -> None:
+        """Refuse early where every queue is full.
+
+        Raises:
+            MeshError: so it is (503).
+        """
+        self._chooser.check_room(time.monotonic())
+
     def generate(self, prompt: Prompt) -> Stream:
         """Send a request to the best instance, or to the one it names.
 

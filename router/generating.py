@@ -81,6 +81,7 @@ class Generating:
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
@@ -94,6 +95,7 @@ class Generating:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -104,6 +106,7 @@ class Generating:
 
     async def responses(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -115,6 +118,7 @@ class Generating:
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         asked = _read_messages(body)
 
         def shape(common: dict[str, Any]) -> Answer:

@@ -90,6 +90,14 @@ class Mesh(Protocol):
         """Whether at least one instance is ready and makes progress."""
         ...
 
+    def check_room(self) -> None:
+        """Called before a prompt is made of a request, which may take long.
+
+        Raises:
+            MeshError: nobody could take any request now (503).
+        """
+        ...
+
     def generate(self, prompt: Prompt) -> Generation:
         """Send a request to an instance.
 
