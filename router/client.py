@@ -201,6 +201,7 @@ class MeshClient:
         if not self._links[instance.name].send(entry.submit(number)):
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
             self._lost(instance)
+            entry.owed = True
             self.faults.count(Event.RESUME, "connection_lost")
             self._resume(entry, instance)
 
@@ -221,13 +222,13 @@ class MeshClient:
             instance = self._choose(entry)
         except MeshError as error:
             self._drop(entry)
-            if error.status == 503:
+            if error.status == 503 and entry.owed:
                 entry.orphaned_at = time.monotonic()
                 self._orphans.append(entry)
             else:
                 self._give_up(entry, error)
             return
-        self._resumes += 1
+        self._resumes += entry.owed
         self._dispatch(entry, instance)
 
     def _drop(self, entry: Entry) -> None:
@@ -384,13 +385,12 @@ class MeshClient:
             return
         if not refused.retry:
             self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
-        elif (
-            entry.emitted
-            or instance.member.state is not State.READY
-            or entry.attempts < len(list(self._pool))
-        ):
+        elif entry.owed or instance.member.state is not State.READY:
+            entry.owed = True
             self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)
+        elif entry.attempts < len(list(self._pool)) and entry.prompt.rank is None:
+            self._resume(entry, instance)  # its queue is full; another one's may not be
         else:
             self._give_up(entry, unavailable(refused.reason))
 
