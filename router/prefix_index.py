@@ -49,6 +49,10 @@ class PrefixIndex:
         """That an instance is known to hold."""
         return self._holders[name].num_blocks if name in self._holders else 0
 
+    def num_promised(self, name: str) -> int:
+        """Blocks that an instance is about to hold."""
+        return len(self._holders[name].promised) if name in self._holders else 0
+
     # ---- what instances say
 
     def apply(self, name: str, events: BlockEvents) -> bool:

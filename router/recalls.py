@@ -20,6 +20,8 @@ INTERVAL = 0.02
 """Seconds between two looks at the queues at least."""
 MAX_MOVES = 16
 """Requests that are asked back at once."""
+MOST_TRIES = 4
+"""A request that had so many tries stays where it is."""
 MARGIN = 1024.0
 """Prompt tokens that a move must save."""
 
@@ -67,7 +69,8 @@ class Recaller:
         waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.num_deltas]
         if any(entry.recalled for entry in waiting):
             return []  # what comes of that is not known yet
-        return [entry for entry in waiting if entry.prompt.rank is None][::-1][: instance.report.queued]
+        movable = [each for each in waiting if each.prompt.rank is None and each.attempts < MOST_TRIES]
+        return movable[::-1][: instance.report.queued]
 
     def _better(
         self, here: Instance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from coordinator.messages import Load, Member, State, View
+from engine.blocks import NAME_BYTES
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -163,6 +164,19 @@ class Cluster:
     def computed_tokens(self) -> list[int]:
         """Of each instance: prompts and output."""
         return [node.executor.computed for node in self._nodes.values()]
+
+    def check_clean(self) -> None:
+        """After a run: no instance holds anything but its prefix cache, of which the index knows all."""
+        assert not self._ledger, "requests are left"
+        for name, node in self._nodes.items():
+            report = node.core.report(0, 0)
+            left = (report.running, report.waiting, report.waiting_tokens, report.uncached_tokens)
+            assert left == (0, 0, 0, 0), f"{name}: {left}"
+            if self._chooser.wants_blocks:
+                known = node.core.block_events(None)
+                assert known is not None
+                assert self._pool.index.num_blocks(name) == len(known.stored) // NAME_BYTES
+                assert self._pool.index.num_promised(name) == 0
 
     # ---- clients
 
