@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 BlockHash = bytes
 
 HASH_BYTES = 16
+NAME_BYTES = 8
+"""Of a hash, as routers are told of it: they only choose by it, so a collision costs some time at worst."""
 
 
 def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") -> BlockHash:
@@ -29,14 +32,40 @@ def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") 
     return digest.digest()
 
 
+def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list[int]:
+    """What routers call the full blocks of a prompt: the first ``NAME_BYTES`` of their hashes, as numbers.
+
+    The last token is always computed, so a block that ends with it is left out."""
+    data = array("I", tokens).tobytes()
+    size = block_size * array("I").itemsize
+    names, parent, mark = [], salt.encode(), b"#"
+    for start in range(0, (len(tokens) - 1) // block_size * size, size):
+        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
+        digest.update(mark)
+        digest.update(data[start : start + size])
+        parent, mark = digest.digest(), b"|"
+        names.append(int.from_bytes(parent[:NAME_BYTES], "big"))
+    return names
+
+
+class Observer(Protocol):
+    """Is told what the prefix index comes to know and what it forgets."""
+
+    def stored(self, block_hash: BlockHash) -> None: ...
+    def dropped(self, block_hash: BlockHash) -> None: ...
+
+
 class BlockPool:
     """Fixed number of blocks with reference counts, a least-recently-used free list and a prefix index."""
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, *, enable_prefix_caching: bool = True, observer: Observer | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self._caching = enable_prefix_caching
+        self._observer = observer
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: dict[int, BlockHash] = {}
@@ -52,6 +81,18 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
+
+    @property
+    def is_caching(self) -> bool:
+        return self._caching
+
+    @property
+    def known(self) -> Iterable[BlockHash]:
+        """All contents that a prompt may start from."""
+        return self._block_of
+
+    def knows(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._block_of
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest known prefix. They are not held yet: see :meth:`hold`."""
@@ -92,6 +133,8 @@ class BlockPool:
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if self._observer is not None:
+                self._observer.stored(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block of a request, given in order: the tail of a context is reused
@@ -108,3 +151,5 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self._observer is not None:
+                self._observer.dropped(block_hash)

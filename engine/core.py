@@ -7,11 +7,12 @@ from collections import defaultdict, deque
 
 import msgspec
 
+from engine.block_log import BlockEvents, BlockLog
 from engine.blocks import BlockPool
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
-from engine.messages import Delta, LockstepCounters, Refused, Report, Submit
+from engine.messages import Capacity, Delta, LockstepCounters, Refused, Report, Submit
 from engine.pace import Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
@@ -41,7 +42,10 @@ class EngineCore:
         self._max_model_len = max_model_len
         self.pace: Pace = pace or Alone()
         self._split = StepSplit()
-        self._pool = BlockPool(num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self._blocks = BlockLog()
+        self._pool = BlockPool(
+            num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching, observer=self._blocks
+        )
         self.scheduler = Scheduler(
             SchedulerRules(
                 max_num_seqs=config.scheduler.max_num_seqs,
@@ -69,7 +73,7 @@ class EngineCore:
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
-        if self._is_full():
+        if self._is_full(submit) and not submit.owed:
             return Refused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
         if problem is not None:
@@ -87,6 +91,10 @@ class EngineCore:
         """Forget some requests of a router; those not known are ignored."""
         for number in numbers:
             self.scheduler.abort((peer, number))
+
+    def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
+        """Forget those of these requests that have not begun; returns them."""
+        return [number for number in numbers if self.scheduler.recall((peer, number))]
 
     def abort_all(self, peer: Peer) -> int:
         """Forget all requests of a router that is gone; returns how many."""
@@ -155,7 +163,30 @@ class EngineCore:
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
             lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
+            uncached_tokens=self.scheduler.num_uncached_tokens,
+            queued=self.scheduler.num_queued,
         )
+
+    @property
+    def capacity(self) -> Capacity:
+        limits = self._config.scheduler
+        return Capacity(
+            block_size=self._config.cache.block_size,
+            num_blocks=self._pool.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_queued_reqs=limits.max_num_queued_reqs,
+            max_num_queued_tokens=limits.max_num_queued_tokens,
+        )
+
+    @property
+    def num_block_changes(self) -> int:
+        """Of the prefix cache so far: the number of the next one."""
+        return self._blocks.next
+
+    def block_events(self, number: int | None) -> BlockEvents | None:
+        """What a router has to be told of the prefix cache that has all changes before ``number``."""
+        return self._blocks.since(number, self._pool.known)
 
     def _lockstep_counters(self) -> LockstepCounters:
         counters = self._split.counters(self._executor.tokens_per_expert())
@@ -168,11 +199,13 @@ class EngineCore:
             recovery_seconds=dict(times.seconds),
         )
 
-    def _is_full(self) -> bool:
-        """Tokens are counted before a request is added: a long one finds room in an empty queue."""
+    def _is_full(self, submit: Submit) -> bool:
+        """Whether one more would wait for longer than the next step, and too many do already. Tokens are
+        counted before a request is added: a long one finds room in an empty queue."""
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
-        return self.scheduler.num_waiting >= limits.max_num_queued_reqs or (
+        num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
+        return self.scheduler.num_queued_with(num_tokens) > limits.max_num_queued_reqs or (
             most_tokens is not None and self.scheduler.num_waiting_tokens >= most_tokens
         )
 

@@ -11,6 +11,7 @@ import enum
 
 import msgspec
 
+from engine.block_log import BlockEvents
 from engine.sampling import SamplingParams
 from parallel.lockstep import Wake
 
@@ -27,10 +28,14 @@ class FinishReason(enum.StrEnum):
 # ---- router -> instance
 
 
-class Attach(msgspec.Struct, frozen=True, tag="attach"):
+class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
     """First message of a router, repeated as a sign of life: who it is."""
 
     router: str
+    wants_blocks: bool = False
+    """Tell it what the prefix cache comes to know and forgets."""
+    missed_blocks: bool = False
+    """It lacks some of that: tell it everything anew."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -47,6 +52,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     output_ids: list[int] = []
     priority: int = 0
     cache_salt: str = ""
+    owed: bool = False
+    """An instance had taken it already: it is taken here also if the queue is full, so that nobody who was
+    let in gets an error because an instance is lost."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -55,7 +63,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     requests: list[int]
 
 
-ToInstance = Attach | Submit | Abort | Wake
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    """Give these requests back, unless they have begun: another instance has time for them."""
+
+    requests: list[int]
+
+
+ToInstance = Attach | Submit | Abort | Recall | Wake
 """Also from other instances: :class:`parallel.lockstep.Wake`."""
 
 # ---- instance -> router
@@ -164,13 +178,18 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     blocks_total: int
     counters: Counters
     lockstep: LockstepCounters | None = None
+    uncached_tokens: int = 0
+    """Of ``waiting_tokens``, those that the prefix cache will not spare, as far as it can be told now."""
+    queued: int = 0
+    """Of ``waiting``, those for whom the next step has no room: what ``--max-num-queued-reqs`` limits."""
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     """All that a step has for one router, in one message; without deltas, a report alone."""
 
     deltas: list[Delta]
     report: Report
+    blocks: BlockEvents | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -181,11 +200,30 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     retry: bool
 
 
+class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
+    """Requests that were given back, and are forgotten here."""
+
+    requests: list[int]
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What an instance can hold and take in; it does not change while it lives."""
+
+    block_size: int
+    """Tokens."""
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int | None = None
+
+
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """Answer to the first message of a connection: the instance knows nothing of earlier ones. A router
     that had requests here before has lost them, and sends them again."""
 
     instance: str
+    capacity: Capacity
 
 
-ToRouter = Tokens | Refused | Attached
+ToRouter = Tokens | Refused | Recalled | Attached

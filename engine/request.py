@@ -52,6 +52,10 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
     """Of the full blocks of ``token_ids``, as far as they were needed."""
+    num_expected: int = 0
+    """While it waits: tokens that it will have to compute, as far as could be told when it was queued."""
+    promised: list[BlockHash] = field(default_factory=list)
+    """Blocks that others may count on, until they are computed."""
     num_in_flight: int = 0
     """Steps under way that compute some of it."""
     num_named: int = 0

@@ -9,12 +9,12 @@ Order is arrival, or (priority, arrival).
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from engine.blocks import BlockPool
+from engine.blocks import BlockHash, BlockPool
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.request import Request, RequestKey, Status
 from engine.step import Admit, Row, Sampled, Step, StepResult
@@ -58,6 +58,10 @@ class Scheduler:
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
         self._waiting_tokens = 0
+        self._waiting_uncached = 0
+        self._waiting_blocks = 0
+        self._promised: Counter[BlockHash] = Counter()
+        """Blocks that requests which are here will fill."""
         self._generated = 0
         self._prompt_tokens = 0
         self._preemptions = 0
@@ -85,9 +89,25 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens still to compute of requests that wait, and of prompts that are partly computed."""
-        return self._waiting_tokens + sum(
-            request.num_uncomputed for request in self._running if request.num_uncomputed > 1
-        )
+        return self._waiting_tokens + self._in_prefill()
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """The same without what waiting requests will find in the prefix cache, or what those before them
+        will have put there."""
+        return self._waiting_uncached + self._in_prefill()
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting requests for whom the next step has no slot, or maybe no blocks."""
+        return self._num_queued(len(self._waiting), self._waiting_blocks)
+
+    def num_queued_with(self, num_tokens: int) -> int:
+        """The same if a request of so many tokens came now."""
+        return self._num_queued(len(self._waiting) + 1, self._waiting_blocks + self._blocks_for(num_tokens))
+
+    def _num_queued(self, num_waiting: int, blocks: int) -> int:
+        return num_waiting if blocks > self._pool.num_free else max(0, num_waiting - len(self._free_slots))
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -137,6 +157,13 @@ class Scheduler:
             return False
         self._finish(request, FinishReason.ABORT)
         return True
+
+    def recall(self, key: RequestKey) -> bool:
+        """Forget a request that has not begun; False if it has, or is not here."""
+        request = self._requests.get(key)
+        if request is None or request.status is not Status.WAITING or request.was_admitted:
+            return False
+        return self.abort(key)
 
     # ---- one step
 
@@ -275,10 +302,12 @@ class Scheduler:
         """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
         before it reads any, so another row of the same step may already share them."""
         num_full = request.num_computed // self._rules.block_size
+        if num_full <= request.num_named:
+            return
         hashes = request.hashes_up_to(num_full, self._rules.block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])
-        request.num_named = max(request.num_named, num_full)
+        request.num_named = num_full
 
     def _admissions(self, budget: int, most: int) -> Iterator[tuple[Admit, Row]]:
         """At most so many waiting requests that fit, in order; the first that does not fit ends it."""
@@ -308,7 +337,7 @@ class Scheduler:
 
     def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
         self._waiting.pop(0)
-        self._waiting_tokens -= len(request.token_ids)
+        self._waits_no_more(request)
         insort(self._running, request, key=lambda other: other.order)
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
@@ -335,7 +364,42 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
         insort(self._waiting, request, key=lambda other: other.order)
+        self._promise(request)
         self._waiting_tokens += len(request.token_ids)
+        self._waiting_uncached += request.num_expected
+        self._waiting_blocks += self._blocks_for(len(request.token_ids))
+
+    def _waits_no_more(self, request: Request) -> None:
+        self._waiting_tokens -= len(request.token_ids)
+        self._waiting_uncached -= request.num_expected
+        self._waiting_blocks -= self._blocks_for(len(request.token_ids))
+
+    def _promise(self, request: Request) -> None:
+        """Estimate what it will have to compute, and let those behind it count on that."""
+        request.num_expected = len(request.token_ids)
+        if not self._pool.is_caching or request.prompt_logprobs is not None:
+            return
+        num_full = (len(request.token_ids) - 1) // self._rules.block_size
+        hashes = request.hashes_up_to(num_full, self._rules.block_size)
+        missing = next((i for i, each in enumerate(hashes) if not self._is_expected(each)), num_full)
+        request.num_expected -= missing * self._rules.block_size
+        request.promised = hashes[missing:]
+        self._promised.update(request.promised)
+
+    def _is_expected(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._promised or self._pool.knows(block_hash)
+
+    def _keep_promise(self, request: Request) -> None:
+        """Its blocks are known, or will not be."""
+        for block_hash in request.promised:
+            self._promised[block_hash] -= 1
+            if not self._promised[block_hash]:
+                del self._promised[block_hash]
+        request.promised = []
+
+    def _in_prefill(self) -> int:
+        """Tokens still to compute of prompts that are partly computed."""
+        return sum(request.num_uncomputed for request in self._running if request.num_uncomputed > 1)
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be computed again; a known prefix may spare part of it."""
@@ -352,11 +416,13 @@ class Scheduler:
         del self._by_slot[request.slot]
         self._free_slots.append(request.slot)
         self._pool.release(request.blocks)
+        self._keep_promise(request)
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
     def _append(self, request: Request, sampled: Sampled, token_id: int) -> Outcome:
         request.token_ids.append(token_id)
+        self._keep_promise(request)
         self._generated += 1
         if token_id in request.stop_ids and request.num_output >= request.params.min_tokens:
             request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
@@ -370,6 +436,7 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
-            self._waiting_tokens -= len(request.token_ids)
+            self._waits_no_more(request)
+            self._keep_promise(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]

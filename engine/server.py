@@ -19,6 +19,8 @@ from engine.messages import (
     Attach,
     Attached,
     Delta,
+    Recall,
+    Recalled,
     Refused,
     Report,
     Submit,
@@ -52,6 +54,9 @@ class _Router(msgspec.Struct):
     last_dispatch: int = 0
     reported: Report | None = None
     reported_at: float = 0.0
+    wants_blocks: bool = False
+    has_blocks: int | None = None
+    """The changes of the prefix cache before this one are known to it; None: nothing is."""
 
 
 class Progress:
@@ -180,13 +185,17 @@ class Server:
                 continue
             router = self._router(peer)
             match message:
-                case Attach(name):
-                    router.name = name
+                case Attach(name, wants_blocks, missed_blocks):
+                    router.name, router.wants_blocks = name, wants_blocks
+                    if missed_blocks:
+                        router.has_blocks = None
                 case Submit():
                     router.last_dispatch = max(router.last_dispatch, message.request)
                     self._submit(peer, message)
                 case Abort(numbers):
                     self._core.abort(peer, numbers)
+                case Recall(numbers):
+                    self._listener.send(peer, Recalled(self._core.recall(peer, numbers)))
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._report(0))
@@ -197,7 +206,7 @@ class Server:
         router = self._routers.get(peer)
         if router is None:
             router = self._routers[peer] = _Router("?", time.monotonic())
-            self._listener.send(peer, Attached(self._instance))
+            self._listener.send(peer, Attached(self._instance, self._core.capacity))
         router.heard_at = time.monotonic()
         return router
 
@@ -214,7 +223,7 @@ class Server:
         they have not, they do when they hear that it is lost here."""
         for peer in list(self._routers):
             self._core.abort_all(peer)
-            self._listener.send(peer, Attached(self._instance))
+            self._listener.send(peer, Attached(self._instance, self._core.capacity))
 
     def _forget_silent_routers(self) -> None:
         limit = time.monotonic() - ROUTER_TIMEOUT
@@ -240,19 +249,25 @@ class Server:
     def _send(self, peer: Peer, deltas: list[Delta]) -> None:
         router = self._routers[peer]
         report = self._report(router.last_dispatch)
-        if not self._listener.send(peer, Tokens(deltas, report)):
+        blocks = self._core.block_events(router.has_blocks) if router.wants_blocks else None
+        if not self._listener.send(peer, Tokens(deltas, report, blocks)):
             self._forget(peer)
             return
+        if blocks is not None:
+            router.has_blocks = blocks.next
         router.reported, router.reported_at = report, time.monotonic()
 
     def _report_changes(self) -> None:
         """Reports to those who got no tokens lately."""
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if now - router.reported_at >= REPORT_INTERVAL and router.reported != self._report(
-                router.last_dispatch
-            ):
+            if now - router.reported_at >= REPORT_INTERVAL and self._has_news(router):
                 self._send(peer, [])
+
+    def _has_news(self, router: _Router) -> bool:
+        if router.wants_blocks and router.has_blocks != self._core.num_block_changes:
+            return True
+        return router.reported != self._report(router.last_dispatch)
 
     # ---- the end
 

@@ -26,14 +26,18 @@ from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
 from router.openapi import document
+from router.quotas import Quotas
 from router.text_models import TextModels
 
 
-def make_app(mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None) -> Starlette:
-    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too."""
+def make_app(
+    mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None, quotas: Quotas | None = None
+) -> Starlette:
+    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
+    shared with other front ends."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models)
+    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits))
     endpoints = Endpoints(config, metrics, models)
 
     async def health(request: Request) -> Response:
@@ -43,7 +47,7 @@ def make_app(mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None) -> 
         return json_response(msgspec.json.encode({"version": _version()}))
 
     async def openapi(request: Request) -> Response:
-        return json_response(document(_version(), with_keys=bool(config.api_key)))
+        return json_response(document(_version(), with_keys=bool(config.keys)))
 
     async def exposition(request: Request) -> Response:
         page, content_type = metrics.exposition(request.headers.get("accept", ""))

@@ -1,18 +1,18 @@
 """The mesh behind this router: connections to all instances, and the requests in flight.
 
-What to do is decided in :mod:`router.pool`, :mod:`router.policy` and :mod:`router.ledger`; this file
-moves messages. One connection per instance carries requests out and, once per step, tokens in.
+What to do is decided in :mod:`router.chooser` (with :mod:`router.pool` and :mod:`router.policy`),
+:mod:`router.recalls` and :mod:`router.ledger`; this file moves messages. One connection per instance
+(:mod:`router.link`) carries requests out and, once per step, tokens in.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq.asyncio
@@ -20,101 +20,34 @@ import zmq.asyncio
 from coordinator.client import Watcher
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, State, View
-from coordinator.rpc import AsyncConnection, OtherProtocol
 from engine.checkpoint import CheckpointError, find_model
-from engine.messages import (
-    Abort,
-    Attach,
-    Attached,
-    Delta,
-    Refused,
-    Report,
-    ToInstance,
-    Tokens,
-    ToRouter,
-)
-from router import policy
+from engine.messages import Abort, Attached, Delta, Recall, Recalled, Refused, Report, Tokens, ToRouter
+from router.chooser import Chooser, unavailable
 from router.faults import Event, Faults
 from router.ledger import MAX_ATTEMPTS, Entry, Ledger
+from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
+from router.policy import Policy, eligible
 from router.pool import Instance, Pool, Standing
+from router.recalls import Recaller
+from router.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-ATTACH_INTERVAL = 1.0
-"""Seconds between two signs of life to an instance."""
-RECONNECT_INTERVAL = 0.05
-"""Seconds between two tries while there is no connection."""
 ORPHAN_TIMEOUT = 60.0
 """Seconds that a request which lost its instance waits for another one to come."""
-RETRY_AFTER = 1
-"""Seconds that clients are asked to wait when nobody can take their request."""
-
-
-class Stream:
-    """The deltas of one request, as its HTTP handler reads them."""
-
-    def __init__(self, client: MeshClient, entry: Entry) -> None:
-        self._client = client
-        self._entry = entry
-        self._deltas: deque[Delta] = deque()
-        self._arrived = asyncio.Event()
-        self._error: MeshError | None = None
-
-    @property
-    def rank(self) -> int | None:
-        """The instance that it runs on now, None while it has none."""
-        return self._client.rank_of(self._entry)
-
-    def push(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        self._arrived.set()
-
-    def fail(self, error: MeshError) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while True:
-            while self._deltas:
-                delta = self._deltas.popleft()
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-            if self._error is not None:
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-
-    def close(self) -> None:
-        """Abort the request unless it has ended."""
-        self._client.forget(self._entry)
-
-
-class _Link:
-    """The connection to one instance and the tasks that serve it."""
-
-    def __init__(
-        self,
-        instance: Instance,
-        connection: AsyncConnection[ToRouter, ToInstance],
-        tasks: list[asyncio.Task[None]],
-    ) -> None:
-        self.instance = instance
-        self.connection = connection
-        self.tasks = tasks
-
-    def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        self.connection.close(linger_ms=0)
 
 
 class MeshClient:
     """The real :class:`router.mesh.Mesh`."""
 
     def __init__(
-        self, coordinator: str, *, model_directory: Path | None = None, keys: MeshKeys | None = None
+        self,
+        coordinator: str,
+        *,
+        model_directory: Path | None = None,
+        keys: MeshKeys | None = None,
+        policy: Policy = Policy.PREFIX_AWARE,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._name = f"router-{uuid.uuid4().hex[:8]}"
@@ -124,10 +57,14 @@ class MeshClient:
         self._model: ServedModel | None = None
         self._pool = Pool()
         self._ledger = Ledger()
-        self._links: dict[str, _Link] = {}
+        self._chooser = Chooser(self._pool, self._ledger, policy)
+        self._recaller = Recaller(self._pool, self._ledger)
+        self._moves_queued = policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED)
+        self._links: dict[str, Link] = {}
         self._streams: dict[Entry, Stream] = {}
         self._orphans: list[Entry] = []
         self._resumes = 0
+        self._moves = 0
         self.faults = Faults()
 
     def __repr__(self) -> str:
@@ -154,7 +91,7 @@ class MeshClient:
 
     @property
     def healthy(self) -> bool:
-        return bool(policy.eligible(self._candidates()))
+        return bool(eligible(self._chooser.candidates(time.monotonic())))
 
     @property
     def num_ready(self) -> int:
@@ -179,6 +116,11 @@ class MeshClient:
     def num_resumes(self) -> int:
         """Requests that went on at another instance so far."""
         return self._resumes
+
+    @property
+    def num_moves(self) -> int:
+        """Requests that were asked back from a queue so far, to wait less elsewhere."""
+        return self._moves
 
     def reports(self) -> Mapping[int, Report]:
         """The newest report of each instance, by rank."""
@@ -217,6 +159,14 @@ class MeshClient:
         instance = self._pool.get(entry.address[0]) if entry.address else None
         return instance.rank if instance else None
 
+    def check_room(self) -> None:
+        """Refuse early where every queue is full.
+
+        Raises:
+            MeshError: so it is (503).
+        """
+        self._chooser.check_room(time.monotonic())
+
     def generate(self, prompt: Prompt) -> Stream:
         """Send a request to the best instance, or to the one it names.
 
@@ -234,72 +184,59 @@ class MeshClient:
         self._streams.pop(entry, None)
         if entry in self._orphans:
             self._orphans.remove(entry)
+        self._chooser.settle(entry)
         address = self._ledger.drop(entry)
         if address is not None and address[0] in self._links:
-            self._links[address[0]].connection.send(Abort([address[1]]))
+            self._links[address[0]].send(Abort([address[1]]))
 
     # ---- choosing
 
-    def _candidates(self, ranks: Collection[int] | None = None) -> list[policy.Candidate]:
-        now = time.monotonic()
-        return [instance.candidate(now) for instance in self._pool if ranks is None or instance.rank in ranks]
-
     def _choose(self, entry: Entry) -> Instance:
-        instances = {instance.rank: instance for instance in self._pool}
-        pinned = entry.prompt.rank
-        if pinned is not None and pinned not in instances:
-            ranks = ", ".join(map(str, sorted(instances))) or "none"
-            raise MeshError(
-                400,
-                "BadRequestError",
-                f"there is no instance with data-parallel rank {pinned}; ranks now: {ranks}",
-                param="X-data-parallel-rank",
-            )
-        candidates = self._candidates() if pinned is None else self._candidates({pinned})
-        able = policy.eligible(candidates, entry.failed_ranks)
-        if not able:
-            raise _unavailable(self._why_nobody(pinned))
-        return instances[policy.pick(able, entry.work).rank]
-
-    def _why_nobody(self, pinned: int | None) -> str:
-        if pinned is not None:
-            return f"instance {pinned} takes no requests now"
         view = self.view
         waiting_for = view.waiting_for if view else "the coordinator"
-        return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+        return self._chooser.choose(entry, time.monotonic(), waiting_for)
 
     def _dispatch(self, entry: Entry, instance: Instance) -> None:
-        number = instance.dispatch(entry.work, time.monotonic())
-        self._ledger.place(entry, instance.name, number)
-        if not self._links[instance.name].connection.send(entry.submit(number)):
+        number = self._chooser.dispatch(entry, instance, time.monotonic())
+        if not self._links[instance.name].send(entry.submit(number)):
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
-            instance.lost(time.monotonic())
+            self._lost(instance)
+            entry.owed = True
             self.faults.count(Event.RESUME, "connection_lost")
             self._resume(entry, instance)
+
+    def _lost(self, instance: Instance) -> bool:
+        """Whether that was news."""
+        self._pool.index.forget(instance.name)
+        return instance.lost(time.monotonic())
 
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
         entry.failed_ranks |= {failed.rank}
         if entry.attempts >= MAX_ATTEMPTS:
             self._give_up(
-                entry, _unavailable(f"{entry.attempts} instances in turn did not finish the request")
+                entry, unavailable(f"{entry.attempts} instances in turn did not finish the request")
             )
             return
         try:
             instance = self._choose(entry)
         except MeshError as error:
-            self._ledger.drop(entry)
-            if error.status == 503:
+            self._drop(entry)
+            if error.status == 503 and entry.owed:
                 entry.orphaned_at = time.monotonic()
                 self._orphans.append(entry)
             else:
                 self._give_up(entry, error)
             return
-        self._resumes += 1
+        self._resumes += entry.owed
         self._dispatch(entry, instance)
 
-    def _give_up(self, entry: Entry, error: MeshError) -> None:
+    def _drop(self, entry: Entry) -> None:
+        self._chooser.settle(entry)
         self._ledger.drop(entry)
+
+    def _give_up(self, entry: Entry, error: MeshError) -> None:
+        self._drop(entry)
         stream = self._streams.pop(entry, None)
         if stream is not None:
             stream.fail(error)
@@ -331,37 +268,33 @@ class MeshClient:
 
     def _connect(self, instance: Instance) -> None:
         logger.info("instance %d at %s", instance.rank, instance.member.address)
-        connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
+        self._links[instance.name] = Link(
             self._context,
-            instance.member.address,
-            ToRouter,
-            name=f"instance {instance.rank}",
-            keys=self._keys,
+            instance,
+            self,
+            self._keys,
+            router=self._name,
+            wants_blocks=self._chooser.wants_blocks,
         )
-        tasks = [
-            asyncio.create_task(self._receive(instance, connection)),
-            asyncio.create_task(self._attach(connection)),
-            asyncio.create_task(self._watch(instance, connection)),
-        ]
-        self._links[instance.name] = _Link(instance, connection, tasks)
 
     def _disconnect(self, instance: Instance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
-        instance.lost(time.monotonic())
+        self._lost(instance)
         self._move_requests(instance, "removed" if instance.member.state is State.READY else "drained")
         self._links.pop(instance.name).close()
 
     def _move_requests(self, instance: Instance, reason: str) -> None:
         """What an instance had goes on elsewhere; should it still run there, it is aborted."""
-        lost = list(self._ledger.of_instance(instance.name))
+        lost = self._ledger.of_instance(instance.name)
         if not lost:
             return
         text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
         logger.info("%s (%s)", text, reason)
         self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
-        self._links[instance.name].connection.send(Abort(numbers))
+        self._links[instance.name].send(Abort(numbers))
         for entry in lost:
+            entry.owed = True
             self._resume(entry, instance)
 
     async def _place_orphans_again(self) -> None:
@@ -387,47 +320,56 @@ class MeshClient:
 
     # ---- one connection
 
-    async def _attach(self, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
-        while True:
-            sent = connection.send(Attach(self._name))
-            await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
+    def connection_broke(self, instance: Instance) -> None:
+        """The first sign of a dead instance: its requests go on elsewhere at once."""
+        serves = instance.member.state is State.READY
+        if self._lost(instance) and serves:
+            text = f"the connection to instance {instance.rank} ({instance.name}) broke"
+            self.faults.record(Event.DETECTION, "connection_lost", text, time.time())
+        self._move_requests(instance, "connection_lost" if serves else "drained")
 
-    async def _watch(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
-        """A broken connection is the first sign of a dead instance: its requests go on elsewhere at once.
-        Should it live, it is used again once it answers on a new connection."""
-        complained = False
-        while True:
-            refused = await connection.broken()
-            if refused is not None and not complained:
-                complained = True
-                logger.error("instance %d at %s refused us: %s", instance.rank, connection.endpoint, refused)
-            serves = instance.member.state is State.READY
-            if instance.lost(time.monotonic()) and serves:
-                text = f"the connection to instance {instance.rank} ({instance.name}) broke"
-                self.faults.record(Event.DETECTION, "connection_lost", text, time.time())
-            self._move_requests(instance, "connection_lost" if serves else "drained")
+    def received(self, instance: Instance, message: ToRouter) -> None:
+        match message:
+            case Tokens(deltas, report, blocks):
+                instance.take_report(report)
+                if blocks is not None and not self._pool.index.apply(instance.name, blocks):
+                    self._links[instance.name].ask_for_blocks()
+                if deltas:
+                    instance.trust.proved()
+                for delta in deltas:
+                    self._pass_on(instance, delta)
+                self._recall()
+            case Refused():
+                self._on_refused(instance, message)
+            case Recalled(numbers):
+                self._on_recalled(instance, numbers)
+            case Attached():
+                self._on_attached(instance, message)
 
-    async def _receive(self, instance: Instance, connection: AsyncConnection[ToRouter, ToInstance]) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                try:
-                    message = await connection.receive()
-                except OtherProtocol as error:
-                    logger.error("instance %d cannot be used: %s", instance.rank, error)
-                    return
-                match message:
-                    case Tokens(deltas, report):
-                        instance.take_report(report)
-                        if deltas:
-                            instance.trust.proved()
-                        for delta in deltas:
-                            self._pass_on(instance, delta)
-                    case Refused():
-                        self._on_refused(instance, message)
-                    case Attached():
-                        self._on_attached(instance)
+    def _recall(self) -> None:
+        """Ask queued requests back that another instance has time for."""
+        if not self._moves_queued:
+            return
+        for name, numbers in self._recaller.recalls(time.monotonic()).items():
+            self._links[name].send(Recall(numbers))
+
+    def _on_recalled(self, instance: Instance, numbers: list[int]) -> None:
+        """They wait where it is best now, which may be where they were."""
+        for number in numbers:
+            entry = self._ledger.find(instance.name, number)
+            if entry is None:
+                continue
+            entry.owed = True
+            self._moves += 1
+            try:
+                chosen = self._choose(entry)
+            except MeshError:  # the last one left has just failed
+                self._resume(entry, instance)
+            else:
+                self._dispatch(entry, chosen)
 
     def _pass_on(self, instance: Instance, delta: Delta) -> None:
+        self._pool.index.settle(instance.name, delta.request)
         taken = self._ledger.take(instance.name, delta)
         if taken is None:
             return
@@ -443,22 +385,17 @@ class MeshClient:
             return
         if not refused.retry:
             self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
-        elif (
-            entry.emitted
-            or instance.member.state is not State.READY
-            or entry.attempts < len(list(self._pool))
-        ):
+        elif entry.owed or instance.member.state is not State.READY:
+            entry.owed = True
             self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)
+        elif entry.attempts < len(list(self._pool)) and entry.prompt.rank is None:
+            self._resume(entry, instance)  # its queue is full; another one's may not be
         else:
-            self._give_up(entry, _unavailable(refused.reason))
+            self._give_up(entry, unavailable(refused.reason))
 
-    def _on_attached(self, instance: Instance) -> None:
+    def _on_attached(self, instance: Instance, attached: Attached) -> None:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
-        instance.attached = True
+        instance.attached, instance.capacity = True, attached.capacity
         self._move_requests(instance, "reattached")
         self._place_orphans()
-
-
-def _unavailable(message: str) -> MeshError:
-    return MeshError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER)

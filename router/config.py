@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,7 @@ from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Port, Size, flag
 from engine.config import EngineConfig
+from router.quotas import KeyLimits, limits_of, read_key_limits
 from router.reasoning import REASONING_PARSERS
 from router.tool_parsers import TOOL_PARSERS
 
@@ -36,6 +37,23 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_key: Annotated[
         tuple[str, ...], flag(repeated=True, help="Key that clients must present; repeat it for several.")
     ] = ()
+    api_key_limits: Annotated[
+        str | None,
+        flag(
+            help="YAML or JSON file of quotas by key: requests_per_minute, tokens_per_minute, "
+            "concurrent_requests. Its keys are let in like those of --api-key."
+        ),
+    ] = None
+    max_requests_per_minute: Annotated[
+        Count | None,
+        flag(help="Requests per minute of each key (of all clients, without keys); more get 429."),
+    ] = None
+    max_tokens_per_minute: Annotated[
+        Size | None, flag(help="Tokens per minute of each key, prompts and output; more get 429.")
+    ] = None
+    max_concurrent_requests: Annotated[
+        Count | None, flag(help="Requests of each key at once; more get 429.")
+    ] = None
     admin_host: Annotated[str, flag(help="Address of the admin API, with --admin-port.")] = "127.0.0.1"
     admin_port: Annotated[Port | None, flag(help="Port of the admin API; unset: it has none.")] = None
     admin_api_key: Annotated[
@@ -60,6 +78,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allowed_methods: Annotated[tuple[str, ...], flag(help="Methods that those may use.")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], flag(help="Headers that those may send.")] = ("*",)
     allow_credentials: Annotated[bool, flag(help="Let those send cookies.")] = False
+    load_balancing_policy: Annotated[
+        Literal["prefix_aware", "least_loaded", "round_robin", "power_of_two", "consistent_hash"],
+        flag("--policy", help="How an instance is chosen for a request."),
+    ] = "prefix_aware"
     seed: Annotated[
         int | None,
         flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),
@@ -137,6 +159,29 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
 
         _template_kwargs(self.default_chat_template_kwargs)
+        if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
+            raise ValueError("--max-tokens-per-minute must be at least 1")
+        if self.api_key_limits is not None:
+            read_key_limits(self.api_key_limits)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All that clients may present, each once."""
+        return tuple(dict.fromkeys((*self.api_key, *self._limits_by_key)))
+
+    @property
+    def key_limits(self) -> list[KeyLimits]:
+        """What each of ``keys`` may ask for; of all clients, if there are none."""
+        general = KeyLimits(
+            requests_per_minute=self.max_requests_per_minute,
+            tokens_per_minute=self.max_tokens_per_minute,
+            concurrent_requests=self.max_concurrent_requests,
+        )
+        return limits_of(self.keys, self._limits_by_key, general)
+
+    @property
+    def _limits_by_key(self) -> dict[str, KeyLimits]:
+        return {} if self.api_key_limits is None else read_key_limits(self.api_key_limits)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Kind(enum.StrEnum):
     INTERNAL = "InternalServerError"
     UNAVAILABLE = "ServiceUnavailableError"
     TOO_LATE = "TimeoutError"
+    RATE_LIMIT = "RateLimitError"
 
 
 KIND_OF_STATUS = {
@@ -42,6 +43,7 @@ KIND_OF_STATUS = {
     405: Kind.METHOD_NOT_ALLOWED,
     408: Kind.REQUEST_TIMEOUT,
     413: Kind.REQUEST_TOO_LARGE,
+    429: Kind.RATE_LIMIT,
     500: Kind.INTERNAL,
     503: Kind.UNAVAILABLE,
     504: Kind.TOO_LATE,
@@ -96,7 +98,9 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
 
 def from_mesh(error: MeshError) -> ApiError:
     """A request that the mesh did not take."""
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers = {}
+    if error.retry_after is not None:
+        headers = {"retry-after": str(error.retry_after), "x-should-retry": "true"}
     return ApiError(error.status, str(error), kind=error.kind, param=error.param, headers=headers)
 
 

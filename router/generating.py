@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +24,18 @@ from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
-from router.errors import in_terms_of, refuse
+from router.errors import in_terms_of
+from router.headers import deadline, pinned_rank, request_id, session
 from router.mesh import Mesh
 from router.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from router.parameters import sampling_params
 from router.prompts import PromptText, chat_prompt, completion_prompts
+from router.quotas import Quotas
 from router.responses import request as responses_request
 from router.responses.answer import ResponsesAnswer
 from router.responses.wire import ResponsesRequest
-from router.rules import MAX_ID_LENGTH, check_chat, check_completion, usable_id
+from router.rules import check_chat, check_completion
 from router.streaming import Call, EventStream, whole_answer
 from router.text_model import TextModel
 from router.text_models import TextModels
@@ -65,11 +66,14 @@ Shape = Callable[[dict[str, Any]], Answer]
 class Generating:
     """Handlers."""
 
-    def __init__(self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels) -> None:
+    def __init__(
+        self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas
+    ) -> None:
         self._mesh = mesh
         self._config = config
         self._metrics = metrics
         self._models = models
+        self._quotas = quotas
         self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
@@ -77,6 +81,7 @@ class Generating:
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
@@ -90,6 +95,7 @@ class Generating:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -100,6 +106,7 @@ class Generating:
 
     async def responses(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -111,6 +118,7 @@ class Generating:
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)
+        self._mesh.check_room()
         asked = _read_messages(body)
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -156,12 +164,15 @@ class Generating:
         model: TextModel,
         shape: Shape,
     ) -> Response:
-        client_id = _request_id(request, wanted)
+        client_id = request_id(request, wanted)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = True
         id = prefix + client_id
-        samples = make_samples(id, wanted, params, prompts, model, _rank(request), self._chance)
+        samples = make_samples(
+            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted)
+        )
+        timeout = deadline(request, wanted)
         answer = shape(
             {
                 "id": id,
@@ -171,29 +182,18 @@ class Generating:
                 "tells_cached_tokens": self._config.enable_prompt_tokens_details,
             }
         )
-        arrival = request.state.arrival
-        call = Call(self._mesh, self._metrics, samples, answer, arrival=arrival, timeout=wanted.timeout)
+        key = getattr(request.state, "key", 0)
+        lease = self._quotas.admit(key, sum(len(prompt.ids) for prompt in prompts))
+        call = Call(
+            self._mesh,
+            self._metrics,
+            samples,
+            answer,
+            arrival=request.state.arrival,
+            timeout=timeout,
+            lease=lease,
+        )
         request.state.request_id = client_id
         if wanted.stream:
             return EventStream(call)
         return json_response(await whole_answer(call, request.receive))
-
-
-def _request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own, from the header or the body, else a new one."""
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return wanted.request_id or uuid.uuid4().hex
-    if not usable_id(given):
-        refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
-    return given
-
-
-def _rank(request: Request) -> int | None:
-    """The instance that the client wants."""
-    given = request.headers.get("x-data-parallel-rank")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
-        refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
-    return int(given)

@@ -7,7 +7,6 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,6 +31,14 @@ class Entry:
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     num_deltas: int = 0
+    owed: bool = False
+    """An instance had taken it: whoever is asked next takes it, too."""
+    blocks: list[int] | None = None
+    """Names of the blocks of its prompt, once they were needed."""
+    uncached: int = 0
+    """Tokens that its instance had to compute before the first one comes out, as far as was known."""
+    recalled: bool = False
+    """It was asked back from the instance where it is now."""
     failed_ranks: frozenset[int] = frozenset()
     orphaned_at: float = 0.0
     """When it was left without an instance that could take it."""
@@ -48,6 +55,7 @@ class Entry:
             output_ids=self.emitted,
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
+            owed=self.owed,
         )
 
     @property
@@ -60,10 +68,11 @@ class Ledger:
     """All entries, by the address of their current try."""
 
     def __init__(self) -> None:
-        self._entries: dict[Address, Entry] = {}
+        self._entries: dict[str, dict[int, Entry]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._size
 
     def __repr__(self) -> str:
         return f"<Ledger {len(self)} in flight>"
@@ -71,12 +80,13 @@ class Ledger:
     def place(self, entry: Entry, instance: str, number: int) -> None:
         """A new try begins; the one before, if any, is void."""
         self.drop(entry)
-        entry.address, entry.attempts = (instance, number), entry.attempts + 1
-        self._entries[entry.address] = entry
+        entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
+        self._entries.setdefault(instance, {})[number] = entry
+        self._size += 1
 
     def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
         """Book a delta; None if it belongs to no current try. An entry whose last delta this is leaves."""
-        entry = self._entries.get((instance, delta.request))
+        entry = self.find(instance, delta.request)
         if entry is None:
             return None
         if entry.num_deltas and delta.prompt_logprobs is not None:
@@ -88,15 +98,20 @@ class Ledger:
         return entry, delta
 
     def find(self, instance: str, number: int) -> Entry | None:
-        return self._entries.get((instance, number))
+        there = self._entries.get(instance)
+        return there.get(number) if there else None
 
-    def of_instance(self, instance: str) -> Iterator[Entry]:
-        """Requests whose current try is at an instance."""
-        return iter([entry for (name, _), entry in self._entries.items() if name == instance])
+    def of_instance(self, instance: str) -> list[Entry]:
+        """Requests whose current try is at an instance, in the order of dispatch."""
+        return list(self._entries.get(instance, {}).values())
 
     def drop(self, entry: Entry) -> Address | None:
         """Forget an entry; the address of the try that this ends, if it had one."""
         address, entry.address = entry.address, None
         if address is not None:
-            del self._entries[address]
+            there = self._entries[address[0]]
+            del there[address[1]]
+            self._size -= 1
+            if not there:
+                del self._entries[address[0]]
         return address

@@ -30,6 +30,7 @@ from router.config import ServeConfig
 from router.launch import process_table
 from router.metrics import Metrics
 from router.overseer import Overseer
+from router.policy import Policy
 from router.serve import machine_of, wait_for_instances
 from router.supervisor import Supervisor
 
@@ -184,6 +185,7 @@ class PrivateMesh:
             self._config.mesh.coordinator_endpoint,
             model_directory=Path(tokenizer) if tokenizer else None,
             keys=self._keys,
+            policy=Policy(self._config.http.load_balancing_policy),
         )
         self.metrics = Metrics(
             mesh, reports=mesh.reports, epoch=mesh.epoch, instances=mesh.instances_by_state

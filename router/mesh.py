@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """The instance that the client asked for (X-data-parallel-rank)."""
     priority: int = 0
     cache_salt: str = ""
+    session: str = ""
+    """Requests of one session bear the same: a hint to keep them together."""
 
 
 class Generation(Protocol):
@@ -86,6 +88,14 @@ class Mesh(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether at least one instance is ready and makes progress."""
+        ...
+
+    def check_room(self) -> None:
+        """Called before a prompt is made of a request, which may take long.
+
+        Raises:
+            MeshError: nobody could take any request now (503).
+        """
         ...
 
     def generate(self, prompt: Prompt) -> Generation:

@@ -57,6 +57,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Seconds that the answer may take."""
     request_id: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    """Requests of one session go to the same instance while that costs little."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None

@@ -1,20 +1,44 @@
 """Which instance gets a request (pure): filter, score, pick.
 
-Each step is a small function over :class:`Candidate` values; none of them keeps state.
+Each step is a function over :class:`Candidate` values; none of them keeps state, so front ends that know the
+same choose the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import hashlib
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-DECODE_COST = 32
-"""What a running request costs, in prompt tokens: it takes a token of many steps to come."""
-TYPICAL_COST = 2048
-"""Cost at which a score has fallen to one half."""
+from engine.messages import Capacity
+
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
+UNCACHED_COST = 1.2
+"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes the room of
+others in the cache."""
+DECODE_COST = 8.0
+"""What a running request costs, in prompt tokens: it takes a token of every step to come."""
+CONTEXT_COST = 512.0
+"""What a KV cache full of running requests costs, in prompt tokens: every step to come reads it."""
+QUEUE_COST = 2048.0
+"""What a request costs that waits for another to end, in prompt tokens."""
+SESSION_SLACK = 64.0
+"""Prompt tokens more that the home of a session may cost, where nothing else speaks for another instance."""
+TYPICAL_COST = 2048.0
+"""Cost at which a score has fallen to one half."""
+
+
+class Policy(enum.StrEnum):
+    """Values of ``--load-balancing-policy``."""
+
+    PREFIX_AWARE = "prefix_aware"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +52,36 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     stalled_for: float
     """Seconds without progress although it has work."""
     waiting_tokens: int
-    """Prompt tokens that wait there, the unreported ones included."""
+    """Prompt tokens that it has to compute before a new prompt's, the unreported ones included."""
     requests: int
     """Requests there, the unreported ones included."""
     dispatches: int
     """Requests ever sent to it; breaks ties in turn."""
+    cached_tokens: int = 0
+    """Of the prompt at hand, from its first token on: those whose keys and values it has."""
+    blocks: int = 0
+    """KV blocks of what is there, the unreported requests included."""
+    queued_tokens: int = 0
+    """All tokens of requests that wait there, as ``--max-num-queued-tokens`` counts them."""
+    queued: int = 0
+    """Requests for whom it has no room yet."""
+    capacity: Capacity | None = None
+    """None until it has answered."""
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, as far as the choice depends on it."""
+
+    tokens: int
+    """To have keys and values before the next one comes out."""
+    key: str = ""
+    """Requests of the same session have the same; empty: of none."""
+    request_id: str = ""
+    turn: int = 0
+    """Number of this choice, counted by the front end that makes it."""
+
+
+# ---- filter
 
 
 def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozenset()) -> list[Candidate]:
@@ -45,15 +94,107 @@ def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozens
     return [candidate for candidate in fresh if candidate.admitted] or fresh or able
 
 
-def load_score(candidate: Candidate, prompt_tokens: int) -> float:
-    """1 for an idle instance and a short prompt, towards 0 with the work that would be there."""
-    cost = candidate.waiting_tokens + prompt_tokens + DECODE_COST * candidate.requests
-    return TYPICAL_COST / (TYPICAL_COST + cost)
+def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those whose queues are not full, as far as is known here; the instances have the last word."""
+    return [candidate for candidate in candidates if not is_full(candidate)]
 
 
-def pick(candidates: Sequence[Candidate], prompt_tokens: int) -> Candidate:
-    """The best of some eligible candidates (at least one); among equals the one used least, then by rank."""
-    return max(
-        candidates,
-        key=lambda candidate: (load_score(candidate, prompt_tokens), -candidate.dispatches, -candidate.rank),
+def is_full(candidate: Candidate) -> bool:
+    limits = candidate.capacity
+    if limits is None:
+        return False
+    most_tokens = limits.max_num_queued_tokens
+    return num_queued(candidate, 1) > limits.max_num_queued_reqs or (
+        most_tokens is not None and candidate.queued_tokens >= most_tokens
     )
+
+
+# ---- score
+
+
+def cost(candidate: Candidate, tokens: int) -> float:
+    """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
+    wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile."""
+    own = UNCACHED_COST * (tokens - candidate.cached_tokens)
+    found = candidate.waiting_tokens + own + DECODE_COST * candidate.requests
+    limits = candidate.capacity
+    if limits is None:
+        return found
+    found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
+    return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
+
+
+def score(candidate: Candidate, tokens: int) -> float:
+    """1 for an idle instance and a prompt that it has, towards 0 with the work that would be there."""
+    return TYPICAL_COST / (TYPICAL_COST + cost(candidate, tokens))
+
+
+def num_queued(candidate: Candidate, blocks: int) -> int:
+    """Requests that would wait for room if one with so many blocks came."""
+    limits = candidate.capacity
+    if limits is None:
+        return 0
+    no_slot = candidate.requests + 1 - limits.max_num_seqs
+    no_blocks = candidate.queued + 1 if candidate.blocks + blocks > limits.num_blocks else 0
+    return max(0, no_slot, no_blocks)
+
+
+# ---- pick
+
+
+def pick(policy: Policy, candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """One of some eligible candidates (at least one)."""
+    return _PICKS[policy](candidates, wish)
+
+
+def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The lowest cost. A cached prefix is worth the work that it spares, and no more: affinity ends where
+    waiting for the instance that has it costs more than computing it again."""
+    best = min(candidates, key=lambda each: (cost(each, wish.tokens), each.dispatches, each.rank))
+    if not wish.key:
+        return best
+    home = _home(candidates, wish.key)
+    slack = cost(home, wish.tokens) - cost(best, wish.tokens)
+    return home if slack <= SESSION_SLACK and home.cached_tokens >= best.cached_tokens else best
+
+
+def _least_loaded(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The lowest cost, were nothing cached; among equals the one used least, then by rank."""
+    return min(
+        candidates,
+        key=lambda each: (cost(each, wish.tokens) + each.cached_tokens, each.dispatches, each.rank),
+    )
+
+
+def _round_robin(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    return sorted(candidates, key=lambda each: each.rank)[wish.turn % len(candidates)]
+
+
+def _power_of_two(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The better of two, drawn by the request's id."""
+    drawn = sorted(candidates, key=lambda each: _affinity(wish.request_id, each.rank))[:2]
+    return _least_loaded(drawn, wish)
+
+
+def _consistent_hash(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
+    """The session's home; a request without a session has one of its own."""
+    return _home(candidates, wish.key or wish.request_id)
+
+
+_PICKS: dict[Policy, Callable[[Sequence[Candidate], Wish], Candidate]] = {
+    Policy.PREFIX_AWARE: _prefix_aware,
+    Policy.LEAST_LOADED: _least_loaded,
+    Policy.ROUND_ROBIN: _round_robin,
+    Policy.POWER_OF_TWO: _power_of_two,
+    Policy.CONSISTENT_HASH: _consistent_hash,
+}
+
+
+def _home(candidates: Sequence[Candidate], key: str) -> Candidate:
+    """Rendezvous hashing (Thaler and Ravishankar, 1998): when an instance comes or goes, only its own
+    sessions move."""
+    return min(candidates, key=lambda each: (_affinity(key, each.rank), each.rank))
+
+
+def _affinity(key: str, rank: int) -> bytes:
+    return hashlib.blake2b(f"{rank}|{key}".encode(), digest_size=8).digest()

@@ -10,9 +10,24 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator.messages import Member, State, View
-from engine.messages import Report
+from engine.messages import Capacity, Counters, Report
 from router.policy import Candidate
+from router.prefix_index import PrefixIndex
 from router.trust import Trust
+
+NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What a dispatch adds to an instance until a report includes it."""
+
+    number: int
+    tokens: int
+    """To compute."""
+    uncached: int
+    """Of these, those that its cache will not spare."""
+    blocks: int
+    """That the request will hold."""
 
 
 @dataclass
@@ -25,9 +40,10 @@ class Instance:
     """Of its rank: a process that is started again does not begin with a clean record."""
     attached: bool = False
     """Whether it has answered on our connection."""
+    capacity: Capacity | None = None
     last_dispatch: int = 0
-    unreported: deque[tuple[int, int]] = field(default_factory=deque)
-    """(dispatch number, prompt tokens) of what the last report does not include."""
+    unreported: deque[Sent] = field(default_factory=deque)
+    """What the last report does not include."""
 
     @property
     def name(self) -> str:
@@ -41,17 +57,19 @@ class Instance:
     def ready(self) -> bool:
         return self.member.state is State.READY and self.attached
 
-    def dispatch(self, prompt_tokens: int, now: float) -> int:
-        """Number the next request to this instance and count it until a report does."""
+    def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
+        """Number the next request to this instance, with so many tokens to compute of which its cache has
+        ``cached``, and count it until a report does."""
         self.trust.dispatched(now)
         self.last_dispatch += 1
-        self.unreported.append((self.last_dispatch, prompt_tokens))
+        blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
+        self.unreported.append(Sent(self.last_dispatch, tokens, tokens - cached, blocks))
         return self.last_dispatch
 
     def take_report(self, report: Report) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
         self.report = report
-        while self.unreported and self.unreported[0][0] <= report.last_dispatch:
+        while self.unreported and self.unreported[0].number <= report.last_dispatch:
             self.unreported.popleft()
 
     def lost(self, now: float) -> bool:
@@ -64,18 +82,22 @@ class Instance:
         self.unreported.clear()
         return was_attached
 
-    def candidate(self, now: float) -> Candidate:
-        """This instance for the policy."""
-        report = self.report
+    def candidate(self, now: float, cached_tokens: int = 0) -> Candidate:
+        """This instance for the policy; it has ``cached_tokens`` of the prompt at hand."""
+        report, sent = self.report or NO_REPORT, self.unreported
         return Candidate(
             rank=self.rank,
             ready=self.ready,
             admitted=self.trust.admits(now),
             stalled_for=self.member.load.stalled_for,
-            waiting_tokens=(report.waiting_tokens if report else 0)
-            + sum(tokens for _, tokens in self.unreported),
-            requests=(report.running + report.waiting if report else 0) + len(self.unreported),
+            waiting_tokens=report.uncached_tokens + sum(each.uncached for each in sent),
+            requests=report.running + report.waiting + len(sent),
             dispatches=self.last_dispatch,
+            cached_tokens=cached_tokens,
+            blocks=report.blocks_used + sum(each.blocks for each in sent),
+            queued_tokens=report.waiting_tokens + sum(each.tokens for each in sent),
+            queued=report.queued,
+            capacity=self.capacity,
         )
 
 
@@ -102,6 +124,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
+        self.index = PrefixIndex()
         self._trust: dict[int, Trust] = {}
         """By rank, also of ranks that are away."""
 

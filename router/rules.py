@@ -68,6 +68,8 @@ def _check_common(request: GenerationRequest) -> None:
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
         refuse(f"cache_salt must have 1 to {MAX_ID_LENGTH} characters.", "cache_salt")
+    if request.session_id is not None and not 0 < len(request.session_id) <= MAX_ID_LENGTH:
+        refuse(f"session_id must have 1 to {MAX_ID_LENGTH} characters.", "session_id")
     if request.timeout is not None and not 0 < request.timeout <= MAX_TIMEOUT:
         refuse(f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds.", "timeout")
     if request.truncation_side not in (None, "left", "right"):

@@ -28,6 +28,8 @@ from router.client import MeshClient
 from router.config import HttpConfig, RouterConfig
 from router.listen import bind, inherited
 from router.metrics import Metrics
+from router.policy import Policy
+from router.quotas import Quotas
 from router.shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         config.mesh.coordinator_endpoint,
         model_directory=Path(http.tokenizer) if http.tokenizer else None,
         keys=keys,
+        policy=Policy(http.load_balancing_policy),
     )
     PatientProtocol.head_timeout = http.request_timeout
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here
@@ -152,6 +155,17 @@ def _tally(config: RouterConfig) -> Tally | None:
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
 
 
+def _quotas(config: RouterConfig) -> Quotas:
+    """Shared by all front ends of this endpoint."""
+    directory = config.counts_directory
+    return Quotas(
+        config.http.key_limits,
+        file=None if directory is None else Path(directory) / "quotas",
+        front_end=config.front_end,
+        front_ends=config.front_ends,
+    )
+
+
 def _app(
     config: RouterConfig,
     mesh: MeshClient,
@@ -160,7 +174,7 @@ def _app(
     keys: MeshKeys | None,
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
-    endpoint = make_app(mesh, config.http, metrics)
+    endpoint = make_app(mesh, config.http, metrics, _quotas(config))
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:

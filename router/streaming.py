@@ -22,6 +22,7 @@ from router.answers import Answer
 from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
+from router.quotas import Lease
 from router.sample import Piece, Sample
 
 logger = logging.getLogger(__name__)
@@ -143,9 +144,16 @@ class Call(Run):
         answer: Answer,
         arrival: float,
         timeout: float | None = None,
+        lease: Lease | None = None,
     ) -> None:
         super().__init__(mesh, metrics, samples, arrival, timeout)
         self.answer = answer
+        self._lease = lease
+
+    def end(self) -> None:
+        """However it ended: its client may ask for more."""
+        if self._lease is not None:
+            self._lease.end(sum(sample.num_tokens for sample in self.samples))
 
 
 async def whole_answer(call: Call, receive: Receive) -> bytes:
@@ -160,7 +168,10 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
         async with call.deadline():
             return call.answer.whole(await call.said())
 
-    return await unless_gone(receive, run())
+    try:
+        return await unless_gone(receive, run())
+    finally:
+        call.end()
 
 
 class EventStream(Response):
@@ -176,8 +187,12 @@ class EventStream(Response):
         """When the server began to hold back the latest write, as the client did not take the ones before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientGone):
+        try:
             await unless_gone(receive, self._run(send), self._is_stuck, self._send_timeout / 4)
+        except ClientGone:
+            return
+        finally:
+            self._call.end()
 
     def _is_stuck(self) -> bool:
         since = self._waits_since

@@ -101,11 +101,23 @@ def test_a_queue_may_be_full_of_tokens() -> None:
 
 
 def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
-    for number in range(3):
-        assert core.submit(PEER, submit(number)) is None
+    for number in range(4 + 3):
+        assert core.submit(PEER, submit(number)) is None, "four find room in the next step, three may wait"
     refused = core.submit(PEER, submit(9))
     assert refused is not None
     assert refused.retry
+    assert core.report(9, 0).queued == 3
+    assert core.submit(PEER, submit(10, owed=True)) is None, "who was let in elsewhere is let in here"
+
+
+def test_what_has_not_begun_can_be_asked_back(core: EngineCore) -> None:
+    for number in range(6):
+        core.submit(PEER, submit(number))
+    core.step()
+    assert core.recall(PEER, [0, 4, 5, 99]) == [4, 5]
+    while core.has_work:
+        core.step()
+    assert core.report(6, 0).counters.generation_tokens == 4 * 4
 
 
 def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:

@@ -112,6 +112,9 @@ class FakeMesh:
         self.healthy = True
         self.generations.clear()
 
+    def check_room(self) -> None:
+        return
+
     def generate(self, prompt: Prompt) -> FakeGeneration:
         if self.refusal is not None and len(self.generations) >= self.refuse_after:
             raise self.refusal

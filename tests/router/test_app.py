@@ -413,7 +413,7 @@ def test_refusals_of_the_mesh(server: Server) -> None:
     for stream in (False, True):
         answer = server.post("/v1/completions", {"prompt": "a", "stream": stream})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-        assert "x-should-retry" not in answer.headers
+        assert answer.headers["x-should-retry"] == "true"
         assert answer.json()["error"] == {
             "message": "all full",
             "type": "ServiceUnavailableError",

@@ -1,0 +1,148 @@
+"""Finding an instance for a request, and booking it there (pure): the pool, the policy and the prefix index
+put together. :mod:`router.client` moves the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.blocks import prefix_names
+from router import policy
+from router.ledger import Entry, Ledger
+from router.mesh import MeshError
+from router.policy import Candidate, Policy, Wish
+from router.pool import Instance, Pool
+
+MAX_NAMED_TOKENS = 262_144
+"""Tokens of a prompt that are looked up in the prefix index; naming them takes about 15 ms."""
+RETRY_AFTER = 1
+"""Seconds that clients are asked to wait when nobody can take their request."""
+
+
+class Chooser:
+    """Knows the instances of ``pool`` and the requests of ``ledger``; keeps the prefix index up to date."""
+
+    def __init__(self, pool: Pool, ledger: Ledger, kind: Policy = Policy.PREFIX_AWARE) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._policy = kind
+        self._turn = 0
+        self._named: tuple[object, str, list[int]] = (None, "", [])
+        """The last prompt whose blocks were named: the samples of a request share it."""
+
+    def __repr__(self) -> str:
+        return f"<Chooser {self._policy} {self._pool!r}>"
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether instances are to tell of their prefix caches."""
+        return self._policy is Policy.PREFIX_AWARE
+
+    def candidates(self, now: float) -> list[Candidate]:
+        return [instance.candidate(now) for instance in self._pool]
+
+    def check_room(self, now: float) -> None:
+        """Before a prompt is made of a request, which may take long.
+
+        Raises:
+            MeshError: every queue is full (503).
+        """
+        able = policy.eligible(self.candidates(now))
+        if able and not policy.with_room(able):
+            raise full(len(able))
+
+    def choose(self, entry: Entry, now: float, waiting_for: str = "") -> Instance:
+        """The instance that gets a request.
+
+        Raises:
+            MeshError: nobody can take it (503), or the rank it names does not exist (400).
+        """
+        instances = self._instances_for(entry)
+        lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
+        found = [instance.candidate(now, self._cached(instance, lengths)) for instance in instances]
+        able = policy.eligible(found, entry.failed_ranks)
+        if not able:
+            raise unavailable(_why_nobody(entry, waiting_for))
+        free = able if entry.owed else policy.with_room(able)
+        if not free:
+            raise full(len(able))
+        wish = Wish(
+            tokens=entry.work,
+            key=entry.prompt.session,
+            request_id=entry.prompt.request_id,
+            turn=self._turn,
+        )
+        self._turn += 1
+        rank = policy.pick(self._policy, free, wish).rank
+        return next(instance for instance in instances if instance.rank == rank)
+
+    def dispatch(self, entry: Entry, instance: Instance, now: float) -> int:
+        """Book the next try of a request at an instance; returns its number there."""
+        self.settle(entry)
+        blocks = self._blocks_of(entry)
+        lengths = self._pool.index.prefix_lengths(blocks)
+        cached = self._cached(instance, lengths)
+        entry.uncached = entry.work - cached
+        number = instance.dispatch(entry.work, now, cached=cached)
+        self._ledger.place(entry, instance.name, number)
+        self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])
+        return number
+
+    def settle(self, entry: Entry) -> None:
+        """The first token of the current try is there, or will never come: its prompt's blocks are no longer
+        promised, but told of by the instance."""
+        if entry.address is not None:
+            self._pool.index.settle(*entry.address)
+
+    # ---- helpers
+
+    def _instances_for(self, entry: Entry) -> Sequence[Instance]:
+        """All, or the one that the client asked for. A request that was taken already goes on anywhere."""
+        pinned = entry.prompt.rank
+        instances = list(self._pool)
+        if pinned is None or entry.owed:
+            return instances
+        found = [instance for instance in instances if instance.rank == pinned]
+        if not found:
+            ranks = ", ".join(str(instance.rank) for instance in sorted(instances, key=lambda i: i.rank))
+            raise MeshError(
+                400,
+                "BadRequestError",
+                f"there is no instance with data-parallel rank {pinned}; ranks now: {ranks or 'none'}",
+                param="X-data-parallel-rank",
+            )
+        return found
+
+    def _blocks_of(self, entry: Entry) -> Sequence[int]:
+        """Names of the prompt's blocks that a cache may spare computing."""
+        prompt = entry.prompt
+        if not self.wants_blocks or prompt.params.prompt_logprobs is not None:
+            return ()
+        if entry.blocks is None:
+            ids, salt, names = self._named
+            if ids is not prompt.prompt_ids or salt != prompt.cache_salt:
+                size = next((i.capacity.block_size for i in self._pool if i.capacity is not None), None)
+                if size is None:
+                    return ()
+                names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], size, prompt.cache_salt)
+                self._named = (prompt.prompt_ids, prompt.cache_salt, names)
+            entry.blocks = names
+        return entry.blocks
+
+    def _cached(self, instance: Instance, lengths: dict[str, int]) -> int:
+        length = lengths.get(instance.name, 0)
+        return length * instance.capacity.block_size if instance.capacity is not None else 0
+
+
+def _why_nobody(entry: Entry, waiting_for: str) -> str:
+    if entry.prompt.rank is not None and not entry.owed:
+        return f"instance {entry.prompt.rank} takes no requests now"
+    return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+
+
+def full(num_instances: int) -> MeshError:
+    """All of so many."""
+    return unavailable("the queues of all instances are full" if num_instances > 1 else "the queue is full")
+
+
+def unavailable(message: str) -> MeshError:
+    return MeshError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER)

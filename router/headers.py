@@ -1,0 +1,61 @@
+"""What a request says in its headers about how it is to be treated (pure)."""
+
+from __future__ import annotations
+
+import uuid
+
+from starlette.requests import Request
+
+from router.errors import refuse
+from router.openai_api import GenerationRequest
+from router.rules import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
+
+SESSION_HEADERS = ("x-session-affinity", "x-session-id")
+
+
+def request_id(request: Request, wanted: GenerationRequest) -> str:
+    """The client's own, from the header or the body, else a new one."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return wanted.request_id or uuid.uuid4().hex
+    if not usable_id(given):
+        refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
+    return given
+
+
+def pinned_rank(request: Request) -> int | None:
+    """The instance that the client wants."""
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
+    return int(given)
+
+
+def deadline(request: Request, wanted: GenerationRequest) -> float | None:
+    """Seconds that the answer may take: X-Request-Timeout, the field ``timeout``, or the shorter of both."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return wanted.timeout
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT:
+        refuse(
+            f"X-Request-Timeout must be seconds above 0 and at most {MAX_TIMEOUT:g}, got {given[:20]!r}.",
+            "X-Request-Timeout",
+        )
+    return seconds if wanted.timeout is None else min(seconds, wanted.timeout)
+
+
+def session(request: Request, wanted: GenerationRequest) -> str:
+    """What keeps the requests of one session together; empty if they are not to be."""
+    for name in SESSION_HEADERS:
+        given = request.headers.get(name, "")
+        if given and not usable_id(given):
+            refuse(f"{name} must be printable ASCII of at most {MAX_ID_LENGTH} characters.", name)
+        if given:
+            return given
+    return wanted.session_id or ""

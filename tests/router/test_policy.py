@@ -1,0 +1,229 @@
+"""Choosing an instance: the policies, the chooser with its index, and what is asked back from queues."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+
+import pytest
+
+from coordinator.messages import Load, Member, State, View
+from engine.block_log import BlockEvents
+from engine.blocks import NAME_BYTES, prefix_names
+from engine.messages import Capacity, Counters, Delta, Report
+from engine.sampling import SamplingParams
+from router import policy
+from router.chooser import Chooser
+from router.ledger import Entry, Ledger
+from router.mesh import MeshError, Prompt
+from router.policy import Candidate, Policy, Wish
+from router.pool import Instance, Pool
+from router.recalls import INTERVAL, Recaller
+
+CAPACITY = Capacity(16, 1000, 8, 2048, 4)
+
+
+def candidate(rank: int, **fields: object) -> Candidate:
+    known = {"ready": True, "stalled_for": 0.0, "waiting_tokens": 0, "requests": 0, "dispatches": 0}
+    return Candidate(**{"rank": rank, **known, "capacity": CAPACITY, **fields})  # type: ignore[arg-type]
+
+
+def wish(tokens: int = 100, **fields: object) -> Wish:
+    return Wish(**{"tokens": tokens, **fields})  # type: ignore[arg-type]
+
+
+def chosen(kind: Policy, *candidates: Candidate, **fields: object) -> int:
+    return policy.pick(kind, candidates, wish(**fields)).rank  # type: ignore[arg-type]
+
+
+# ---- policies
+
+
+@pytest.mark.parametrize("kind", [Policy.PREFIX_AWARE, Policy.LEAST_LOADED])
+def test_the_least_loaded_wins_and_equals_take_turns(kind: Policy) -> None:
+    assert chosen(kind, candidate(0, requests=1), candidate(1)) == 1
+    assert chosen(kind, candidate(0, waiting_tokens=10), candidate(1, waiting_tokens=500)) == 0
+    assert chosen(kind, candidate(0, blocks=900), candidate(1, blocks=100)) == 1
+    assert chosen(kind, candidate(0, requests=8), candidate(1, waiting_tokens=1500)) == 1, "no slot is free"
+    assert chosen(kind, candidate(0, dispatches=3), candidate(1, dispatches=2)) == 1
+    assert chosen(kind, candidate(1), candidate(0)) == 0
+
+
+def test_a_prefix_is_worth_the_work_that_it_spares() -> None:
+    near = candidate(0, cached_tokens=800, waiting_tokens=700)
+    assert chosen(Policy.PREFIX_AWARE, near, candidate(1), tokens=900) == 0
+    assert chosen(Policy.LEAST_LOADED, near, candidate(1), tokens=900) == 1
+    far = candidate(0, cached_tokens=800, waiting_tokens=1100)
+    assert chosen(Policy.PREFIX_AWARE, far, candidate(1), tokens=900) == 1
+
+
+def test_a_session_stays_at_home_while_that_costs_little() -> None:
+    ranks = range(5)
+    home = chosen(Policy.PREFIX_AWARE, *(candidate(rank) for rank in ranks), key="me")
+    loaded = [candidate(rank, waiting_tokens=50 if rank == home else 0) for rank in ranks]
+    assert chosen(Policy.PREFIX_AWARE, *loaded, key="me") == home
+    loaded = [candidate(rank, waiting_tokens=500 if rank == home else 0) for rank in ranks]
+    assert chosen(Policy.PREFIX_AWARE, *loaded, key="me") != home
+    holder = (home + 1) % 5
+    cached = [candidate(rank, cached_tokens=32 if rank == holder else 0) for rank in ranks]
+    assert chosen(Policy.PREFIX_AWARE, *cached, key="me") == holder, "where it was is known better"
+
+
+def test_round_robin_takes_turns() -> None:
+    candidates = [candidate(rank, requests=rank) for rank in (2, 0, 5)]
+    turns = [policy.pick(Policy.ROUND_ROBIN, candidates, wish(turn=turn)).rank for turn in range(6)]
+    assert turns == [0, 2, 5, 0, 2, 5]
+
+
+def test_power_of_two_takes_the_better_of_two_and_draws_all_alike() -> None:
+    candidates = [candidate(rank, requests=rank) for rank in range(4)]
+    found = Tally(
+        policy.pick(Policy.POWER_OF_TWO, candidates, wish(request_id=f"r{number}")).rank
+        for number in range(1200)
+    )
+    assert found[3] == 0, "it is the worse one of every pair"
+    assert {rank: round(count / 200) for rank, count in found.items()} == {0: 3, 1: 2, 2: 1}
+
+
+def test_consistent_hash_moves_only_the_sessions_of_who_left() -> None:
+    candidates = [candidate(rank, requests=rank) for rank in range(5)]
+    before = {
+        key: policy.pick(Policy.CONSISTENT_HASH, candidates, wish(key=key)).rank
+        for key in map(str, range(300))
+    }
+    assert min(Tally(before.values()).values()) > 30
+    after = {key: policy.pick(Policy.CONSISTENT_HASH, candidates[:4], wish(key=key)).rank for key in before}
+    assert {key for key in before if before[key] != after[key]} == {key for key in before if before[key] == 4}
+
+
+def test_full_queues_are_seen() -> None:
+    assert not policy.is_full(candidate(0, requests=8 + 3))
+    assert policy.is_full(candidate(0, requests=8 + 4))
+    limited = Capacity(16, 1000, 8, 2048, 4, max_num_queued_tokens=50)
+    assert policy.is_full(candidate(0, capacity=limited, queued_tokens=50))
+    assert policy.is_full(candidate(0, blocks=1000, queued=4))
+    assert 0 < policy.score(candidate(0, waiting_tokens=10**6), 5) < policy.score(candidate(0), 5) < 1
+
+
+# ---- the chooser
+
+
+def world(size: int, kind: Policy = Policy.PREFIX_AWARE) -> tuple[Pool, Ledger, Chooser]:
+    pool, ledger = Pool(), Ledger()
+    members = [
+        Member(
+            instance=f"i{rank}",
+            rank=rank,
+            state=State.READY,
+            phase="",
+            address="a",
+            host="",
+            pid=1,
+            load=Load(),
+        )
+        for rank in range(size)
+    ]
+    pool.apply(View(epoch=1, size=size, settings=None, members=members, waiting_for=""), 0.0)
+    for instance in pool:
+        instance.attached, instance.capacity = True, CAPACITY
+    return pool, ledger, Chooser(pool, ledger, kind)
+
+
+def entry(prompt: list[int], **fields: object) -> Entry:
+    return Entry(
+        Prompt(**{"request_id": "r", "prompt_ids": prompt, "params": SamplingParams(), "seed": 1, **fields})
+    )  # type: ignore[arg-type]
+
+
+def send(chooser: Chooser, request: Entry) -> Instance:
+    instance = chooser.choose(request, 0.0)
+    chooser.dispatch(request, instance, 0.0)
+    return instance
+
+
+def test_a_burst_spreads_evenly_without_any_report() -> None:
+    pool, _, chooser = world(3)
+    for number in range(18):
+        send(chooser, entry([number] * 40))
+    assert [instance.last_dispatch for instance in pool] == [6, 6, 6]
+
+
+def test_what_was_just_sent_attracts_its_like_until_its_queue_is_long() -> None:
+    _, _, chooser = world(2)
+    shared = list(range(800))
+    ranks = [send(chooser, entry([*shared, number])).rank for number in range(12)]
+    assert ranks[:5] == [0] * 5, "before the first one is computed"
+    assert ranks[-1] == 1, "its slots are taken"
+
+
+def test_what_instances_say_they_hold_attracts() -> None:
+    pool, _, chooser = world(3)
+    prompt = list(range(100))
+    names = b"".join(name.to_bytes(NAME_BYTES, "big") for name in prefix_names(prompt, 16))
+    pool.index.apply("i2", BlockEvents(0, 6, True, names))
+    request = entry(prompt)
+    assert send(chooser, request).rank == 2
+    assert request.uncached == 100 - 96
+    assert send(chooser, entry(prompt, cache_salt="other")).rank == 0
+    whole = entry(prompt, params=SamplingParams(prompt_logprobs=1))
+    assert send(chooser, whole).rank == 1, "its prompt is computed whole anywhere"
+
+
+def test_a_full_mesh_says_so_but_takes_whom_it_owes() -> None:
+    pool, _, chooser = world(2)
+    for number in range(2 * (8 + 4)):
+        send(chooser, entry([number]))
+    with pytest.raises(MeshError, match="the queues of all instances are full") as refused:
+        send(chooser, entry([1]))
+    assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    owed = entry([1])
+    owed.owed = True
+    send(chooser, owed)
+    for instance in pool:
+        instance.take_report(Report(99, 8, 2, 10, 0, 1000, Counters(), queued=2))
+    send(chooser, entry([1]))
+
+
+def test_a_pinned_request_goes_there_or_nowhere_until_it_was_taken() -> None:
+    pool, _, chooser = world(2)
+    pinned = entry([1], rank=1)
+    assert send(chooser, pinned).rank == 1
+    with pytest.raises(MeshError, match="no instance with data-parallel rank 7; ranks now: 0, 1") as refused:
+        chooser.choose(entry([1], rank=7), 0.0)
+    assert refused.value.status == 400
+    first, second = pool
+    second.attached = False
+    with pytest.raises(MeshError, match="instance 1 takes no requests now"):
+        chooser.choose(entry([1], rank=1), 0.0)
+    pinned.owed = True
+    assert chooser.choose(pinned, 0.0) is first
+
+
+# ---- recalls
+
+
+def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
+    pool, ledger, chooser = world(2, Policy.ROUND_ROBIN)
+    recaller = Recaller(pool, ledger)
+    requests = [entry([number] * 500) for number in range(24)]
+    for request in requests:
+        send(chooser, request)
+    crowded, free = pool
+    for request in requests[1::2]:
+        chooser.settle(request)
+        ledger.drop(request)
+    crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4))
+    free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()))
+    assert ledger.take(crowded.name, Delta(12, [5])) is not None
+    assert recaller.recalls(1.0) == {crowded.name: [11, 10, 9]}, "the last first; 12 has begun"
+    assert recaller.recalls(1.0 + INTERVAL) == {}, "once is enough"
+    assert chooser.choose(requests[20], 1.0) is not None
+
+
+def test_nothing_is_asked_back_for_nothing() -> None:
+    pool, ledger, chooser = world(2, Policy.ROUND_ROBIN)
+    recaller = Recaller(pool, ledger)
+    for number in range(24):
+        send(chooser, entry([number] * 500))
+    for instance in pool:
+        instance.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4))
+    assert recaller.recalls(1.0) == {}, "both are crowded"
