@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.answers import json_response
 from router.config import HttpConfig
+from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
 from router.errors import ApiError, ClientGone, from_mesh, unexpected
 from router.generating import Generating
@@ -29,8 +30,11 @@ from router.openapi import document
 from router.text_models import TextModels
 
 
-def make_app(mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None) -> Starlette:
-    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too."""
+def make_app(
+    mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None, dashboard: Dashboard | None = None
+) -> Starlette:
+    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; without a
+    ``dashboard`` there is no page."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     generating = Generating(mesh, config, metrics, models)
@@ -73,6 +77,7 @@ def make_app(mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None) -> 
             Route("/version", version, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
             Route("/metrics", exposition, methods=["GET"]),
+            *(dashboard.routes() if dashboard is not None else ()),
         ],
         middleware=middleware(config),
         exception_handlers=exception_handlers(),

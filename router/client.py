@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -35,7 +36,7 @@ from engine.messages import (
 )
 from router import policy
 from router.faults import Event, Faults
-from router.ledger import MAX_ATTEMPTS, Entry, Ledger
+from router.ledger import MAX_ATTEMPTS, Entry, Flight, Ledger
 from router.mesh import MeshError, Prompt, ServedModel
 from router.pool import Instance, Pool, Standing
 
@@ -212,6 +213,21 @@ class MeshClient:
             for instance in self._pool
         }
 
+    def flights(self, most: int) -> list[Flight]:
+        """The oldest requests in flight, at most so many."""
+        now = time.monotonic()
+        return [
+            Flight(
+                request_id=entry.prompt.request_id,
+                rank=self.rank_of(entry),
+                prompt_tokens=len(entry.prompt.prompt_ids),
+                output_tokens=len(entry.emitted),
+                attempts=entry.attempts,
+                age=now - entry.begun_at,
+            )
+            for entry in itertools.islice(self._streams, most)
+        ]
+
     def rank_of(self, entry: Entry) -> int | None:
         """Where a request runs now."""
         instance = self._pool.get(entry.address[0]) if entry.address else None
@@ -223,7 +239,7 @@ class MeshClient:
         Raises:
             MeshError: nobody can take it (503), or the rank it names does not exist (400).
         """
-        entry = Entry(prompt)
+        entry = Entry(prompt, begun_at=time.monotonic())
         instance = self._choose(entry)
         stream = self._streams[entry] = Stream(self, entry)
         self._dispatch(entry, instance)

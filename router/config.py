@@ -113,6 +113,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disable_access_log_for_endpoints: Annotated[
         str, flag(help="Paths whose requests are not logged, with commas: /health,/metrics.")
     ] = ""
+    dashboard: Annotated[bool, flag(help="Show the mesh, live, in a page at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds that requests may still run after SIGTERM.")
     ] = 5.0

@@ -210,6 +210,10 @@ class Metrics:
         others = self._shelf.others() if self._shelf else []
         return Faults.merged([self.faults, *(other.faults for other in others)])
 
+    def in_flight_of_all(self) -> int:
+        """HTTP requests being generated for, here and at the front ends beside this one."""
+        return self.in_flight + _in_flight(self._shelf.others() if self._shelf else [])
+
     def _go_on_from(self, left: Snapshot) -> None:
         """Counters of a process that took over a dead one's place do not begin at zero again."""
         for histogram in self._histograms:
@@ -230,9 +234,10 @@ class Metrics:
         return total
 
     def _of_mesh(self, others: Sequence[Snapshot]) -> Iterator[Metric]:
-        in_flight = self.in_flight + sum(other.in_flight for other in others if is_alive(other.pid))
         yield GaugeMetricFamily(
-            "lockstep:requests_in_flight", "HTTP requests being generated for.", in_flight
+            "lockstep:requests_in_flight",
+            "HTTP requests being generated for.",
+            self.in_flight + _in_flight(others),
         )
         faults = CounterMetricFamily(
             "lockstep:faults",
@@ -303,6 +308,10 @@ class Meter:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
         self._metrics.params_n.of(engine).observe(sample.num_samples)
         self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
+
+
+def _in_flight(others: Sequence[Snapshot]) -> int:
+    return sum(other.in_flight for other in others if is_alive(other.pid))
 
 
 def _engine(generation: Generation) -> str:

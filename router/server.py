@@ -26,6 +26,8 @@ from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.client import MeshClient
 from router.config import HttpConfig, RouterConfig
+from router.dashboard.feed import Feed
+from router.dashboard.page import Dashboard
 from router.listen import bind, inherited
 from router.metrics import Metrics
 from router.shelf import Shelf
@@ -56,9 +58,10 @@ class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
     With a tally, shares its sockets evenly with other front ends."""
 
-    def __init__(self, config: uvicorn.Config, tally: Tally | None) -> None:
+    def __init__(self, config: uvicorn.Config, tally: Tally | None, feed: Feed | None) -> None:
         super().__init__(config)
         self._tally = tally
+        self._feed = feed
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,6 +69,11 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._feed is not None:  # nobody waits for those who only look
+            self._feed.close()
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._tally is None:
@@ -120,7 +128,10 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         shelf=shelf,
         alone=config.front_ends == 1,
     )
-    settings = _settings(_app(config, mesh, metrics, listeners, keys), http)
+    dashboard = None
+    if http.dashboard:
+        dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
+    settings = _settings(_app(config, mesh, metrics, dashboard, listeners, keys), http)
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
@@ -128,7 +139,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
             listener.close()
         logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
         return process.EXIT_FAILED
-    server = _Server(settings, _tally(config))
+    server = _Server(settings, _tally(config), dashboard.feed if dashboard else None)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if shelf is not None:
@@ -156,11 +167,12 @@ def _app(
     config: RouterConfig,
     mesh: MeshClient,
     metrics: Metrics,
+    dashboard: Dashboard | None,
     listeners: list[socket.socket],
     keys: MeshKeys | None,
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
-    endpoint = make_app(mesh, config.http, metrics)
+    endpoint = make_app(mesh, config.http, metrics, dashboard)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:
