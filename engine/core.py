@@ -107,7 +107,7 @@ class EngineCore:
         """
         if self._executor.in_flight > 1:
             return self._step_of_pipeline()
-        step = self._unfinished or self.scheduler.schedule() or Step([], [])
+        step = self._unfinished or self._schedule() or Step([], [])
         self._unfinished = step if step.rows else None
         agreement = self.pace.agree(
             step.num_tokens,
@@ -125,10 +125,19 @@ class EngineCore:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         return self._take_in(step, result)
 
+    def _schedule(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is not None and step.admits:
+            now = time.perf_counter()
+            for admit in step.admits:
+                request = self.scheduler.in_slot(admit.slot)
+                request.admitted_at = request.admitted_at or now
+        return step
+
     def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
         """Fill the pipeline, then wait for the step that is furthest."""
         while len(self._steps) < self._executor.in_flight:
-            step = self.scheduler.schedule()
+            step = self._schedule()
             if step is None:
                 break
             self._executor.begin(step)
@@ -200,13 +209,15 @@ class EngineCore:
         self._arrivals += 1
         if self._config.scheduler.scheduling_policy == "fcfs":
             submit = msgspec.structs.replace(submit, priority=0)
-        return from_submit(
+        request = from_submit(
             submit,
             peer,
             arrival=self._arrivals,
             eos_ids=self._info.eos_token_ids,
             max_model_len=self._max_model_len,
         )
+        request.arrived_at = time.perf_counter()
+        return request
 
 
 def _delta(outcome: Outcome) -> Delta:
@@ -220,4 +231,11 @@ def _delta(outcome: Outcome) -> Delta:
         logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached,
+        times=_times(request) if request.arrived_at else None,
     )
+
+
+def _times(request: Request) -> tuple[float, float]:
+    """How long it waited and was computed; asked once, at its first token."""
+    arrived_at, request.arrived_at = request.arrived_at, 0.0
+    return request.admitted_at - arrived_at, time.perf_counter() - request.admitted_at

@@ -59,6 +59,10 @@ class Request:
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
     was_admitted: bool = False
+    arrived_at: float = 0.0
+    """Seconds, on the clock of ``time.perf_counter``; 0 once its times were told."""
+    admitted_at: float = 0.0
+    """When it was first put into a step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None

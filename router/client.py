@@ -189,6 +189,10 @@ class MeshClient:
         """Of the newest view."""
         return self.view.epoch if self.view else None
 
+    def block_size(self) -> int | None:
+        """Tokens of a KV block."""
+        return self.view.settings.block_size if self.view and self.view.settings else None
+
     def instances_by_state(self) -> Mapping[str, int]:
         """How many instances are loading, ready, draining."""
         members = self.view.members if self.view else []

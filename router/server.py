@@ -124,6 +124,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         epoch=mesh.epoch,
         instances=mesh.instances_by_state,
         refused_peers=mesh.refused_peers,
+        block_size=mesh.block_size,
         faults=mesh.faults,
         shelf=shelf,
         alone=config.front_ends == 1,

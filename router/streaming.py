@@ -103,7 +103,7 @@ class Run:
                         sample = self.samples[position]
                         if sample.finish_reason is not None:
                             continue
-                        meter.delta(position, generations[position], now)
+                        meter.delta(position, generations[position], now, delta.times)
                         piece = sample.take(delta)
                         pieces.append((sample, piece))
                         if piece.finish_reason is not None:
