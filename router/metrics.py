@@ -11,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -41,6 +41,7 @@ LENGTH_BUCKETS = tuple(step * 10**power for power in range(7) for step in (1, 2,
 COUNT_BUCKETS = (1, 2, 5, 10, 20)
 
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
@@ -211,7 +212,7 @@ class Metrics:
         """The page and its content type, in the format that the scraper accepts."""
         if "application/openmetrics-text" in accept:
             return _openmetrics(self._registry), OPENMETRICS
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), TEXT
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""

@@ -271,9 +271,23 @@ def _scale(argv: list[str]) -> int:
     return main_scale(argv)
 
 
+def _chat(argv: list[str]) -> int:
+    from router.terminal_chat import main as chat_main
+
+    return chat_main(argv)
+
+
+def _bench(argv: list[str]) -> int:
+    from router.bench.command import main as bench_main
+
+    return bench_main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
-    "status": (_status, "show the instances of a mesh"),
+    "status": (_status, "show the instances of a mesh, once or all the time"),
+    "chat": (_chat, "talk to a model in the terminal"),
+    "bench": (_bench, "measure a server: bench serve"),
     "keygen": (_keygen, "make the key of a mesh over several hosts"),
     "doctor": (_doctor, "check an installation, its host and the network, and say what to fix"),
     "drain": (_drain, "have an instance finish what it has and leave"),
