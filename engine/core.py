@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 
 import msgspec
 
+from coordinator.tracing import Tracing
 from engine.blocks import BlockPool
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
@@ -34,6 +35,7 @@ class EngineCore:
         *,
         num_blocks: int,
         max_model_len: int,
+        tracing: Tracing | None = None,
     ) -> None:
         self._config = config
         self._info = info
@@ -55,6 +57,7 @@ class EngineCore:
             self._pool,
         )
         self._arrivals = 0
+        self._tracing = tracing
         self._unfinished: Step | None = None
         """A step that was scheduled and did not run to its end, because the group broke or changed."""
         self._steps: deque[Step] = deque()
@@ -150,7 +153,10 @@ class EngineCore:
     def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
         for outcome in self.scheduler.update(step, result):
-            deltas[outcome.request.key[0]].append(_delta(outcome))
+            request = outcome.request
+            deltas[request.key[0]].append(_delta(outcome))
+            if request.finish_reason is not None and self._tracing is not None:
+                _trace(self._tracing, request)
         return deltas
 
     def report(self, last_dispatch: int, bad_messages: int) -> Report:
@@ -216,7 +222,7 @@ class EngineCore:
             eos_ids=self._info.eos_token_ids,
             max_model_len=self._max_model_len,
         )
-        request.arrived_at = time.perf_counter()
+        request.arrived_at = request.began_at = time.perf_counter()
         return request
 
 
@@ -232,6 +238,27 @@ def _delta(outcome: Outcome) -> Delta:
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached,
         times=_times(request) if request.arrived_at else None,
+    )
+
+
+def _trace(tracing: Tracing, request: Request) -> None:
+    """The request's time here, from its arrival to its last token."""
+    now = time.perf_counter()
+    tracing.record(
+        "lockstep.instance",
+        request.traceparent,
+        request.began_at,
+        now,
+        {
+            "gen_ai.request.id": request.request_id,
+            "gen_ai.usage.prompt_tokens": request.num_prompt,
+            "gen_ai.usage.completion_tokens": request.num_output - request.num_emitted,
+            "gen_ai.latency.time_in_queue": request.admitted_at - request.began_at,
+            "gen_ai.latency.time_in_model_inference": now - request.admitted_at,
+            "lockstep.cached_tokens": request.num_cached,
+            "lockstep.resumed_tokens": request.num_emitted,
+            "lockstep.finish_reason": str(request.finish_reason),
+        },
     )
 
 

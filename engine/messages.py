@@ -47,6 +47,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     output_ids: list[int] = []
     priority: int = 0
     cache_salt: str = ""
+    traceparent: str = ""
+    """W3C Trace Context of the request, if anybody traces it."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
 from router.dashboard.page import Dashboard
@@ -31,13 +32,17 @@ from router.text_models import TextModels
 
 
 def make_app(
-    mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None, dashboard: Dashboard | None = None
+    mesh: Mesh,
+    config: HttpConfig,
+    metrics: Metrics | None = None,
+    dashboard: Dashboard | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; without a
     ``dashboard`` there is no page."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models)
+    generating = Generating(mesh, config, metrics, models, tracing)
     endpoints = Endpoints(config, metrics, models)
 
     async def health(request: Request) -> Response:

@@ -31,6 +31,7 @@ def make_samples(
     model: TextModel,
     rank: int | None,
     chance: random.Random = UNPREDICTABLE,
+    traceparent: str = "",
 ) -> list[Sample]:
     """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
     requests that bring none."""
@@ -53,6 +54,7 @@ def make_samples(
                 rank=rank,
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
+                traceparent=traceparent,
             )
             samples.append(
                 Sample(index, wanted, params, model.tokenizer, prompt_text=prompt.text, stops=stops)

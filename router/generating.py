@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router.answers import Answer, encode, json_response
 from router.anthropic_messages import request as messages_request
@@ -38,6 +39,7 @@ from router.rules import MAX_ID_LENGTH, check_chat, check_completion, usable_id
 from router.streaming import Call, EventStream, whole_answer
 from router.text_model import TextModel
 from router.text_models import TextModels
+from router.tracing import RequestTrace
 from router.turn_format import TurnFormat
 
 _read_completion = decoder(CompletionRequest)
@@ -65,11 +67,19 @@ Shape = Callable[[dict[str, Any]], Answer]
 class Generating:
     """Handlers."""
 
-    def __init__(self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: HttpConfig,
+        metrics: Metrics,
+        models: TextModels,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._mesh = mesh
         self._config = config
         self._metrics = metrics
         self._models = models
+        self._tracing = tracing
         self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
@@ -161,7 +171,13 @@ class Generating:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = True
         id = prefix + client_id
-        samples = make_samples(id, wanted, params, prompts, model, _rank(request), self._chance)
+        arrival = request.state.arrival
+        given = request.headers.get("traceparent")
+        facts = _facts(id, model, params)
+        trace = RequestTrace.begin(self._tracing, request.url.path, given, arrival, facts)
+        samples = make_samples(
+            id, wanted, params, prompts, model, _rank(request), self._chance, trace.traceparent
+        )
         answer = shape(
             {
                 "id": id,
@@ -171,12 +187,25 @@ class Generating:
                 "tells_cached_tokens": self._config.enable_prompt_tokens_details,
             }
         )
-        arrival = request.state.arrival
-        call = Call(self._mesh, self._metrics, samples, answer, arrival=arrival, timeout=wanted.timeout)
+        call = Call(
+            self._mesh, self._metrics, samples, answer, arrival=arrival, timeout=wanted.timeout, trace=trace
+        )
         request.state.request_id = client_id
         if wanted.stream:
             return EventStream(call)
         return json_response(await whole_answer(call, request.receive))
+
+
+def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:
+    """Of a request, for its trace, under the names that vLLM gives them."""
+    return {
+        "gen_ai.request.id": id,
+        "gen_ai.response.model": model.name,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens or 0,
+    }
 
 
 def _request_id(request: Request, wanted: GenerationRequest) -> str:

@@ -50,6 +50,7 @@ class Entry:
             output_ids=self.emitted,
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
+            traceparent=self.prompt.traceparent,
         )
 
     @property

@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """The instance that the client asked for (X-data-parallel-rank)."""
     priority: int = 0
     cache_salt: str = ""
+    traceparent: str = ""
+    """W3C Trace Context that the instance is told; empty for none."""
 
 
 class Generation(Protocol):

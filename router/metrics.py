@@ -318,6 +318,12 @@ class Meter:
         self._engines = [""] * len(samples)
         metrics.in_flight += 1
 
+    @property
+    def first_at(self) -> float | None:
+        """When the first token of any sample came."""
+        came = [at for at, last in zip(self._first, self._last, strict=True) if last is not None]
+        return min(came, default=None)
+
     def begin(self, position: int, generation: Generation) -> None:
         """The mesh took a sample."""
         self._engines[position] = _engine(generation)

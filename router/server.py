@@ -21,6 +21,7 @@ from coordinator.commands import ask
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale
 from coordinator.rpc import KeyRefused, OtherProtocol
+from coordinator.tracing import Tracing, TracingMissing
 from router.accept import Acceptor, Tally
 from router.admin import AdminGate, make_admin_app
 from router.app import make_app
@@ -132,7 +133,13 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
-    settings = _settings(_app(config, mesh, metrics, dashboard, listeners, keys), http)
+    wanted = config.mesh.observability.otlp_traces_endpoint
+    try:
+        tracing = None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
+    except TracingMissing as error:
+        logger.error("%s", error)
+        return process.EXIT_USAGE
+    settings = _settings(_app(config, mesh, metrics, dashboard, tracing, listeners, keys), http)
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
@@ -153,6 +160,8 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     logger.info("ends")
     return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
 
@@ -169,11 +178,12 @@ def _app(
     mesh: MeshClient,
     metrics: Metrics,
     dashboard: Dashboard | None,
+    tracing: Tracing | None,
     listeners: list[socket.socket],
     keys: MeshKeys | None,
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
-    endpoint = make_app(mesh, config.http, metrics, dashboard)
+    endpoint = make_app(mesh, config.http, metrics, dashboard, tracing)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:

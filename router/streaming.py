@@ -23,6 +23,7 @@ from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
 from router.sample import Piece, Sample
+from router.tracing import UNTRACED, RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Run:
         samples: Sequence[Sample],
         arrival: float,
         timeout: float | None = None,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         """``arrival`` is when the request came, on the clock of ``time.perf_counter``; its answer must be
         complete ``timeout`` seconds later."""
@@ -54,6 +56,7 @@ class Run:
         self._metrics = metrics
         self._arrival = arrival
         self._timeout = timeout
+        self._trace = trace
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"
@@ -120,7 +123,9 @@ class Run:
         finally:
             for generation in generations:
                 generation.close()
-            meter.close(time.perf_counter(), len(generations))
+            ended = time.perf_counter()
+            meter.close(ended, len(generations))
+            self._trace.end(self.samples, self._arrival, meter.first_at, ended)
 
     async def said(self) -> list[list[Piece]]:
         """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
@@ -143,8 +148,9 @@ class Call(Run):
         answer: Answer,
         arrival: float,
         timeout: float | None = None,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
-        super().__init__(mesh, metrics, samples, arrival, timeout)
+        super().__init__(mesh, metrics, samples, arrival, timeout, trace)
         self.answer = answer
 
 
