@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m coordinator",
         description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
     )
-    process.set_up("Coordinator", config.log_level)
+    process.set_up("Coordinator", config.log_level, config.mesh.observability.log_format)
     keys = process.mesh_keys(config.mesh, "python -m coordinator")
     process.warn_if_open(config.mesh)
     return uvloop.run(serve(config, keys))

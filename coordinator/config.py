@@ -15,6 +15,19 @@ LogLevel = Annotated[
 ]
 
 
+LogFormat = Literal["text", "json"]
+
+
+class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the processes of a mesh tell of themselves."""
+
+    log_format: Annotated[LogFormat, flag(help="Lines for people, or one JSON object per message.")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        flag(help="Where to send OpenTelemetry traces (OTLP/HTTP): http://127.0.0.1:4318; extra: otel."),
+    ] = None
+
+
 def endpoint(address: str, port: int) -> str:
     """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
@@ -65,6 +78,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool,
         flag(help="Go without a mesh key on addresses other than loopback: unencrypted and unauthenticated."),
     ] = False
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     def __post_init__(self) -> None:
         size, start = self.data_parallel_size, self.data_parallel_start_rank

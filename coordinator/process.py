@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
+import msgspec
+
 from coordinator import keys
-from coordinator.config import MeshConfig
+from coordinator.config import LogFormat, MeshConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +32,52 @@ EXIT_WORKER_LOST = 4
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 
 
-def set_up(role: str, log_level: str) -> None:
-    """Title, log format and, for a child of a launcher, death with its parent."""
+_log_format: LogFormat = "text"
+
+
+def log_format() -> LogFormat:
+    """That of this process."""
+    return _log_format
+
+
+def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
+    """Title, log format (None: as before) and, for a child of a launcher, death with its parent."""
+    global _log_format
+    _log_format = log_format or _log_format
     die_with_parent()
     with contextlib.suppress(ImportError):
         import setproctitle
 
         setproctitle.setproctitle(f"lockstep: {role}")
     handler = logging.StreamHandler(sys.stderr)
+    text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     handler.setFormatter(
-        logging.Formatter(
-            f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s",
-            datefmt="%m-%d %H:%M:%S",
-        )
+        JsonLines(role) if _log_format == "json" else logging.Formatter(text, datefmt="%m-%d %H:%M:%S")
     )
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per message."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "level": record.levelname,
+            "process": self._role,
+            "pid": record.process,
+            "logger": record.name,
+            "source": f"{record.filename}:{record.lineno}",
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:

@@ -22,6 +22,7 @@ from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.rpc import PortInUse
+from coordinator.tracing import Tracing, TracingMissing
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import InstanceConfig
 from engine.core import EngineCore
@@ -153,6 +154,7 @@ class Instance:
         self._share_cores(membership)
         membership.update(phase="loading libraries")
         place = self._place
+        tracing = self._tracing()
         executor = self._executor = make_executor(
             self._config, info, self._threads, place, cores=self._cores, rank=self._rank
         )
@@ -163,7 +165,12 @@ class Instance:
             membership.update(phase="kv cache")
             executor.allocate(num_blocks)
             core = EngineCore(
-                self._config, info, executor, num_blocks=num_blocks, max_model_len=max_model_len
+                self._config,
+                info,
+                executor,
+                num_blocks=num_blocks,
+                max_model_len=max_model_len,
+                tracing=tracing,
             )
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
             if place is None:
@@ -187,6 +194,15 @@ class Instance:
                     self._spread.close()
         finally:
             executor.close()
+            if tracing is not None:
+                tracing.close()
+
+    def _tracing(self) -> Tracing | None:
+        wanted = self._mesh.observability.otlp_traces_endpoint
+        try:
+            return None if wanted is None else Tracing(wanted, f"engine-{self._rank}")
+        except TracingMissing as error:
+            raise Ended(process.EXIT_USAGE, str(error)) from error
 
     def _write_trace(self, executor: Executor) -> None:
         if self._config.device.trace is None:
@@ -354,7 +370,9 @@ def main(argv: list[str] | None = None) -> int:
         description="One headless instance of a Lockstep mesh.",
     )
     rank = config.mesh.data_parallel_start_rank
-    process.set_up("Engine" if rank is None else f"Engine_{rank}", config.log_level)
+    process.set_up(
+        "Engine" if rank is None else f"Engine_{rank}", config.log_level, config.mesh.observability.log_format
+    )
     keys = process.mesh_keys(config.mesh, "python -m engine")
     process.warn_if_open(config.mesh)
     try:

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 
 import msgspec
 
+from coordinator.tracing import Tracing
 from engine.block_log import BlockEvents, BlockLog
 from engine.blocks import BlockPool
 from engine.checkpoint import ModelInfo
@@ -35,6 +36,7 @@ class EngineCore:
         *,
         num_blocks: int,
         max_model_len: int,
+        tracing: Tracing | None = None,
     ) -> None:
         self._config = config
         self._info = info
@@ -59,6 +61,7 @@ class EngineCore:
             self._pool,
         )
         self._arrivals = 0
+        self._tracing = tracing
         self._unfinished: Step | None = None
         """A step that was scheduled and did not run to its end, because the group broke or changed."""
         self._steps: deque[Step] = deque()
@@ -115,7 +118,7 @@ class EngineCore:
         """
         if self._executor.in_flight > 1:
             return self._step_of_pipeline()
-        step = self._unfinished or self.scheduler.schedule() or Step([], [])
+        step = self._unfinished or self._schedule() or Step([], [])
         self._unfinished = step if step.rows else None
         agreement = self.pace.agree(
             step.num_tokens,
@@ -133,10 +136,19 @@ class EngineCore:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         return self._take_in(step, result)
 
+    def _schedule(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is not None and step.admits:
+            now = time.perf_counter()
+            for admit in step.admits:
+                request = self.scheduler.in_slot(admit.slot)
+                request.admitted_at = request.admitted_at or now
+        return step
+
     def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
         """Fill the pipeline, then wait for the step that is furthest."""
         while len(self._steps) < self._executor.in_flight:
-            step = self.scheduler.schedule()
+            step = self._schedule()
             if step is None:
                 break
             self._executor.begin(step)
@@ -149,7 +161,10 @@ class EngineCore:
     def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
         for outcome in self.scheduler.update(step, result):
-            deltas[outcome.request.key[0]].append(_delta(outcome))
+            request = outcome.request
+            deltas[request.key[0]].append(_delta(outcome))
+            if request.finish_reason is not None and self._tracing is not None:
+                _trace(self._tracing, request)
         return deltas
 
     def report(self, last_dispatch: int, bad_messages: int) -> Report:
@@ -233,13 +248,15 @@ class EngineCore:
         self._arrivals += 1
         if self._config.scheduler.scheduling_policy == "fcfs":
             submit = msgspec.structs.replace(submit, priority=0)
-        return from_submit(
+        request = from_submit(
             submit,
             peer,
             arrival=self._arrivals,
             eos_ids=self._info.eos_token_ids,
             max_model_len=self._max_model_len,
         )
+        request.arrived_at = request.began_at = time.perf_counter()
+        return request
 
 
 def _delta(outcome: Outcome) -> Delta:
@@ -253,4 +270,32 @@ def _delta(outcome: Outcome) -> Delta:
         logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached,
+        times=_times(request) if request.arrived_at else None,
     )
+
+
+def _trace(tracing: Tracing, request: Request) -> None:
+    """The request's time here, from its arrival to its last token."""
+    now = time.perf_counter()
+    tracing.record(
+        "lockstep.instance",
+        request.traceparent,
+        request.began_at,
+        now,
+        {
+            "gen_ai.request.id": request.request_id,
+            "gen_ai.usage.prompt_tokens": request.num_prompt,
+            "gen_ai.usage.completion_tokens": request.num_output - request.num_emitted,
+            "gen_ai.latency.time_in_queue": request.admitted_at - request.began_at,
+            "gen_ai.latency.time_in_model_inference": now - request.admitted_at,
+            "lockstep.cached_tokens": request.num_cached,
+            "lockstep.resumed_tokens": request.num_emitted,
+            "lockstep.finish_reason": str(request.finish_reason),
+        },
+    )
+
+
+def _times(request: Request) -> tuple[float, float]:
+    """How long it waited and was computed; asked once, at its first token."""
+    arrived_at, request.arrived_at = request.arrived_at, 0.0
+    return request.admitted_at - arrived_at, time.perf_counter() - request.admitted_at

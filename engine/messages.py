@@ -55,6 +55,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     owed: bool = False
     """An instance had taken it already: it is taken here also if the queue is full, so that nobody who was
     let in gets an error because an instance is lost."""
+    traceparent: str = ""
+    """W3C Trace Context of the request, if anybody traces it."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -105,6 +107,13 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens found in the prefix cache (meaningful in the first delta)."""
     error: str = ""
     """With finish_reason ``error``: what to tell the client."""
+    times: tuple[float, float] | None = None
+    """With the first delta from an instance: seconds that the request waited there before anything of it was
+    computed, and from then to this token."""
+
+
+ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Tokens: bounds of the histogram of steps by their size (vLLM's)."""
 
 
 class Counters(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +128,10 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     bad_messages: int = 0
     """Messages dropped because they could not be decoded."""
+    scheduled_tokens: int = 0
+    """Of all steps, prompt tokens and generated ones."""
+    step_sizes: list[int] = []
+    """Steps by their tokens: up to each of ``ITERATION_BOUNDS``, then the larger ones."""
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

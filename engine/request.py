@@ -45,6 +45,7 @@ class Request:
     """Order of arrival on this instance."""
     priority: int = 0
     cache_salt: str = ""
+    traceparent: str = ""
     status: Status = Status.WAITING
     slot: int | None = None
     num_computed: int = 0
@@ -63,6 +64,12 @@ class Request:
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
     was_admitted: bool = False
+    arrived_at: float = 0.0
+    """Seconds, on the clock of ``time.perf_counter``; 0 once its times were told."""
+    began_at: float = 0.0
+    """The same, for good."""
+    admitted_at: float = 0.0
+    """When it was first put into a step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
@@ -119,5 +126,6 @@ def from_submit(
         arrival=arrival,
         priority=submit.priority,
         cache_salt=submit.cache_salt,
+        traceparent=submit.traceparent,
         prompt_logprobs=[None] if params.prompt_logprobs is not None and not submit.output_ids else None,
     )

@@ -8,14 +8,14 @@ Order is arrival, or (priority, arrival).
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from engine.blocks import BlockHash, BlockPool
-from engine.messages import Counters, FinishReason, TokenLogprobs
+from engine.messages import ITERATION_BOUNDS, Counters, FinishReason, TokenLogprobs
 from engine.request import Request, RequestKey, Status
 from engine.step import Admit, Row, Sampled, Step, StepResult
 
@@ -68,6 +68,8 @@ class Scheduler:
         self._cache_queries = 0
         self._cache_hits = 0
         self._steps = 0
+        self._scheduled_tokens = 0
+        self._step_sizes = [0] * (len(ITERATION_BOUNDS) + 1)
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -117,6 +119,10 @@ class Scheduler:
         """Whether this request is here, waiting or running."""
         return key in self._requests
 
+    def in_slot(self, slot: int) -> Request:
+        """The running request that holds a slot."""
+        return self._by_slot[slot]
+
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
         return Counters(
@@ -126,6 +132,8 @@ class Scheduler:
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
             steps=self._steps,
+            scheduled_tokens=self._scheduled_tokens,
+            step_sizes=self._step_sizes[:],
         )
 
     def problem_with(self, request: Request) -> str | None:
@@ -206,6 +214,9 @@ class Scheduler:
         self._steps += 1
         rows.sort(key=lambda row: row.count > 1)
         step = Step(admits=admits, rows=rows)
+        num_tokens = step.num_tokens
+        self._scheduled_tokens += num_tokens
+        self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
         requests = [self._by_slot[row.slot] for row in rows]
         for request in requests:
             request.num_in_flight += 1

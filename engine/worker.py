@@ -74,7 +74,7 @@ class Worker:
         """
         begin = self._receive()
         assert isinstance(begin, Begin)
-        process.set_up(begin.name, logging.getLevelName(begin.log_level))
+        process.set_up(begin.name, logging.getLevelName(begin.log_level), begin.log_format)
         pin(begin.cores)
         try:
             executor = self._load(begin)

@@ -26,9 +26,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
 import json
 import os
+import random
 import shlex
 import statistics
 import subprocess
@@ -40,8 +40,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import bench_serving
 from soak import by_rank, metrics
+
+from router.bench.client import Target
+from router.bench.client import run as send_all
+from router.bench.datasets import Shape, random_prompts
+from router.bench.local_mesh import mesh
+from router.bench.report import machine, summary
 
 Args = argparse.Namespace
 
@@ -74,28 +79,6 @@ class Cell:
         return [run[key] for run in self.runs if key in run]
 
 
-def load_args(base_url: str, model: str, args: Args, concurrency: int) -> Args:
-    """One run of ``bench_serving`` with prompts of random tokens."""
-    return Args(
-        backend="openai",
-        base_url=base_url,
-        endpoint="/v1/completions",
-        model=model,
-        random_input_len=args.input_len,
-        random_output_len=args.output_len,
-        random_prefix_len=0,
-        random_vocab=4096,
-        num_prompts=max(4, 2 * concurrency),
-        num_warmups=0,
-        request_rate=float("inf"),
-        burstiness=1.0,
-        ignore_eos=True,
-        temperature=0.0,
-        seed=args.seed,
-        metric_percentiles=[50.0, 99.0],
-    )
-
-
 async def counted(session: aiohttp.ClientSession, base_url: str) -> dict[str, float]:
     """What all instances of a mesh have counted so far, per instance: steps, and seconds by part."""
     found = await metrics(session, base_url)
@@ -117,10 +100,13 @@ async def measure(base_url: str, model: str, args: Args, concurrency: int, numbe
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_read=120)
     ) as session:
         before = await counted(session, base_url)
-        with contextlib.redirect_stderr(io.StringIO()):
-            result = await bench_serving.run(
-                session, load_args(base_url, model, args, concurrency), concurrency, number
-            )
+        rng = random.Random(f"{args.seed}-{number}")
+        shape = Shape(input_len=args.input_len, output_len=args.output_len)
+        target = Target(base_url=base_url, endpoint="/v1/completions", model=model, ignore_eos=True)
+        outcomes, duration = await send_all(
+            session, target, random_prompts(shape, rng, max(4, 2 * concurrency)), concurrency=concurrency
+        )
+        result = summary(outcomes, duration, described={})
         await asyncio.sleep(REPORT_SECONDS)
         after = await counted(session, base_url)
     run = {
@@ -153,7 +139,7 @@ def bench_model(name: str, args: Args, save: Callable[[dict[str, Any]], None]) -
         meshes = {}
         for variant in args.variants:
             flags = f"{path} {VARIANTS[variant]} {args.serve_flags}"
-            meshes[variant] = stack.enter_context(bench_serving.mesh(flags))
+            meshes[variant] = stack.enter_context(mesh(flags))
         for base_url in meshes.values():  # what is made at first use is made now
             asyncio.run(measure(base_url, path, args, 8, 0))
         for number in range(args.repeats):
@@ -266,7 +252,7 @@ def write(args: Args, models: Sequence[dict[str, Any]]) -> None:
         return
     page = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": bench_serving.machine(),
+        "machine": machine(),
         "variants": VARIANTS,
         "models": models,
     }

@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bench_serving import machine, mesh, percentile
 from soak import Prompt, ask, body_of
+
+from router.bench.local_mesh import mesh
+from router.bench.report import machine, percentile
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

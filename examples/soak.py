@@ -36,7 +36,9 @@ from typing import Any
 
 import aiohttp
 import psutil
-from bench_serving import machine, mesh, percentile
+
+from router.bench.local_mesh import mesh
+from router.bench.report import machine, percentile
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m router",
         description="The OpenAI-compatible endpoint of a Lockstep mesh.",
     )
-    process.set_up("Router", config.log_level)
+    process.set_up("Router", config.log_level, config.mesh.observability.log_format)
     keys = process.mesh_keys(config.mesh, "python -m router")
     from router.server import serve  # after the flags: --help needs no HTTP server
 

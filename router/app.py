@@ -17,8 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
+from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
 from router.errors import ApiError, ClientGone, from_mesh, unexpected
 from router.generating import Generating
@@ -31,13 +33,18 @@ from router.text_models import TextModels
 
 
 def make_app(
-    mesh: Mesh, config: HttpConfig, metrics: Metrics | None = None, quotas: Quotas | None = None
+    mesh: Mesh,
+    config: HttpConfig,
+    metrics: Metrics | None = None,
+    quotas: Quotas | None = None,
+    dashboard: Dashboard | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
-    shared with other front ends."""
+    shared with other front ends; without a ``dashboard`` there is no page."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits))
+    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
     endpoints = Endpoints(config, metrics, models)
 
     async def health(request: Request) -> Response:
@@ -77,6 +84,7 @@ def make_app(
             Route("/version", version, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
             Route("/metrics", exposition, methods=["GET"]),
+            *(dashboard.routes() if dashboard is not None else ()),
         ],
         middleware=middleware(config),
         exception_handlers=exception_handlers(),

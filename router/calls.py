@@ -32,6 +32,7 @@ def make_samples(
     rank: int | None,
     chance: random.Random = UNPREDICTABLE,
     session: str = "",
+    traceparent: str = "",
 ) -> list[Sample]:
     """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
     requests that bring none."""
@@ -55,6 +56,7 @@ def make_samples(
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt or "",
                 session=session,
+                traceparent=traceparent,
             )
             samples.append(
                 Sample(index, wanted, params, model.tokenizer, prompt_text=prompt.text, stops=stops)

@@ -8,6 +8,8 @@ What to do is decided in :mod:`router.chooser` (with :mod:`router.pool` and :mod
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -24,7 +26,7 @@ from engine.checkpoint import CheckpointError, find_model
 from engine.messages import Abort, Attached, Delta, Recall, Recalled, Refused, Report, Tokens, ToRouter
 from router.chooser import Chooser, unavailable
 from router.faults import Event, Faults
-from router.ledger import MAX_ATTEMPTS, Entry, Ledger
+from router.ledger import MAX_ATTEMPTS, Entry, Flight, Ledger
 from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
 from router.policy import Policy, eligible
@@ -130,6 +132,10 @@ class MeshClient:
         """Of the newest view."""
         return self.view.epoch if self.view else None
 
+    def block_size(self) -> int | None:
+        """Tokens of a KV block."""
+        return self.view.settings.block_size if self.view and self.view.settings else None
+
     def instances_by_state(self) -> Mapping[str, int]:
         """How many instances are loading, ready, draining."""
         members = self.view.members if self.view else []
@@ -154,6 +160,21 @@ class MeshClient:
             for instance in self._pool
         }
 
+    def flights(self, most: int) -> list[Flight]:
+        """The oldest requests in flight, at most so many."""
+        now = time.monotonic()
+        return [
+            Flight(
+                request_id=entry.prompt.request_id,
+                rank=self.rank_of(entry),
+                prompt_tokens=len(entry.prompt.prompt_ids),
+                output_tokens=len(entry.emitted),
+                attempts=entry.attempts,
+                age=now - entry.begun_at,
+            )
+            for entry in itertools.islice(self._streams, most)
+        ]
+
     def rank_of(self, entry: Entry) -> int | None:
         """Where a request runs now."""
         instance = self._pool.get(entry.address[0]) if entry.address else None
@@ -173,7 +194,7 @@ class MeshClient:
         Raises:
             MeshError: nobody can take it (503), or the rank it names does not exist (400).
         """
-        entry = Entry(prompt)
+        entry = Entry(prompt, begun_at=time.monotonic())
         instance = self._choose(entry)
         stream = self._streams[entry] = Stream(self, entry)
         self._dispatch(entry, instance)

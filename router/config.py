@@ -133,8 +133,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool, flag("--disable-uvicorn-access-log", help="Do not log each HTTP request.")
     ] = False
     disable_access_log_for_endpoints: Annotated[
-        str, flag(help="Paths whose requests are not logged, with commas: /health,/metrics.")
-    ] = ""
+        str, flag(help="Paths whose requests are not logged, with commas; empty: all are.")
+    ] = "/health,/ping,/metrics,/load,/v1/loads"
+    dashboard: Annotated[bool, flag(help="Show the mesh, live, in a page at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds that requests may still run after SIGTERM.")
     ] = 5.0

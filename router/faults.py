@@ -26,6 +26,14 @@ class Event(enum.StrEnum):
     """Requests went on at another instance; the kind says why they had to."""
 
 
+KINDS = {
+    Event.DETECTION: ("process_exit", "connection_lost", "removed"),
+    Event.RESTART: ("coordinator", "engine", "router"),
+    Event.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused"),
+}
+"""Those that every mesh tells of from its start, so that their rates begin at zero."""
+
+
 class Fault(msgspec.Struct, frozen=True):
     """One event."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router.answers import Answer, encode, json_response
 from router.anthropic_messages import request as messages_request
@@ -39,6 +40,7 @@ from router.rules import check_chat, check_completion
 from router.streaming import Call, EventStream, whole_answer
 from router.text_model import TextModel
 from router.text_models import TextModels
+from router.tracing import RequestTrace
 from router.turn_format import TurnFormat
 
 _read_completion = decoder(CompletionRequest)
@@ -67,13 +69,20 @@ class Generating:
     """Handlers."""
 
     def __init__(
-        self, mesh: Mesh, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas
+        self,
+        mesh: Mesh,
+        config: HttpConfig,
+        metrics: Metrics,
+        models: TextModels,
+        quotas: Quotas,
+        tracing: Tracing | None = None,
     ) -> None:
         self._mesh = mesh
         self._config = config
         self._metrics = metrics
         self._models = models
         self._quotas = quotas
+        self._tracing = tracing
         self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
@@ -169,9 +178,14 @@ class Generating:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = True
         id = prefix + client_id
+        arrival = request.state.arrival
+        given = request.headers.get("traceparent")
+        facts = _facts(id, model, params)
+        trace = RequestTrace.begin(self._tracing, request.url.path, given, arrival, facts)
         samples = make_samples(
-            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted)
-        )
+            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
+            trace.traceparent,
+        )  # fmt: skip
         timeout = deadline(request, wanted)
         answer = shape(
             {
@@ -189,11 +203,24 @@ class Generating:
             self._metrics,
             samples,
             answer,
-            arrival=request.state.arrival,
+            arrival=arrival,
             timeout=timeout,
             lease=lease,
+            trace=trace,
         )
         request.state.request_id = client_id
         if wanted.stream:
             return EventStream(call)
         return json_response(await whole_answer(call, request.receive))
+
+
+def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:
+    """Of a request, for its trace, under the names that vLLM gives them."""
+    return {
+        "gen_ai.request.id": id,
+        "gen_ai.response.model": model.name,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens or 0,
+    }

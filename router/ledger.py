@@ -42,6 +42,8 @@ class Entry:
     failed_ranks: frozenset[int] = frozenset()
     orphaned_at: float = 0.0
     """When it was left without an instance that could take it."""
+    begun_at: float = 0.0
+    """When the client's request came, on the monotonic clock."""
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -56,12 +58,28 @@ class Entry:
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
             owed=self.owed,
+            traceparent=self.prompt.traceparent,
         )
 
     @property
     def work(self) -> int:
         """Tokens to compute before the next one comes out."""
         return len(self.prompt.prompt_ids) + len(self.emitted)
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """One request in flight, for operators: nothing of what it says."""
+
+    request_id: str
+    rank: int | None
+    """Where it runs; None while it waits for an instance."""
+    prompt_tokens: int
+    output_tokens: int
+    """Passed on so far."""
+    attempts: int
+    """Above 1: it was resumed."""
+    age: float
+    """Seconds."""
 
 
 class Ledger:

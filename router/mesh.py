@@ -60,6 +60,8 @@ class Prompt(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     session: str = ""
     """Requests of one session bear the same: a hint to keep them together."""
+    traceparent: str = ""
+    """W3C Trace Context that the instance is told; empty for none."""
 
 
 class Generation(Protocol):

@@ -6,24 +6,24 @@ their latest report when Prometheus asks. Names beginning with ``lockstep:`` are
 
 from __future__ import annotations
 
+import inspect
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.utils import floatToGoString
+from prometheus_client.openmetrics import exposition as openmetrics
 
-from engine.messages import STEP_BOUNDS, FinishReason, Report
-from router.faults import Faults
+from engine.messages import FinishReason, Report
+from router.faults import KINDS, Faults
 from router.mesh import Generation, Mesh
+from router.report_metrics import LABELS, buckets, of_reports
 from router.sample import Sample
 from router.shelf import Shelf, Snapshot, Totals, is_alive
 
@@ -40,7 +40,17 @@ LATENCY_BUCKETS = (
 LENGTH_BUCKETS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
 COUNT_BUCKETS = (1, 2, 5, 10, 20)
 
-LABELS = ("model_name", "engine")
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+def _openmetrics(registry: CollectorRegistry) -> bytes:
+    """In OpenMetrics, names as they are. Left to choose, prometheus_client 0.23 and later writes vllm:x as
+    vllm_x for every Prometheus before 3.0, and no dashboard would find it."""
+    encode: Callable[..., bytes] = openmetrics.generate_latest
+    as_they_are = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
+    return encode(registry, **as_they_are)
 
 
 class Series:
@@ -65,12 +75,6 @@ class Series:
 
     def totals(self) -> Totals:
         return Totals(self.counts, self.total)
-
-
-def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
-    names = [*map(floatToGoString, bounds), "+Inf"]
-    return list(zip(names, accumulate(counts), strict=True))
 
 
 class Histogram:
@@ -122,6 +126,7 @@ class Metrics:
         epoch: Callable[[], int | None] = lambda: None,
         instances: Callable[[], Mapping[str, int]] = dict,
         refused_peers: Callable[[], Mapping[str, int]] = dict,
+        block_size: Callable[[], int | None] = lambda: None,
         faults: Faults | None = None,
         shelf: Shelf | None = None,
         alone: bool = True,
@@ -133,6 +138,7 @@ class Metrics:
         self._epoch = epoch
         self._instances = instances
         self._refused_peers = refused_peers
+        self._block_size = block_size
         self._shelf = shelf
         self.faults = Faults() if faults is None else faults
         self.in_flight = 0
@@ -142,6 +148,29 @@ class Metrics:
         self.itl = Histogram("vllm:inter_token_latency_seconds", "From token to token.", ITL_BUCKETS)
         self.e2e = Histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its last token.", LATENCY_BUCKETS
+        )
+        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting at an instance.", LATENCY_BUCKETS)
+        self.prefill = Histogram(
+            "vllm:request_prefill_time_seconds",
+            "From the first step with a request to its first token.",
+            LATENCY_BUCKETS,
+        )
+        self.decode = Histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", LATENCY_BUCKETS
+        )
+        self.inference = Histogram(
+            "vllm:request_inference_time_seconds", "Prefill and decode.", LATENCY_BUCKETS
+        )
+        self.tpot = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token of a request, the first one left out.",
+            ITL_BUCKETS,
+        )
+        self.computed = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", LENGTH_BUCKETS
+        )
+        self.most_tokens = Histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sample.", LENGTH_BUCKETS
         )
         self.prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens of prompts.", LENGTH_BUCKETS)
         self.generation_tokens = Histogram(
@@ -157,6 +186,13 @@ class Metrics:
             self.ttft,
             self.itl,
             self.e2e,
+            self.queue,
+            self.prefill,
+            self.decode,
+            self.inference,
+            self.tpot,
+            self.computed,
+            self.most_tokens,
             self.prompt_tokens,
             self.generation_tokens,
             self.params_n,
@@ -174,22 +210,28 @@ class Metrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, in the format that the scraper accepts."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        if "application/openmetrics-text" in accept:
+            return _openmetrics(self._registry), OPENMETRICS
+        return generate_latest(self._registry), TEXT
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         model = self._mesh.model.names[0] if self._mesh.model is not None else ""
         others = self._shelf.others() if self._shelf else []
+        reports = self.reports()
+        engines = [str(rank) for rank in sorted(reports)]
         for histogram in self._histograms:
+            for engine in engines:
+                histogram.of(engine)  # a series that is there from the start has a rate from the start
             yield histogram.family(model, [other.histograms.get(histogram.name, {}) for other in others])
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=(*LABELS, "finished_reason")
         )
-        for (engine, reason), count in sorted(self._success_of_all(others).items()):
+        none = {(engine, reason.value): 0 for engine in engines for reason in FinishReason}
+        for (engine, reason), count in sorted((none | self._success_of_all(others)).items()):
             success.add_metric((model, engine, reason), count)
         yield success
-        yield from _of_reports(model, self.reports())
+        yield from of_reports(model, reports, self._block_size())
         yield from self._of_mesh(others)
 
     def snapshot(self) -> Snapshot:
@@ -209,6 +251,10 @@ class Metrics:
         """Of this process, the front ends beside it and the launcher."""
         others = self._shelf.others() if self._shelf else []
         return Faults.merged([self.faults, *(other.faults for other in others)])
+
+    def in_flight_of_all(self) -> int:
+        """HTTP requests being generated for, here and at the front ends beside this one."""
+        return self.in_flight + _in_flight(self._shelf.others() if self._shelf else [])
 
     def _go_on_from(self, left: Snapshot) -> None:
         """Counters of a process that took over a dead one's place do not begin at zero again."""
@@ -230,9 +276,10 @@ class Metrics:
         return total
 
     def _of_mesh(self, others: Sequence[Snapshot]) -> Iterator[Metric]:
-        in_flight = self.in_flight + sum(other.in_flight for other in others if is_alive(other.pid))
         yield GaugeMetricFamily(
-            "lockstep:requests_in_flight", "HTTP requests being generated for.", in_flight
+            "lockstep:requests_in_flight",
+            "HTTP requests being generated for.",
+            self.in_flight + _in_flight(others),
         )
         faults = CounterMetricFamily(
             "lockstep:faults",
@@ -240,7 +287,7 @@ class Metrics:
             labels=("event", "kind"),
         )
         for event, kinds in Faults.merged([self.faults, *(other.faults for other in others)]).counts.items():
-            for kind, count in sorted(kinds.items()):
+            for kind, count in sorted((dict.fromkeys(KINDS[event], 0) | kinds).items()):
                 faults.add_metric((event.value, kind), count)
         yield faults
         if (epoch := self._epoch()) is not None:
@@ -264,17 +311,27 @@ class Meter:
         self._metrics = metrics
         self._samples = samples
         self._arrival = arrival
+        self._first: list[float] = [arrival] * len(samples)
+        self._prefill: list[float | None] = [None] * len(samples)
         self._last: list[float | None] = [None] * len(samples)
         self._itl: list[Series | None] = [None] * len(samples)
         self._engines = [""] * len(samples)
         metrics.in_flight += 1
 
+    @property
+    def first_at(self) -> float | None:
+        """When the first token of any sample came."""
+        came = [at for at, last in zip(self._first, self._last, strict=True) if last is not None]
+        return min(came, default=None)
+
     def begin(self, position: int, generation: Generation) -> None:
         """The mesh took a sample."""
         self._engines[position] = _engine(generation)
 
-    def delta(self, position: int, generation: Generation, now: float) -> None:
-        """A sample got tokens."""
+    def delta(
+        self, position: int, generation: Generation, now: float, times: tuple[float, float] | None = None
+    ) -> None:
+        """A sample got tokens. ``times``: those that come with a first delta."""
         last, self._last[position] = self._last[position], now
         series = self._itl[position]
         if last is not None and series is not None:
@@ -283,12 +340,19 @@ class Meter:
         engine = self._engines[position] = _engine(generation) or self._engines[position]
         self._itl[position] = self._metrics.itl.of(engine)
         self._metrics.ttft.of(engine).observe(now - self._arrival)
+        self._first[position] = now
+        if times is not None:
+            waited, self._prefill[position] = times
+            self._metrics.queue.of(engine).observe(waited)
+            self._metrics.prefill.of(engine).observe(times[1])
 
     def close(self, now: float, num_started: int) -> None:
         """``num_started`` samples were taken by the mesh."""
         metrics = self._metrics
         metrics.in_flight -= 1
-        for sample, engine in zip(self._samples[:num_started], self._engines, strict=False):
+        for position, (sample, engine) in enumerate(
+            zip(self._samples[:num_started], self._engines, strict=False)
+        ):
             reason = sample.finish_reason or FinishReason.ABORT.value
             key = (engine, str(reason))
             metrics.success[key] = metrics.success.get(key, 0) + 1
@@ -296,107 +360,37 @@ class Meter:
                 continue
             metrics.e2e.of(engine).observe(now - self._arrival)
             metrics.generation_tokens.of(engine).observe(sample.num_tokens)
+            self._observe_decode(position, sample, engine)
             if sample.is_first_of_prompt:
-                self._observe_prompt(sample, engine)
+                self._observe_prompt(position, sample, engine)
 
-    def _observe_prompt(self, sample: Sample, engine: str) -> None:
+    def _observe_decode(self, position: int, sample: Sample, engine: str) -> None:
+        last, prefill = self._last[position], self._prefill[position]
+        if last is None:
+            return
+        decode = last - self._first[position]
+        self._metrics.decode.of(engine).observe(decode)
+        if prefill is not None:
+            self._metrics.inference.of(engine).observe(prefill + decode)
+        if sample.num_tokens > 1:
+            self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
+
+    def _observe_prompt(self, position: int, sample: Sample, engine: str) -> None:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
+        num_cached = sample.num_cached_tokens
+        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_cached)
+        longest = max(
+            other.num_tokens for other in self._samples if other.prompt.prompt_ids is sample.prompt.prompt_ids
+        )
+        self._metrics.most_tokens.of(engine).observe(longest)
         self._metrics.params_n.of(engine).observe(sample.num_samples)
         self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
+
+
+def _in_flight(others: Sequence[Snapshot]) -> int:
+    return sum(other.in_flight for other in others if is_alive(other.pid))
 
 
 def _engine(generation: Generation) -> str:
     """The label of the instance where it runs; empty if it waits for one, or has ended."""
     return "" if generation.rank is None else str(generation.rank)
-
-
-def _of_reports(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
-    """What instances say of themselves."""
-    gauges = {
-        "num_requests_running": "Requests in the running batch.",
-        "num_requests_waiting": "Requests that wait.",
-        "kv_cache_usage_perc": "Used part of the KV cache, 1 is all.",
-    }
-    counters = {
-        "prompt_tokens": "Prompt tokens computed.",
-        "generation_tokens": "Tokens generated.",
-        "num_preemptions": "Requests set back for lack of KV blocks.",
-        "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-        "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    }
-    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
-        name: GaugeMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in gauges.items()
-    }
-    families |= {
-        name: CounterMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in counters.items()
-    }
-    for rank, report in sorted(reports.items()):
-        values = {
-            "num_requests_running": report.running,
-            "num_requests_waiting": report.waiting,
-            "kv_cache_usage_perc": report.blocks_used / max(1, report.blocks_total),
-            "prompt_tokens": report.counters.prompt_tokens,
-            "generation_tokens": report.counters.generation_tokens,
-            "num_preemptions": report.counters.preemptions,
-            "prefix_cache_queries": report.counters.prefix_cache_queries,
-            "prefix_cache_hits": report.counters.prefix_cache_hits,
-        }
-        for name, value in values.items():
-            families[name].add_metric((model, str(rank)), value)
-    return [*families.values(), *_of_lockstep(model, reports)]
-
-
-def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
-    """What instances say of the steps that they take together."""
-    totals = {
-        "steps": "Steps taken in lockstep.",
-        "empty_steps": "Of those, steps without tokens of this instance.",
-        "sleeps": "Times that all instances agreed to sleep.",
-        "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
-        "mean_tokens": "Sum over steps of the instances' mean tokens.",
-        "attention_calls": "Layers of steps in which this instance computed attention.",
-        "changes": "Groups that followed another by agreement: somebody came or left.",
-        "recoveries": "Groups that followed another after a loss.",
-    }
-    parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
-    families = {
-        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in totals.items()
-    }
-    seconds = CounterMetricFamily(
-        "lockstep:step_seconds",
-        "Time of steps by part: wait (for headers), attention, dispatch, experts, combine, rest.",
-        labels=(*LABELS, "part"),
-    )
-    recovery = CounterMetricFamily(
-        "lockstep:recovery_seconds",
-        "Time from a loss noticed to the first step after it by part: form (the coordinator's word), experts "
-        "(reading the lost ones), group (forming it), step (the first one).",
-        labels=(*LABELS, "part"),
-    )
-    of_expert = CounterMetricFamily(
-        "lockstep:expert_tokens", "Tokens computed by an expert, over all layers.", labels=(*LABELS, "expert")
-    )
-    durations = HistogramMetricFamily(
-        "lockstep:step_duration_seconds",
-        "Of steps and sleeps, from giving the header to having the result.",
-        labels=LABELS,
-    )
-    longest = GaugeMetricFamily(
-        "lockstep:longest_step_seconds", "The longest of them since the start.", labels=LABELS
-    )
-    for rank, report in sorted(reports.items()):
-        counters = report.lockstep
-        if counters is None:
-            continue
-        labels = (model, str(rank))
-        for name, family in families.items():
-            family.add_metric(labels, getattr(counters, name))
-        for part, spent in counters.recovery_seconds.items():
-            recovery.add_metric((*labels, part), spent)
-        for part in parts:
-            seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
-        for expert, tokens in counters.tokens_per_expert.items():
-            of_expert.add_metric((*labels, str(expert)), tokens)
-        durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
-        longest.add_metric(labels, counters.longest_step_seconds)
-    return [*families.values(), seconds, recovery, of_expert, durations, longest]

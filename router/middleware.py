@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router import errors
 from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
+from router.dashboard.page import open_paths
 from router.errors import ApiError
 from router.rules import usable_id
 
@@ -40,7 +41,7 @@ def middleware(config: HttpConfig) -> list[Middleware]:
             )
         )
     if keys := config.keys:
-        found.append(Middleware(KeyCheck, keys=keys))
+        found.append(Middleware(KeyCheck, keys=keys, open_paths=open_paths() if config.dashboard else ()))
     return found
 
 
@@ -83,12 +84,14 @@ class RootPath:
 class KeyCheck:
     """Lets requests in that present one of the keys, as ``Authorization: Bearer <key>`` or ``X-Api-Key``."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` need no key, besides :data:`OPEN_PATHS`."""
         self._app = app
+        self._open = OPEN_PATHS.union(open_paths)
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         if (number := self._number(scope)) is not None:

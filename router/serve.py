@@ -22,6 +22,7 @@ from coordinator import process
 from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
+from coordinator.tracing import TracingMissing, check_installed
 from engine.checkpoint import CheckpointError
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
@@ -47,8 +48,14 @@ def main_serve(argv: list[str] | None = None) -> int:
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
-    process.set_up("Serve", config.log_level)
+    process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
     keys = process.mesh_keys(config.mesh, "serve")
+    if config.mesh.observability.otlp_traces_endpoint is not None:
+        try:
+            check_installed()
+        except TracingMissing as error:
+            print(f"serve: error: {error}", file=sys.stderr)
+            return process.EXIT_USAGE
     settings = None
     title = "serve"
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -271,9 +278,23 @@ def _scale(argv: list[str]) -> int:
     return main_scale(argv)
 
 
+def _chat(argv: list[str]) -> int:
+    from router.terminal_chat import main as chat_main
+
+    return chat_main(argv)
+
+
+def _bench(argv: list[str]) -> int:
+    from router.bench.command import main as bench_main
+
+    return bench_main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
-    "status": (_status, "show the instances of a mesh"),
+    "status": (_status, "show the instances of a mesh, once or all the time"),
+    "chat": (_chat, "talk to a model in the terminal"),
+    "bench": (_bench, "measure a server: bench serve"),
     "keygen": (_keygen, "make the key of a mesh over several hosts"),
     "doctor": (_doctor, "check an installation, its host and the network, and say what to fix"),
     "drain": (_drain, "have an instance finish what it has and leave"),

@@ -21,11 +21,14 @@ from coordinator.commands import ask
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale
 from coordinator.rpc import KeyRefused, OtherProtocol
+from coordinator.tracing import Tracing, TracingMissing
 from router.accept import Acceptor, Tally
 from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.client import MeshClient
 from router.config import HttpConfig, RouterConfig
+from router.dashboard.feed import Feed
+from router.dashboard.page import Dashboard
 from router.listen import bind, inherited
 from router.metrics import Metrics
 from router.policy import Policy
@@ -58,9 +61,10 @@ class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
     With a tally, shares its sockets evenly with other front ends."""
 
-    def __init__(self, config: uvicorn.Config, tally: Tally | None) -> None:
+    def __init__(self, config: uvicorn.Config, tally: Tally | None, feed: Feed | None) -> None:
         super().__init__(config)
         self._tally = tally
+        self._feed = feed
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,6 +72,11 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._feed is not None:  # nobody waits for those who only look
+            self._feed.close()
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._tally is None:
@@ -119,11 +128,21 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         epoch=mesh.epoch,
         instances=mesh.instances_by_state,
         refused_peers=mesh.refused_peers,
+        block_size=mesh.block_size,
         faults=mesh.faults,
         shelf=shelf,
         alone=config.front_ends == 1,
     )
-    settings = _settings(_app(config, mesh, metrics, listeners, keys), http)
+    dashboard = None
+    if http.dashboard:
+        dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
+    wanted = config.mesh.observability.otlp_traces_endpoint
+    try:
+        tracing = None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
+    except TracingMissing as error:
+        logger.error("%s", error)
+        return process.EXIT_USAGE
+    settings = _settings(_app(config, mesh, metrics, dashboard, tracing, listeners, keys), http)
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
@@ -131,7 +150,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
             listener.close()
         logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
         return process.EXIT_FAILED
-    server = _Server(settings, _tally(config))
+    server = _Server(settings, _tally(config), dashboard.feed if dashboard else None)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if shelf is not None:
@@ -144,6 +163,8 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     logger.info("ends")
     return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
 
@@ -170,11 +191,13 @@ def _app(
     config: RouterConfig,
     mesh: MeshClient,
     metrics: Metrics,
+    dashboard: Dashboard | None,
+    tracing: Tracing | None,
     listeners: list[socket.socket],
     keys: MeshKeys | None,
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
-    endpoint = make_app(mesh, config.http, metrics, _quotas(config))
+    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:

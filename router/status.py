@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from typing import Annotated
 
 import msgspec
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from coordinator import process
 from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
+from coordinator.keys import MeshKeys
 from coordinator.messages import Member, View
 from coordinator.rpc import KeyRefused
 
@@ -26,6 +29,8 @@ class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     mesh: MeshConfig = MeshConfig()
     json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
+    watch: Annotated[bool, flag("-w", help="Show it again and again until Ctrl-C.")] = False
+    interval: Annotated[float, msgspec.Meta(ge=0.1), flag(help="Seconds between, with --watch.")] = 1.0
     timeout: Annotated[float, flag(help="Seconds to wait for the coordinator.")] = 5.0
 
 
@@ -37,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Show the instances of a mesh as its coordinator knows them.",
         shares_file=True,
     )
+    if config.watch and config.json:
+        print("lockstep status: error: --json is for one look: leave out --watch", file=sys.stderr)
+        return process.EXIT_USAGE
     endpoint = config.mesh.coordinator_endpoint
     keys = process.mesh_keys(config.mesh, "lockstep status")
     try:
@@ -50,11 +58,35 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return process.EXIT_FAILED
+    if config.watch:
+        return _watch(endpoint, view, config, keys)
     if config.json:
         print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
     else:
         Console(width=max(Console().width, MIN_WIDTH)).print(as_table(view))
     return 0
+
+
+def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | None) -> int:
+    """The table, kept up to date; says so while the coordinator is away, and goes on when it is back."""
+    console = Console(width=max(Console().width, MIN_WIDTH))
+    silent_since: float | None = None
+    try:
+        with Live(as_table(view), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(config.interval)
+                try:
+                    view, silent_since = asyncio.run(fetch_view(endpoint, config.timeout, keys)), None
+                except TimeoutError:
+                    silent_since = silent_since or time.monotonic() - config.timeout
+                shown = as_table(view)
+                if silent_since is not None:
+                    shown.caption = (
+                        f"the coordinator has been silent for {time.monotonic() - silent_since:.0f} s"
+                    )
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        return 0
 
 
 def as_table(view: View) -> Table:

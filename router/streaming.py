@@ -24,6 +24,7 @@ from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
 from router.quotas import Lease
 from router.sample import Piece, Sample
+from router.tracing import UNTRACED, RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Run:
         samples: Sequence[Sample],
         arrival: float,
         timeout: float | None = None,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
         """``arrival`` is when the request came, on the clock of ``time.perf_counter``; its answer must be
         complete ``timeout`` seconds later."""
@@ -55,6 +57,7 @@ class Run:
         self._metrics = metrics
         self._arrival = arrival
         self._timeout = timeout
+        self._trace = trace
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"
@@ -104,7 +107,7 @@ class Run:
                         sample = self.samples[position]
                         if sample.finish_reason is not None:
                             continue
-                        meter.delta(position, generations[position], now)
+                        meter.delta(position, generations[position], now, delta.times)
                         piece = sample.take(delta)
                         pieces.append((sample, piece))
                         if piece.finish_reason is not None:
@@ -121,7 +124,9 @@ class Run:
         finally:
             for generation in generations:
                 generation.close()
-            meter.close(time.perf_counter(), len(generations))
+            ended = time.perf_counter()
+            meter.close(ended, len(generations))
+            self._trace.end(self.samples, self._arrival, meter.first_at, ended)
 
     async def said(self) -> list[list[Piece]]:
         """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
@@ -145,8 +150,9 @@ class Call(Run):
         arrival: float,
         timeout: float | None = None,
         lease: Lease | None = None,
+        trace: RequestTrace = UNTRACED,
     ) -> None:
-        super().__init__(mesh, metrics, samples, arrival, timeout)
+        super().__init__(mesh, metrics, samples, arrival, timeout, trace)
         self.answer = answer
         self._lease = lease
 

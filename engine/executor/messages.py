@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from engine.checkpoint import ModelInfo
@@ -18,6 +20,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     name: str
     """For its process title and its log, as ``Worker_0_PP1_TP0``."""
     log_level: int
+    log_format: Literal["text", "json"]
     config: EngineConfig
     info: ModelInfo
     stage: int

@@ -192,6 +192,7 @@ class MpExecutor:
                 Begin(
                     name=worker.name,
                     log_level=logging.getLogger().getEffectiveLevel(),
+                    log_format=process.log_format(),
                     config=self._config,
                     info=self._info,
                     stage=stage,

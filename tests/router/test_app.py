@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -510,7 +511,10 @@ def test_tcp_nodelay(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
 
 def test_metrics(served: ServedModel) -> None:
     mesh = FakeMesh(served, saying([70, 71, 72]))
-    report = Report(9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 20, 7, 0))
+    sizes = [0, 4, 3] + [0] * 11
+    report = Report(
+        9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 7, 7, 0, scheduled_tokens=60, step_sizes=sizes)
+    )
     metrics = Metrics(
         mesh,
         reports=lambda: {1: report},
@@ -541,8 +545,10 @@ def test_metrics(served: ServedModel) -> None:
         assert values["lockstep:requests_in_flight"] == 0
         openmetrics = server.client.get("/metrics", headers={"accept": "application/openmetrics-text"})
         assert openmetrics.text.endswith("# EOF\n")
+        assert "\nvllm:request_success_total{" in openmetrics.text  # not vllm_request_success_total
     values = parsed(metrics.exposition("")[0].decode())
-    assert {name: value for name, value in values.items() if one in name} == {
+    told = {name: value for name, value in values.items() if one in name and not name.endswith(f"_sum{one}")}
+    assert {name: value for name, value in told.items() if value} == {
         f"vllm:num_requests_running{one}": 2,
         f"vllm:num_requests_waiting{one}": 3,
         f"vllm:kv_cache_usage_perc{one}": 0.25,
@@ -550,8 +556,30 @@ def test_metrics(served: ServedModel) -> None:
         f"vllm:generation_tokens_total{one}": 12,
         f"vllm:num_preemptions_total{one}": 1,
         f"vllm:prefix_cache_queries_total{one}": 50,
-        f"vllm:prefix_cache_hits_total{one}": 20,
+        f"vllm:prefix_cache_hits_total{one}": 7,
+        f"vllm:prompt_tokens_cached_total{one}": 7,
+        f"vllm:iteration_tokens_total_count{one}": 7,
     }
+    assert told[f"vllm:request_queue_time_seconds_count{one}"] == 0  # there before anything happened
+    kinds = {
+        name.partition("{")[0] + of.group(0): value
+        for name, value in values.items()
+        if 'engine="1"' in name and (of := re.search(r'(reason|source|sleep_state)="\w+"', name))
+    }
+    assert kinds == {
+        **{
+            f'vllm:request_success_totalreason="{reason}"': 0
+            for reason in ("abort", "error", "length", "stop")
+        },
+        'vllm:num_requests_waiting_by_reasonreason="capacity"': 3,
+        'vllm:num_requests_waiting_by_reasonreason="deferred"': 0,
+        'vllm:engine_sleep_statesleep_state="awake"': 1,
+        'vllm:engine_sleep_statesleep_state="weights_offloaded"': 0,
+        'vllm:engine_sleep_statesleep_state="discard_all"': 0,
+        'vllm:prompt_tokens_by_source_totalsource="local_compute"': 4,
+        'vllm:prompt_tokens_by_source_totalsource="local_cache_hit"': 7,
+    }
+    assert values['vllm:iteration_tokens_total_bucket{engine="1",le="8.0",model_name="tiny"}'] == 4
     assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)
     assert values['lockstep:refused_peers_total{by="coordinator"}'] == 5
     assert values['lockstep:refused_peers_total{by="0"}'] == 1

@@ -1,0 +1,133 @@
+"""OpenTelemetry traces, sent over OTLP/HTTP; the library is loaded only when they are asked for.
+
+A router begins a span per request, as a child of the client's if it sent a ``traceparent`` (W3C Trace
+Context), and passes its own on to the instance, which tells of its part when the request ends there. An
+instance that dies tells nothing; the one that goes on says how many tokens were there already.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+TRACES_PATH = "/v1/traces"
+"""Appended to an endpoint without a path, as OTLP has it."""
+EXPORT_TIMEOUT = 5
+"""Seconds for one export; a collector that is away costs the mesh nothing but its spans."""
+FLUSH_MS = 2000
+"""Milliseconds at the end of a process."""
+MAX_QUEUED = 4096
+"""Spans that wait for the exporter; more are dropped."""
+
+Attributes = dict[str, str | int | float | bool]
+
+
+class TracingMissing(Exception):
+    """The library is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'lockstep[otel]', or leave the flag out"
+        )
+
+
+def usable(traceparent: str | None) -> str:
+    """What a client sent, if it can be passed on; empty otherwise, as the standard says."""
+    return traceparent if traceparent and TRACEPARENT.fullmatch(traceparent) else ""
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        TracingMissing: the extra is not installed.
+    """
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None or importlib.util.find_spec("opentelemetry.sdk") is None:
+        raise TracingMissing
+
+
+class Tracing:
+    """The spans of one process."""
+
+    def __init__(self, endpoint: str, role: str) -> None:
+        """
+        Raises:
+            TracingMissing: the extra is not installed.
+        """
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise TracingMissing from error
+        scheme, _, rest = endpoint.rpartition("://")
+        has_path = "/" in rest.rstrip("/")
+        url = f"{scheme or 'http'}://{rest.rstrip('/')}{'' if has_path else TRACES_PATH}"
+        self._trace = trace
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "lockstep", "service.instance.id": role}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT),
+                max_queue_size=MAX_QUEUED,
+                schedule_delay_millis=1000,
+            )
+        )
+        self._tracer = self._provider.get_tracer("lockstep")
+        self._propagator = TraceContextTextMapPropagator()
+        self._url = url
+
+    def __repr__(self) -> str:
+        return f"<Tracing to {self._url}>"
+
+    def begin(self, name: str, traceparent: str, began: float) -> Span:
+        """A server's span that began at ``began`` (``time.perf_counter``); :meth:`end` ends it."""
+        return self._tracer.start_span(
+            name, self._context(traceparent), self._trace.SpanKind.SERVER, start_time=_unix_ns(began)
+        )
+
+    def traceparent(self, span: Span) -> str:
+        """Of what happens on behalf of a span."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        return carrier["traceparent"]
+
+    def end(self, span: Span, attributes: Attributes, error: str = "") -> None:
+        span.set_attributes(attributes)
+        if error:
+            span.set_status(self._trace.StatusCode.ERROR, error)
+        span.end()
+
+    def record(self, name: str, traceparent: str, began: float, ended: float, attributes: Attributes) -> None:
+        """A span that is over, between two times of ``time.perf_counter``."""
+        span = self._tracer.start_span(
+            name, self._context(traceparent), attributes=attributes, start_time=_unix_ns(began)
+        )
+        span.end(_unix_ns(ended))
+
+    def close(self) -> None:
+        """Send what is left, within a bounded time."""
+        self._provider.force_flush(FLUSH_MS)
+        self._provider.shutdown()
+
+    def _context(self, traceparent: str) -> Any:
+        return self._propagator.extract({"traceparent": traceparent} if traceparent else {})
+
+
+def _unix_ns(moment: float) -> int:
+    """A time of ``time.perf_counter`` on the wall clock."""
+    return time.time_ns() - round((time.perf_counter() - moment) * 1e9)

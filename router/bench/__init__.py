@@ -1,0 +1,1 @@
+"""``lockstep bench serve``: a load generator for OpenAI-compatible servers, with vLLM's flags and report."""

@@ -1,0 +1,187 @@
+"""Sending the requests of a run and timing their chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from router.bench.arrivals import Arrivals, pauses
+from router.bench.datasets import Ask, Conversation, Prompt
+from router.bench.report import Outcome
+
+READ_TIMEOUT = 600.0
+"""Seconds without a byte after which a request has failed."""
+RETRY_INTERVAL = 0.5
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The server, and how it is asked."""
+
+    base_url: str
+    endpoint: str
+    model: str
+    is_chat: bool = False
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    extra_body: dict[str, Any] = {}
+
+
+class Unmeasurable(Exception):
+    """The server does not answer as it should."""
+
+
+@asynccontextmanager
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """Without a limit of its own; with the key in OPENAI_API_KEY."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
+        headers={"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"},
+    ) as found:
+        yield found
+
+
+async def send(http: aiohttp.ClientSession, target: Target, ask: Ask, said: Sequence[str] = ()) -> Outcome:
+    """Stream one answer and time its chunks. ``said``: what a conversation held before it, in turns."""
+    outcome = Outcome(input_len=len(ask.prompt))
+    began = latest = time.perf_counter()
+    num_chunks, is_done = 0, False
+    text: list[str] = []
+    try:
+        body = _body(target, ask, said)
+        async with http.post(target.base_url + target.endpoint, json=body) as response:
+            if response.status != 200:
+                outcome.error = f"HTTP {response.status}: {await response.text()}"
+                return outcome
+            async for line in response.content:
+                data = line.removeprefix(b"data:").strip()
+                is_done |= data == b"[DONE]"
+                if is_done or not data or not line.startswith(b"data:"):
+                    continue
+                now, event = time.perf_counter(), json.loads(data)
+                outcome.error = str(event.get("error") or outcome.error)
+                if usage := event.get("usage"):
+                    outcome.input_len = usage["prompt_tokens"]
+                    outcome.output_len = usage["completion_tokens"]
+                if _says_something(event):
+                    text.append(_text(event))
+                    if num_chunks:
+                        outcome.itl.append(now - latest)
+                    else:
+                        outcome.ttft = now - began
+                    num_chunks, latest = num_chunks + 1, now
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    outcome.latency = latest - began
+    outcome.output_len = outcome.output_len or num_chunks
+    outcome.text = "".join(text)
+    if not outcome.error and not (is_done and num_chunks):
+        outcome.error = f"the stream ended after {num_chunks} chunks{'' if is_done else ' without [DONE]'}"
+    if not outcome.error and target.ignore_eos and outcome.output_len != ask.output_len:
+        outcome.error = f"{outcome.output_len} tokens came instead of {ask.output_len}"
+    return outcome
+
+
+def _body(target: Target, ask: Ask, said: Sequence[str]) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": target.model, "temperature": target.temperature}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if target.is_chat:
+        turns = [*said, ask.prompt]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)]
+        body |= {"messages": messages, "max_completion_tokens": ask.output_len}
+    else:
+        prompt: Prompt = "\n".join([*said, ask.prompt]) if isinstance(ask.prompt, str) else ask.prompt
+        body |= {"prompt": prompt, "max_tokens": ask.output_len}
+    return body | ({"ignore_eos": True} if target.ignore_eos else {}) | target.extra_body
+
+
+def _says_something(event: dict[str, Any]) -> bool:
+    """Whether a chunk carries a token: the one with the role and the one with usage alone do not."""
+    deltas = [choice.get("delta", {}) for choice in event.get("choices") or ()]
+    return any(delta.get("content") or not delta.get("role") for delta in deltas)
+
+
+def _text(event: dict[str, Any]) -> str:
+    choice = event["choices"][0]
+    return str(choice.get("delta", {}).get("content") or choice.get("text") or "")
+
+
+async def run(
+    http: aiohttp.ClientSession,
+    target: Target,
+    conversations: Sequence[Conversation],
+    *,
+    concurrency: int | None = None,
+    arrivals: Arrivals = Arrivals(),  # noqa: B008 - a frozen value
+    rng: random.Random | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> tuple[list[Outcome], float]:
+    """Send all, at most ``concurrency`` conversations at once; their outcomes and the seconds it took.
+    ``on_end`` is called after each request."""
+    limit = asyncio.Semaphore(concurrency or max(1, len(conversations)))
+
+    async def converse(conversation: Conversation) -> list[Outcome]:
+        said: list[str] = []
+        outcomes: list[Outcome] = []
+        async with limit:
+            for ask in conversation:
+                outcomes.append(await send(http, target, ask, said))
+                on_end()
+                if outcomes[-1].error:
+                    break  # there is nothing to go on from
+                said += [str(ask.prompt), outcomes[-1].text]
+        return outcomes
+
+    tasks = []
+    began = time.perf_counter()
+    for conversation, pause in zip(
+        conversations, pauses(arrivals, rng or random.Random(), len(conversations)), strict=True
+    ):
+        tasks.append(asyncio.create_task(converse(conversation)))
+        if pause:
+            await asyncio.sleep(pause)
+    found = await asyncio.gather(*tasks)
+    return [outcome for outcomes in found for outcome in outcomes], time.perf_counter() - began
+
+
+async def model_name(http: aiohttp.ClientSession, base_url: str, timeout: float) -> str:
+    """The first model that the server lists.
+
+    Raises:
+        Unmeasurable: it lists none within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            async with http.get(f"{base_url}/v1/models", raise_for_status=True) as response:
+                return str((await response.json())["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as problem:
+            refused = isinstance(problem, aiohttp.ClientResponseError) and 400 <= problem.status < 500
+            if refused or time.monotonic() > deadline:
+                raise Unmeasurable(
+                    f"{base_url} cannot be measured: {type(problem).__name__}: {problem}"
+                ) from problem
+        await asyncio.sleep(RETRY_INTERVAL)
+
+
+async def until_ready(http: aiohttp.ClientSession, target: Target, ask: Ask, timeout: float) -> None:
+    """Send one request until it succeeds.
+
+    Raises:
+        Unmeasurable: it never does, or is refused as wrong.
+    """
+    deadline = time.monotonic() + timeout
+    while error := (await send(http, target, ask)).error:
+        if error.startswith("HTTP 4") or time.monotonic() > deadline:
+            raise Unmeasurable(f"{target.base_url} cannot be measured: {error}")
+        await asyncio.sleep(RETRY_INTERVAL)

@@ -1,0 +1,343 @@
+"""``lockstep bench serve``: flags, runs, files.
+
+Flags, report and result files are those of ``vllm bench serve``, so that numbers compare by eye. Beyond
+that, ``--concurrency 1 8 32`` makes a series of runs with one table at the end, and ``--serve ARGS`` starts a
+mesh of its own. Time to first token is taken at the first chunk that says something, inter-token latency
+between such chunks; token counts are those that the server reports as usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from coordinator import process
+from router.bench.arrivals import INFINITE, Arrivals
+from router.bench.datasets import LOWEST_ID, Conversation, Shape, prefix_repetition, random_prompts, sharegpt
+from router.bench.local_mesh import mesh
+from router.bench.report import DETAILS, METRICS, Result, machine, report, summary, table
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+    from router.bench.client import Target
+
+Args = argparse.Namespace
+
+PROG = "lockstep bench serve"
+DATASETS = ("random", "prefix_repetition", "sharegpt", "multi_turn")
+GOALS = ("ttft", "tpot", "e2el")
+
+
+def main(argv: list[str]) -> int:
+    """``lockstep bench serve ...``; 1 if any request failed."""
+    if argv[:1] != ["serve"]:
+        helps = argv[:1] in (["-h"], ["--help"])
+        print(
+            f"usage: {PROG} ...  (measures a server; see {PROG} --help)",
+            file=sys.stdout if helps else sys.stderr,
+        )
+        return 0 if helps else process.EXIT_USAGE
+    args = parse_args(argv[1:])
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        print(f"{PROG}: error: this needs aiohttp: pip install 'lockstep[bench]'", file=sys.stderr)
+        return process.EXIT_USAGE
+    from router.bench.client import Unmeasurable
+
+    server = contextlib.nullcontext(args.base_url) if args.serve is None else mesh(args.serve)
+    try:
+        with server as args.base_url:
+            return asyncio.run(bench(args))
+    except KeyboardInterrupt:
+        return 130
+    except (Unmeasurable, ValueError) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return process.EXIT_FAILED
+
+
+async def bench(args: Args) -> int:
+    from router.bench import client
+
+    results = []
+    async with client.session() as http:
+        name = args.model or await client.model_name(http, args.base_url, args.ready_check_timeout_sec)
+        target = client.Target(
+            base_url=args.base_url,
+            endpoint=args.endpoint,
+            model=name,
+            is_chat=args.backend == "openai-chat",
+            temperature=args.temperature,
+            ignore_eos=args.ignore_eos,
+            extra_body=args.extra_body,
+        )
+        if args.ready_check_timeout_sec > 0:
+            first = conversations(args, random.Random(args.seed), 1)[0][0]
+            await client.until_ready(http, target, first, args.ready_check_timeout_sec)
+        for number, concurrency in enumerate(args.concurrency or [args.max_concurrency]):
+            results.append(await one_run(http, target, args, concurrency, number))
+            print(report(results[-1], args.percentile_metrics, args.metric_percentiles), flush=True)
+            if results[-1]["failed"]:
+                first_error = next(filter(None, results[-1]["errors"]))
+                print(
+                    f"{results[-1]['failed']} requests failed, the first with: {first_error}", file=sys.stderr
+                )
+    if args.concurrency:
+        print(table(results))
+    save(args, results)
+    return 1 if any(result["failed"] for result in results) else 0
+
+
+async def one_run(
+    http: ClientSession, target: Target, args: Args, concurrency: int | None, number: int
+) -> Result:
+    """Warm up, send all, and sum up. ``number`` makes the prompts of the runs of a series differ."""
+    from router.bench import client
+
+    count = args.num_prompts or max(32, 4 * (concurrency or 8))
+    rng = random.Random(f"{args.seed}-{number}")
+    warmups = conversations(args, rng, args.num_warmups) if args.num_warmups else []
+    await client.run(http, target, warmups, concurrency=concurrency)
+    asked = conversations(args, rng, count)
+    total = sum(map(len, asked))
+    with _progress(args.disable_tqdm) as progress:
+        bar = progress.add_task(f"{total} requests, at most {concurrency or count} at once", total=total)
+        outcomes, duration = await client.run(
+            http,
+            target,
+            asked,
+            concurrency=concurrency,
+            arrivals=arrivals(args),
+            rng=rng,
+            on_end=lambda: progress.advance(bar),
+        )
+    rate = args.request_rate
+    return summary(
+        outcomes,
+        duration,
+        described={
+            "backend": args.backend,
+            "model_id": target.model,
+            "dataset_name": args.dataset_name,
+            "request_rate": rate if rate != INFINITE else "inf",
+            "burstiness": args.burstiness,
+            "max_concurrency": concurrency,
+        },
+        percentiles=args.metric_percentiles,
+        goals=args.goodput,
+    )
+
+
+def _progress(disabled: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=disabled or not sys.stderr.isatty(),
+    )
+
+
+def conversations(args: Args, rng: random.Random, count: int) -> list[Conversation]:
+    """What to ask.
+
+    Raises:
+        ValueError: the file of --dataset-path cannot be used.
+    """
+    as_text = args.backend == "openai-chat"
+    if args.dataset_name == "sharegpt":
+        kwargs: dict[str, Any] = {"num_tokens": _counter(args.tokenizer)} if args.tokenizer else {}
+        return sharegpt(args.dataset_path, rng, count, output_len=args.sharegpt_output_len, **kwargs)
+    if args.dataset_name == "prefix_repetition":
+        shape = Shape(
+            prefix_len=args.prefix_repetition_prefix_len,
+            output_len=args.prefix_repetition_output_len,
+            vocab=args.random_vocab,
+            as_text=as_text,
+        )
+        return prefix_repetition(
+            shape,
+            rng,
+            count,
+            num_prefixes=args.prefix_repetition_num_prefixes,
+            suffix_len=args.prefix_repetition_suffix_len,
+        )
+    shape = Shape(
+        input_len=args.random_input_len,
+        output_len=args.random_output_len,
+        prefix_len=args.random_prefix_len,
+        range_ratio=args.random_range_ratio,
+        vocab=args.random_vocab,
+        as_text=as_text,
+        num_turns=args.multi_turn_num_turns if args.dataset_name == "multi_turn" else 1,
+    )
+    return random_prompts(shape, rng, count)
+
+
+def _counter(directory: Path) -> Callable[[str], int]:
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"--tokenizer: {directory} has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: len(tokenizer.encode(text).ids)
+
+
+def arrivals(args: Args) -> Arrivals:
+    return Arrivals(
+        request_rate=args.request_rate,
+        burstiness=args.burstiness,
+        burst_size=args.burst_size,
+        burst_interval=args.burst_interval,
+        ramp_up=args.ramp_up_strategy,
+        ramp_start=args.ramp_up_start_rps or 1.0,
+        ramp_end=args.ramp_up_end_rps or 1.0,
+    )
+
+
+def save(args: Args, results: Sequence[Result]) -> None:
+    """--save-result: a file per run, named as vLLM does; --output-json: the sums of all in one."""
+    for result in results if args.save_result else ():
+        limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
+        model = str(result["model_id"]).rstrip("/").split("/")[-1]
+        name = f"{args.backend}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
+        args.result_dir.mkdir(parents=True, exist_ok=True)
+        (args.result_dir / (args.result_filename or name)).write_text(json.dumps(result))
+    if args.output_json:
+        sums = [{key: result[key] for key in result if key[:-1] not in DETAILS} for result in results]
+        page = {"command": shlex.join(sys.argv), "machine": machine(), "runs": sums}
+        args.output_json.parent.mkdir(parents=True, exist_ok=True)
+        args.output_json.write_text(json.dumps(page, indent=1) + "\n")
+
+
+def _percents(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _goal(text: str) -> tuple[str, float]:
+    name, _, most = text.partition(":")
+    if name not in GOALS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: goals are {', '.join(GOALS)}, as in ttft:500 (milliseconds)"
+        )
+    return name, float(most)
+
+
+def parse_args(argv: Sequence[str]) -> Args:
+    """Wrong values end the process with exit code 2 and a message."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, description="Measure a server that speaks OpenAI's API.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--backend", choices=["openai", "vllm", "openai-chat"], default="openai", help="completions or chat")
+    add("--base-url", help="of the server (default: http://127.0.0.1:8000)")
+    add("--host", help="instead of --base-url")
+    add("--port", type=int, help="instead of --base-url")
+    add("--serve", metavar="ARGS", help="start 'serve ARGS' for the runs, instead of --base-url")
+    add("--endpoint", help="path (default: /v1/completions or /v1/chat/completions)")
+    add("--model", help="name in requests (default: the first that the server lists)")
+    add(
+        "--tokenizer", type=Path, help="directory with tokenizer.json, to count the tokens of a ShareGPT file"
+    )
+    add("--dataset-name", choices=DATASETS, default="random", help="what is asked (default: %(default)s)")
+    add("--dataset-path", type=Path, help="JSON file, for sharegpt")
+    add("--random-input-len", type=int, default=128, help="tokens per prompt (default: %(default)s)")
+    add("--random-output-len", type=int, default=64, help="tokens asked for (default: %(default)s)")
+    add("--random-prefix-len", type=int, default=0, help="further tokens, the same in all prompts of a run")
+    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this part (default: 0)")
+    add("--random-vocab", type=int, default=4096, help="token ids are below this (default: %(default)s)")
+    add("--sharegpt-output-len", type=int, help="tokens asked for, instead of the file's answers' lengths")
+    add("--prefix-repetition-prefix-len", type=int, default=256, help="tokens (default: %(default)s)")
+    add("--prefix-repetition-suffix-len", type=int, default=256, help="tokens (default: %(default)s)")
+    add("--prefix-repetition-num-prefixes", type=int, default=10, help="(default: %(default)s)")
+    add("--prefix-repetition-output-len", type=int, default=128, help="tokens (default: %(default)s)")
+    add("--multi-turn-num-turns", type=int, default=4, help="of a conversation (default: %(default)s)")
+    add(
+        "--num-prompts",
+        type=int,
+        help="prompts, or conversations, per run (default: 4 x concurrency, at least 32)",
+    )
+    add("--request-rate", type=float, default=INFINITE, help="requests per second (default: inf)")
+    add("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less has more bursts")
+    add("--burst-size", type=int, help="requests that come together, instead of a rate")
+    add("--burst-interval", type=float, default=1.0, help="seconds between two bursts (default: 1)")
+    add("--ramp-up-strategy", choices=["linear", "exponential"], help="a rate that grows over the run")
+    add("--ramp-up-start-rps", type=float, help="requests per second at its start")
+    add("--ramp-up-end-rps", type=float, help="requests per second at its end")
+    add("--max-concurrency", type=int, help="most requests in flight")
+    add("--concurrency", type=int, nargs="+", help="a series of runs with these --max-concurrency")
+    add(
+        "--goodput",
+        type=_goal,
+        nargs="+",
+        default=[],
+        metavar="GOAL",
+        help="count good requests: ttft:500 tpot:50",
+    )
+    add("--ignore-eos", action="store_true", help="every answer is as long as was asked for")
+    add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
+    add("--extra-body", type=json.loads, default={}, help="JSON object merged into each request")
+    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add("--percentile-metrics", default=",".join(METRICS), help="which to report (default: %(default)s)")
+    add("--metric-percentiles", type=_percents, default="99", help="such as 50,99 (default: %(default)s)")
+    add("--num-warmups", type=int, default=4, help="requests before each run (default: %(default)s)")
+    add("--save-result", action="store_true", help="write a JSON file per run into --result-dir")
+    add("--result-dir", type=Path, default=Path(), help="(default: here)")
+    add("--result-filename", help="instead of a name made of the run")
+    add("--output-json", type=Path, metavar="FILE", help="write the sums of all runs into one file")
+    add("--ready-check-timeout-sec", type=float, default=600.0, help="0: no check (default: %(default)g)")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+    args = parser.parse_args(argv)
+    args.percentile_metrics = args.percentile_metrics.split(",")
+    args.goodput = dict(args.goodput)
+    problem = _problem(args)
+    if problem is not None:
+        parser.error(problem)
+    where = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    args.base_url = (args.base_url or where).rstrip("/")
+    args.backend = "openai" if args.backend == "vllm" else args.backend
+    args.endpoint = args.endpoint or f"/v1/{'chat/' * (args.backend == 'openai-chat')}completions"
+    return args
+
+
+def _problem(args: Args) -> str | None:
+    counts = [args.num_prompts, args.max_concurrency, args.burst_size, *(args.concurrency or [])]
+    counts += [args.random_input_len, args.random_output_len, args.random_vocab - LOWEST_ID]
+    counts += [args.random_prefix_len + 1, args.num_warmups + 1, args.multi_turn_num_turns]
+    counts += [args.prefix_repetition_suffix_len, args.prefix_repetition_num_prefixes]
+    rates = [args.request_rate, args.burstiness, args.burst_interval]
+    rates += [rate for rate in (args.ramp_up_start_rps, args.ramp_up_end_rps) if rate is not None]
+    ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    checks = {
+        "--serve starts its own server: leave out --base-url, --host and --port": args.serve is not None
+        and (args.base_url or args.host or args.port),
+        "--base-url says where: leave out --host and --port": args.base_url and (args.host or args.port),
+        "a count or a length is too small": any(n is not None and n < 1 for n in counts),
+        "rates, --burstiness and --burst-interval must be above 0": min(rates) <= 0,
+        "--random-range-ratio is from 0 to below 1": not 0 <= args.random_range_ratio < 1,
+        "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps need each other": len(
+            {x is None for x in ramp}
+        )
+        > 1,
+        "--burst-size and --ramp-up-strategy exclude each other": args.burst_size and args.ramp_up_strategy,
+        "--dataset-name sharegpt needs --dataset-path": args.dataset_name == "sharegpt"
+        and not args.dataset_path,
+        f"metrics are {', '.join(METRICS)}": set(args.percentile_metrics) - set(METRICS),
+        "percentiles are numbers from 0 to 100": not all(0 <= p <= 100 for p in args.metric_percentiles),
+        "--extra-body must be a JSON object": not isinstance(args.extra_body, dict),
+    }
+    return next((problem for problem, is_wrong in checks.items() if is_wrong), None)

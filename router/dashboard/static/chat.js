@@ -1,0 +1,121 @@
+// A conversation with the model, streamed. The page knows from the feed on which instance an answer runs.
+
+import { askForKey, events, headers } from "./feed.js";
+
+const log = document.getElementById("chat-log");
+const form = document.getElementById("chat-form");
+const text = document.getElementById("chat-text");
+const send = document.getElementById("chat-send");
+const mode = document.getElementById("chat-mode");
+
+let messages = [];
+let running = null; // {id, note, ranks, abort}
+
+const newId = () => `page-${Array.from(crypto.getRandomValues(new Uint8Array(6)), (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+
+function say(who, content = "") {
+  const box = document.createElement("div");
+  box.className = `said ${who}`;
+  const words = document.createElement("span");
+  words.textContent = content;
+  const note = document.createElement("small");
+  box.append(words, note);
+  log.append(box);
+  log.scrollTop = log.scrollHeight;
+  return { box, words, note };
+}
+
+function body(content) {
+  const common = {
+    stream: true,
+    temperature: Number(document.getElementById("chat-temperature").value),
+    stream_options: { include_usage: true },
+  };
+  const most = Number(document.getElementById("chat-tokens").value);
+  return mode.value === "chat"
+    ? { ...common, messages, max_completion_tokens: most }
+    : { ...common, prompt: content, max_tokens: most };
+}
+
+async function post(path, content, id, signal) {
+  for (;;) {
+    const response = await fetch(path, {
+      method: "POST", signal, body: JSON.stringify(body(content)),
+      headers: { "Content-Type": "application/json", "X-Request-Id": id, ...headers() },
+    });
+    if (response.status !== 401) return response;
+    await askForKey();
+  }
+}
+
+async function answer(content) {
+  const id = newId(), abort = new AbortController();
+  const { box, words, note } = say("assistant");
+  running = { id, note, ranks: [], abort };
+  send.textContent = "Stop";
+  let whole = "", usage = null;
+  try {
+    const response = await post(mode.value === "chat" ? "v1/chat/completions" : "v1/completions", content, id, abort.signal);
+    if (!response.ok) {
+      const error = (await response.json().catch(() => null))?.error;
+      throw new Error(error?.message ?? `HTTP ${response.status}`);
+    }
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      const choice = event.choices?.[0];
+      whole += choice?.delta?.content ?? choice?.delta?.reasoning ?? choice?.text ?? "";
+      usage = event.usage ?? usage;
+      words.textContent = whole;
+      log.scrollTop = log.scrollHeight;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      box.classList.add("problem");
+      words.textContent = whole ? `${whole}\n${error.message}` : error.message;
+    }
+  }
+  if (mode.value === "chat") messages.push({ role: "assistant", content: whole });
+  box.dataset.done = "true";
+  note.textContent = [note.textContent, usage ? `${usage.completion_tokens} tokens` : ""].filter(Boolean).join(" · ");
+  running = null;
+  send.textContent = "Send";
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (running) {
+    running.abort.abort();
+    return;
+  }
+  const content = mode.value === "chat" ? text.value.trim() : text.value;
+  if (!content.trim()) return;
+  text.value = "";
+  say("user", content);
+  if (mode.value === "chat") messages.push({ role: "user", content });
+  answer(content);
+});
+
+text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    form.requestSubmit();
+  }
+});
+
+function restart() {
+  running?.abort.abort();
+  messages = [];
+  log.replaceChildren();
+}
+document.getElementById("chat-new").addEventListener("click", restart);
+mode.addEventListener("change", restart);
+
+// Where the answer under way runs, and where it was before.
+export function showPlace(frame) {
+  const found = running && frame.requests.find((one) => one.request_id.includes(running.id));
+  if (!found || found.rank === null) return;
+  if (running.ranks.at(-1) !== found.rank) running.ranks.push(found.rank);
+  running.note.textContent = `instance ${running.ranks.join(" → ")}`;
+}

@@ -1,0 +1,155 @@
+"""What instances say of themselves, as metrics: under vLLM's names where it has one, else ours (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, Report
+
+LABELS = ("model_name", "engine")
+CACHE_LABELS = ("block_size", "num_gpu_blocks")
+
+
+def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))
+
+
+def of_reports(model: str, reports: Mapping[int, Report], block_size: int | None = None) -> Iterable[Metric]:
+    """What instances say of themselves, by rank. ``block_size``: tokens of a KV block, if that is known."""
+    gauges = {
+        "num_requests_running": "Requests in the running batch.",
+        "num_requests_waiting": "Requests that wait.",
+        "kv_cache_usage_perc": "Used part of the KV cache, 1 is all.",
+    }
+    counters = {
+        "prompt_tokens": "Prompt tokens computed.",
+        "generation_tokens": "Tokens generated.",
+        "num_preemptions": "Requests set back for lack of KV blocks.",
+        "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+        "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+        "prompt_tokens_cached": "Prompt tokens that were not computed.",
+    }
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        name: GaugeMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in gauges.items()
+    }
+    families |= {
+        name: CounterMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in counters.items()
+    }
+    for rank, report in sorted(reports.items()):
+        values = {
+            "num_requests_running": report.running,
+            "num_requests_waiting": report.waiting,
+            "kv_cache_usage_perc": report.blocks_used / max(1, report.blocks_total),
+            "prompt_tokens": report.counters.prompt_tokens,
+            "generation_tokens": report.counters.generation_tokens,
+            "num_preemptions": report.counters.preemptions,
+            "prefix_cache_queries": report.counters.prefix_cache_queries,
+            "prefix_cache_hits": report.counters.prefix_cache_hits,
+            "prompt_tokens_cached": report.counters.prefix_cache_hits,
+        }
+        for name, value in values.items():
+            families[name].add_metric((model, str(rank)), value)
+    return [*families.values(), *_by_kind(model, reports, block_size), *_of_lockstep(model, reports)]
+
+
+def _by_kind(model: str, reports: Mapping[int, Report], block_size: int | None) -> Iterable[Metric]:
+    """Those of vLLM's that have a label more, and the sizes of steps."""
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Requests that wait: for room (capacity), or held back (deferred).",
+        labels=(*LABELS, "reason"),
+    )
+    asleep = GaugeMetricFamily(
+        "vllm:engine_sleep_state", "1 in the state that the engine is in.", labels=(*LABELS, "sleep_state")
+    )
+    sources = CounterMetricFamily(
+        "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", labels=(*LABELS, "source")
+    )
+    sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=LABELS)
+    cache = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "Always 1; see its labels.",
+        labels=(*LABELS, *CACHE_LABELS),
+    )
+    for rank, report in sorted(reports.items()):
+        labels, counters = (model, str(rank)), report.counters
+        if block_size is not None:
+            cache.add_metric((*labels, str(block_size), str(report.blocks_total)), 1)
+        waiting.add_metric((*labels, "capacity"), report.waiting)
+        waiting.add_metric((*labels, "deferred"), 0)
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            asleep.add_metric((*labels, state), float(state == "awake"))
+        computed = counters.prompt_tokens - counters.prefix_cache_hits
+        sources.add_metric((*labels, "local_compute"), max(0, computed))
+        sources.add_metric((*labels, "local_cache_hit"), counters.prefix_cache_hits)
+        if counters.step_sizes:
+            found = buckets(ITERATION_BOUNDS, counters.step_sizes)
+            sizes.add_metric(labels, found, counters.scheduled_tokens)
+    return [waiting, asleep, sources, sizes, cache]
+
+
+def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
+    """What instances say of the steps that they take together."""
+    totals = {
+        "steps": "Steps taken in lockstep.",
+        "empty_steps": "Of those, steps without tokens of this instance.",
+        "sleeps": "Times that all instances agreed to sleep.",
+        "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
+        "mean_tokens": "Sum over steps of the instances' mean tokens.",
+        "attention_calls": "Layers of steps in which this instance computed attention.",
+        "changes": "Groups that followed another by agreement: somebody came or left.",
+        "recoveries": "Groups that followed another after a loss.",
+    }
+    parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
+    families = {
+        name: CounterMetricFamily(f"lockstep:{name}", help, labels=LABELS) for name, help in totals.items()
+    }
+    seconds = CounterMetricFamily(
+        "lockstep:step_seconds",
+        "Time of steps by part: wait (for headers), attention, dispatch, experts, combine, rest.",
+        labels=(*LABELS, "part"),
+    )
+    recovery = CounterMetricFamily(
+        "lockstep:recovery_seconds",
+        "Time from a loss noticed to the first step after it by part: form (the coordinator's word), experts "
+        "(reading the lost ones), group (forming it), step (the first one).",
+        labels=(*LABELS, "part"),
+    )
+    of_expert = CounterMetricFamily(
+        "lockstep:expert_tokens", "Tokens computed by an expert, over all layers.", labels=(*LABELS, "expert")
+    )
+    durations = HistogramMetricFamily(
+        "lockstep:step_duration_seconds",
+        "Of steps and sleeps, from giving the header to having the result.",
+        labels=LABELS,
+    )
+    longest = GaugeMetricFamily(
+        "lockstep:longest_step_seconds", "The longest of them since the start.", labels=LABELS
+    )
+    for rank, report in sorted(reports.items()):
+        counters = report.lockstep
+        if counters is None:
+            continue
+        labels = (model, str(rank))
+        for name, family in families.items():
+            family.add_metric(labels, getattr(counters, name))
+        for part, spent in counters.recovery_seconds.items():
+            recovery.add_metric((*labels, part), spent)
+        for part in parts:
+            seconds.add_metric((*labels, part), getattr(counters, f"{part}_seconds"))
+        for expert, tokens in counters.tokens_per_expert.items():
+            of_expert.add_metric((*labels, str(expert)), tokens)
+        durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
+        longest.add_metric(labels, counters.longest_step_seconds)
+    return [*families.values(), seconds, recovery, of_expert, durations, longest]

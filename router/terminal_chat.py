@@ -1,0 +1,226 @@
+"""``lockstep chat``: a conversation with the model of any OpenAI-compatible server, in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from coordinator import process
+from coordinator.flags import Count, flag, parse
+
+Temperature = Annotated[float, msgspec.Meta(ge=0)]
+
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets its first line, /exit or Ctrl-D ends, "
+    "Ctrl-C stops an answer."
+)
+
+
+class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chat."""
+
+    url: Annotated[str, flag(help="Base URL of the API.")] = "http://127.0.0.1:8000/v1"
+    model_name: Annotated[str | None, flag("--model", help="Unset: the first that the server lists.")] = None
+    system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
+    quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
+    api_key: Annotated[str | None, flag(help="Unset: OPENAI_API_KEY of the environment.")] = None
+    max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
+    temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
+    timeout: Annotated[
+        float, msgspec.Meta(gt=0), flag(help="Seconds without a word after which to give up.")
+    ] = 120.0
+
+
+class ChatError(Exception):
+    """In words for the user."""
+
+
+class Conversation:
+    """What was said, and how to say more."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._config = config
+        self._url = config.url.rstrip("/")
+        self._system = config.system_prompt
+        self._key = config.api_key or os.environ.get("OPENAI_API_KEY")
+        self._messages: list[dict[str, str]] = []
+        self.model = ""
+        self.reset()
+
+    def reset(self, system: str | None = None) -> None:
+        """Begin again; ``system`` replaces the first line."""
+        self._system = system or self._system
+        self._messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def connect(self) -> None:
+        """Find the model.
+
+        Raises:
+            ChatError: the server is not there, or does not want us.
+        """
+        with self._open("/models") as answer:
+            listed = [entry["id"] for entry in json.load(answer)["data"]]
+        wanted = self._config.model_name
+        if wanted is not None and wanted not in listed:
+            raise ChatError(f"the server has no model {wanted!r}; it has {', '.join(listed) or 'none'}")
+        if not listed:
+            raise ChatError("the server lists no model")
+        self.model = wanted or listed[0]
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """The answer as it comes. It becomes part of the conversation, also what came of it until it was
+        stopped; a question that got no answer does not.
+
+        Raises:
+            ChatError: there is none.
+        """
+        question = {"role": "user", "content": text}
+        body: dict[str, Any] = {"model": self.model, "messages": [*self._messages, question], "stream": True}
+        if self._config.max_tokens is not None:
+            body["max_completion_tokens"] = self._config.max_tokens
+        if self._config.temperature is not None:
+            body["temperature"] = self._config.temperature
+        said: list[str] = []
+        try:
+            with self._open("/chat/completions", body) as answer:
+                for piece in _pieces(answer):
+                    said.append(piece)
+                    yield piece
+        finally:
+            if said:
+                self._messages += [question, {"role": "assistant", "content": "".join(said)}]
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self._url + path, data, headers)
+            with urllib.request.urlopen(request, timeout=self._config.timeout) as answer:
+                yield answer
+        except urllib.error.HTTPError as error:
+            raise ChatError(_told(error)) from error
+        except urllib.error.URLError as error:
+            raise ChatError(f"no server answers at {self._url}: {error.reason}; see --url") from error
+        except TimeoutError as error:
+            raise ChatError(f"the server said nothing for {self._config.timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ChatError(
+                f"{self._url} does not answer as OpenAI's API does: {error}; see --url"
+            ) from error
+
+
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
+    """Text of a stream of chunks."""
+    for line in answer:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not data or not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            raise ChatError(event["error"].get("message", "the server reports an error"))
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", {})
+            if piece := delta.get("reasoning") or delta.get("content"):
+                yield piece
+    raise ChatError("the connection broke before the answer ended")
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        message = json.loads(error.read())["error"]["message"]
+    except (ValueError, LookupError, TypeError, OSError):
+        message = error.reason
+    hint = " (--api-key, or OPENAI_API_KEY)" if error.code == 401 else ""
+    return f"{message} [HTTP {error.code}]{hint}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        ChatConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep chat",
+        description="Talk to the model of a server that speaks OpenAI's API.",
+        shares_file=True,
+    )
+    conversation = Conversation(config)
+    try:
+        conversation.connect()
+        if config.quick is not None:
+            _say(conversation, config.quick)
+            return 0
+    except ChatError as error:
+        print(f"lockstep chat: error: {error}", file=sys.stderr)
+        return process.EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() its history
+    if sys.stdin.isatty():
+        print(f"{conversation.model} at {config.url}. {HELP}")
+    return _converse(conversation)
+
+
+def _converse(conversation: Conversation) -> int:
+    """Until the end of the input; 1 if the last question had no answer and nobody sits there."""
+    status = 0
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return status
+        except KeyboardInterrupt:
+            print()
+            return status
+        command, _, rest = text.partition(" ")
+        match command:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return status
+            case "/help":
+                print(HELP)
+            case "/reset":
+                conversation.reset()
+                print("(forgotten)")
+            case "/system" if rest.strip():
+                conversation.reset(rest.strip())
+                print("(forgotten, with a new first line)")
+            case _ if command.startswith("/"):
+                print(f"there is no command {command}. {HELP}", file=sys.stderr)
+            case _:
+                status = _try_to_say(conversation, text)
+
+
+def _try_to_say(conversation: Conversation, text: str) -> int:
+    try:
+        _say(conversation, text)
+    except KeyboardInterrupt:
+        print("\n(stopped)")
+    except ChatError as error:
+        print(f"\nlockstep chat: error: {error}", file=sys.stderr)
+        return process.EXIT_FAILED
+    return 0
+
+
+def _say(conversation: Conversation, text: str) -> None:
+    pieces = conversation.ask(text)
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print()

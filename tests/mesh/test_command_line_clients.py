@@ -1,0 +1,122 @@
+"""``lockstep chat``, ``status --watch`` and ``bench serve`` as a user starts them, at a real mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mesh.conftest import Mesh
+from tests.mesh.harness import free_port, wait_until
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+
+
+def lockstep(*argv: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; from router.serve import main; sys.exit(main())",
+        *argv,
+    ]
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_chat(mesh: Mesh) -> None:
+    url = f"{mesh.url}/v1"
+    once = lockstep("chat", "--url", url, "--max-tokens", "8", "--temperature", "0", "-q", "Tell me of Emma.")
+    assert once.returncode == 0, once.stderr
+    assert len(once.stdout.strip()) > 5
+    said = "Tell me of Emma.\n/reset\nTell me of Emma.\nAnd then?\n/nonsense\n"
+    talk = lockstep("chat", "--url", url, "--max-tokens", "8", "--temperature", "0", said=said)
+    assert talk.returncode == 0, talk.stderr
+    first, forgotten, again, then = talk.stdout.strip("\n").split("\n")[:4]
+    assert first == again == once.stdout.strip("\n").split("\n")[0]
+    assert forgotten == "(forgotten)"
+    assert then
+    assert "there is no command /nonsense" in talk.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--url", f"http://127.0.0.1:{free_port()}/v1"], "no server answers at"),
+        (["--model", "nobody"], "the server has no model 'nobody'; it has lockstep-moe"),
+        (["--temperature", "-1"], "--temperature"),
+    ],
+)
+def test_chat_says_what_is_wrong(mesh: Mesh, argv: list[str], said: str) -> None:
+    url = [] if "--url" in argv else ["--url", f"{mesh.url}/v1"]
+    answer = lockstep("chat", *url, *argv, "-q", "Hello")
+    assert answer.returncode in (1, 2)
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_status_watch(mesh: Mesh, tmp_path: Path) -> None:
+    """In a terminal: it draws again and again, and Ctrl-C ends it well."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-P", "-m", "router.status", "--watch", "--interval", "0.2", *mesh.join()]
+    with subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, close_fds=True
+    ) as process:
+        os.close(follower)
+        seen = b""
+        deadline = time.monotonic() + 60
+        while seen.count(b"2 instances") < 3 and time.monotonic() < deadline:
+            seen += os.read(leader, 65536)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: process.poll() is not None, 20)
+        os.close(leader)
+    assert seen.count(b"2 instances") >= 3
+    assert process.returncode == 0
+    both = subprocess.run(
+        [sys.executable, "-P", "-m", "router.status", "--watch", "--json", *mesh.join()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert both.returncode == 2
+    assert "leave out --watch" in both.stderr
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ["--dataset-name", "random", "--burst-size", "4", "--burst-interval", "0.1"],
+        ["--dataset-name", "multi_turn", "--multi-turn-num-turns", "3", "--backend", "openai-chat"],
+        ["--dataset-name", "prefix_repetition", "--prefix-repetition-output-len", "8"],
+    ],
+    ids=["bursts", "multi_turn", "prefix_repetition"],
+)
+def test_bench_serve(mesh: Mesh, dataset: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    sizes = [
+        "--random-input-len",
+        "20",
+        "--random-output-len",
+        "8",
+        "--num-prompts",
+        "6",
+        "--num-warmups",
+        "1",
+    ]
+    goals = ["--goodput", "ttft:60000", "--ignore-eos", "--output-json", str(file)]
+    done = lockstep("bench", "serve", "--base-url", mesh.url, *dataset, *sizes, *goals)
+    assert done.returncode == 0, done.stderr
+    assert "Serving Benchmark Result" in done.stdout
+    (run,) = json.loads(file.read_text())["runs"]
+    count = 18 if "multi_turn" in dataset else 6
+    assert (run["completed"], run["failed"]) == (count, 0)
+    assert run["total_output_tokens"] == 8 * count
+    assert run["request_goodput"] == pytest.approx(run["request_throughput"])
+    assert 0 < run["median_ttft_ms"] <= run["median_e2el_ms"]

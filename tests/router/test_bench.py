@@ -1,0 +1,123 @@
+"""The load generator's decisions: what is asked, when, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from router.bench.arrivals import Arrivals, pauses
+from router.bench.command import main, parse_args
+from router.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
+from router.bench.report import Outcome, meets, report, summary
+
+
+def test_random_prompts() -> None:
+    shape = Shape(input_len=10, output_len=5, prefix_len=3, range_ratio=0.5)
+    found = random_prompts(shape, random.Random(0), 50)
+    assert found == random_prompts(shape, random.Random(0), 50)
+    prompts = [conversation[0].prompt for conversation in found]
+    assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
+    assert {len(prompt) for prompt in prompts} <= set(range(8, 19))
+    assert len({len(prompt) for prompt in prompts}) > 3
+    assert {conversation[0].output_len for conversation in found} <= set(range(2, 9))
+    (turns,) = random_prompts(Shape(num_turns=3), random.Random(0), 1)
+    assert [isinstance(turn.prompt, str) for turn in turns] == [True] * 3
+
+
+def test_shared_prefixes() -> None:
+    shape = Shape(prefix_len=6, output_len=5)
+    found = prefix_repetition(shape, random.Random(1), 30, num_prefixes=3, suffix_len=4)
+    prefixes = [tuple(conversation[0].prompt[:6]) for conversation in found]
+    assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [10, 10, 10]
+    assert len({tuple(conversation[0].prompt) for conversation in found}) == 30
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    turns = [
+        ("a question of some length", "an answer of some length " * 3),
+        ("x", "too short a question, that one"),
+    ]
+    turns += [("too long " * 1000, "short answer, but of some length")]
+    file.write_text(
+        json.dumps(
+            [
+                {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
+                for q, a in turns
+            ]
+        )
+    )
+    found = sharegpt(file, random.Random(0), 3)
+    assert [(conversation[0].prompt, conversation[0].output_len) for conversation in found] == [
+        (turns[0][0], 18)
+    ] * 3
+    assert sharegpt(file, random.Random(0), 1, output_len=7)[0][0].output_len == 7
+    file.write_text('{"no": "list"}')
+    with pytest.raises(ValueError, match="is no ShareGPT file"):
+        sharegpt(file, random.Random(0), 1)
+
+
+def test_arrivals() -> None:
+    rng = random.Random(0)
+    assert set(pauses(Arrivals(), rng, 5)) == {0.0}
+    assert list(pauses(Arrivals(burst_size=2, burst_interval=3.0), rng, 5)) == [0.0, 3.0, 0.0, 3.0, 0.0]
+    steady = list(pauses(Arrivals(request_rate=10, burstiness=1000), rng, 200))
+    assert statistics.fmean(steady) == pytest.approx(0.1, rel=0.02)
+    rising = list(pauses(Arrivals(ramp_up="linear", ramp_start=1, ramp_end=100, burstiness=1e6), rng, 100))
+    assert rising[0] == pytest.approx(1, rel=0.1)
+    assert rising[-1] == pytest.approx(0.01, rel=0.1)
+
+
+def test_summary_and_goodput() -> None:
+    fast = Outcome(input_len=10, output_len=3, ttft=0.1, itl=[0.1, 0.1], latency=0.3)
+    slow = Outcome(input_len=10, output_len=3, ttft=0.9, itl=[0.4, 0.4], latency=1.7)
+    failed = Outcome(input_len=10, error="HTTP 500")
+    assert meets(fast, {"ttft": 100.1, "tpot": 100.1})
+    assert not meets(slow, {"tpot": 300})
+    assert not meets(failed, {})
+    result = summary(
+        [fast, slow, failed],
+        2.0,
+        described={"max_concurrency": 4, "request_rate": "inf"},
+        goals={"ttft": 500},
+    )
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (2, 1, 3)
+    assert result["request_goodput"] == 0.5
+    assert result["output_throughput"] == 3.0
+    assert result["median_ttft_ms"] == pytest.approx(500)
+    assert result["mean_itl_ms"] == pytest.approx(250)
+    assert result["p99_e2el_ms"] == pytest.approx(1686)
+    text = report(result, ["ttft", "itl"], [99.0])
+    assert "Successful requests:                     2" in text
+    assert "Request goodput (req/s):                 0.50" in text
+    assert "Request rate configured" not in text
+    assert "End-to-end" not in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--dataset-name", "sharegpt"], "needs --dataset-path"),
+        (["--goodput", "speed:3"], "goals are ttft, tpot, e2el"),
+        (["--ramp-up-strategy", "linear"], "need each other"),
+        (["--num-prompts", "0"], "too small"),
+        (["--request-rate", "0"], "must be above 0"),
+        (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
+        (["--percentile-metrics", "foo"], "metrics are ttft"),
+    ],
+)
+def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_there_is_only_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["throughput"]) == 2
+    assert "lockstep bench serve" in capsys.readouterr().err
+    assert main(["--help"]) == 0

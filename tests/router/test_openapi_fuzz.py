@@ -1,0 +1,37 @@
+"""Schemathesis makes requests of the published OpenAPI document, wrong ones most of all: none may end in a 5xx.
+
+``make fuzz`` makes many more of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.router.conftest import Server
+
+EXAMPLES = os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "5")
+"""Random requests per operation, besides those that cover its schema."""
+
+
+@pytest.mark.timeout(3600 if "LOCKSTEP_FUZZ_EXAMPLES" in os.environ else 240)
+def test_no_request_ends_in_a_server_error(server: Server, tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "schemathesis"
+    if not command.exists():
+        pytest.skip("schemathesis is not installed: pip install 'lockstep[dev]'")
+    done = subprocess.run(
+        [
+            str(command), "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error",
+            "--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--generation-deterministic", "--no-color",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
