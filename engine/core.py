@@ -101,7 +101,7 @@ class EngineCore:
             if compiled.problem is None:
                 self.scheduler.add(compiled.request)
             else:
-                refused.append((peer, Refused(number, compiled.problem, retry=False)))
+                refused.append((peer, Refused(number, f"structured outputs: {compiled.problem}", retry=False)))
         return refused
 
     def abort(self, peer: Peer, numbers: list[int]) -> None:

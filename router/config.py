@@ -13,6 +13,7 @@ from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Port, Size, flag
 from engine.config import EngineConfig
 from router.reasoning import REASONING_PARSERS
+from router.structured_config import StructuredOutputsConfig, read_config
 from router.tool_parsers import TOOL_PARSERS
 
 
@@ -84,6 +85,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reasoning_parser: Annotated[
         str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
     ] = None
+    structured_outputs_config: Annotated[
+        str,
+        flag(help="JSON object: disable_any_whitespace, disable_additional_properties, enable_in_reasoning."),
+    ] = "{}"
     generation_config: Annotated[
         str,
         flag(
@@ -137,6 +142,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
 
         _template_kwargs(self.default_chat_template_kwargs)
+        read_config(self.structured_outputs_config)
+
+    @property
+    def structured_outputs(self) -> StructuredOutputsConfig:
+        """``structured_outputs_config``, read."""
+        return read_config(self.structured_outputs_config)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
