@@ -101,7 +101,8 @@ class EngineCore:
             if compiled.problem is None:
                 self.scheduler.add(compiled.request)
             else:
-                refused.append((peer, Refused(number, f"structured outputs: {compiled.problem}", retry=False)))
+                reason = f"structured outputs: {compiled.problem}"
+                refused.append((peer, Refused(number, reason, retry=False)))
         return refused
 
     def abort(self, peer: Peer, numbers: list[int]) -> None:

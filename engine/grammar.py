@@ -102,10 +102,10 @@ def compile_grammar(text: str, vocabulary: Vocabulary) -> LLMatcher:
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
-    if not matcher.is_error() and not vocabulary.allowed(matcher).any() and not matcher.is_error():
-        raise GrammarError("no answer can follow the grammar")
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
+    if not vocabulary.allowed(matcher).any():
+        raise GrammarError(f"no answer can follow the grammar ({why_stopped(matcher)})")
     return matcher
 
 
@@ -156,8 +156,8 @@ class Grammar:
         if self._within is not None:
             bits = bits & self._within
         if not bits.any():
-            failed = self._matcher.is_error()
-            self._fail(first_line(self._matcher.get_error()) if failed else "no token may follow")
+            stopped = self._matcher.is_error()
+            self._fail(why_stopped(self._matcher) if stopped else "none of allowed_token_ids may follow")
             return None
         for unwanted in (self._stops if num_output < self._min_tokens else None, self._ends):
             if unwanted is not None and (rest := bits & ~unwanted).any():
@@ -173,6 +173,17 @@ class Grammar:
 
     def _fail(self, reason: str) -> None:
         self._problem = f"the structured output cannot go on: {reason}"
+
+
+def why_stopped(matcher: LLMatcher) -> str:
+    """For a matcher that takes nothing more, and should."""
+    reason = str(matcher.stop_reason())
+    return {
+        "NoExtension": "no token can follow",
+        "NoExtensionBias": "no token can follow",
+        "LexerTooComplex": "it is too complex",
+        "ParserTooComplex": "it is too complex",
+    }.get(reason, first_line(matcher.get_error() or reason))
 
 
 def first_line(error: object) -> str:

@@ -119,7 +119,7 @@ class GrammarCompiler:
             milliseconds = (time.perf_counter() - began) * 1e3
             logger.debug("a grammar of %d characters took %.1f ms", len(text), milliseconds)
         params = request.params
-        return Grammar(
+        grammar = Grammar(
             template.deep_copy(),
             vocabulary,
             stop_ids=request.stop_ids,
@@ -128,6 +128,9 @@ class GrammarCompiler:
             allowed_token_ids=params.allowed_token_ids,
             output_ids=output_ids,
         )
+        if params.allowed_token_ids is not None and grammar.mask(len(output_ids)) is None:
+            raise GrammarError("none of allowed_token_ids may stand next")
+        return grammar
 
     def _load(self) -> Vocabulary | None:
         if self._vocabulary is None and self._trouble is None:

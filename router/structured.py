@@ -229,7 +229,7 @@ def _lark(given: str, param: str) -> str:
 
 
 def _structural_tag(given: Any, param: str) -> Body:
-    """``{"structures": [{begin, schema, end}], "triggers": [...]}``: text in which triggers begin structures."""
+    """``{"structures": [{begin, schema, end}], "triggers": [...]}``: text in which triggers begin forms."""
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
