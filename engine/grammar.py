@@ -54,6 +54,8 @@ class Vocabulary:
         """The tokens that a matcher would take next; none if it has failed."""
         bits = np.zeros(self._words * 4, dtype=np.uint8)
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, len(bits))
+        if matcher.is_error():
+            bits[:] = 0  # the library would have the text end here, as if all were well
         if len(bits) < self.num_bytes:
             bits = np.pad(bits, (0, self.num_bytes - len(bits)))
         bits = bits[: self.num_bytes]
