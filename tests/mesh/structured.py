@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,10 @@ def problem_with(text: str, index: int) -> str:
     return ""
 
 
-async def ask_all(ports: Ports, count: int, disturb: Callable[[], None] | None = None) -> list[Answer]:
-    """All answers, so many at once; ``disturb`` is called when they are under way."""
+async def ask_all(
+    ports: Ports, indices: Iterable[int], disturb: Callable[[], None] | None = None
+) -> list[Answer]:
+    """Answers by these schemas, so many at once; ``disturb`` is called when they are under way."""
     free = asyncio.Semaphore(AT_ONCE)
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -86,7 +88,7 @@ async def ask_all(ports: Ports, count: int, disturb: Callable[[], None] | None =
             async with free:
                 return await ask(client, index)
 
-        answers = [asyncio.create_task(one(index)) for index in range(count)]
+        answers = [asyncio.create_task(one(index)) for index in indices]
         if disturb is not None:
             await asyncio.to_thread(disturb)
         return await asyncio.gather(*answers)
@@ -102,7 +104,7 @@ def killing(ports: Ports, victim: Any) -> Callable[[], None]:
     return kill
 
 
-def told(answers: list[Answer], seconds: float, what: str) -> bool:
+def told(answers: Sequence[Answer], seconds: float, what: str) -> bool:
     """Print what came of the answers; whether all is well."""
     finished = [answer for answer in answers if answer.finish_reason == "stop"]
     wrong = [(index, answer) for index, answer in enumerate(answers) if answer.problem]
@@ -126,11 +128,13 @@ def main() -> int:
         with serve(log, "-dp", "2", "--no-enable-expert-parallel", *ports.head(), *FLAGS) as command:
             command.wait_for("2 instances ready")
             began = time.perf_counter()
-            answers = asyncio.run(ask_all(ports, args.schemas))
+            answers = asyncio.run(ask_all(ports, range(args.schemas)))
             good = told(answers, time.perf_counter() - began, "undisturbed")
             if args.kill:
                 began = time.perf_counter()
-                again = asyncio.run(ask_all(ports, args.schemas, killing(ports, command.child("Engine_1"))))
+                again = asyncio.run(
+                    ask_all(ports, range(args.schemas), killing(ports, command.child("Engine_1")))
+                )
                 good &= told(again, time.perf_counter() - began, "one instance killed")
                 same = sum(answer.text == before.text for answer, before in zip(again, answers, strict=True))
                 print(f"  {same} of {len(again)} answers the same as undisturbed")
