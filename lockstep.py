@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
         SamplingParams,
+        StructuredOutputsParams,
     )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -172,6 +172,8 @@ class Instance:
                 max_model_len=max_model_len,
                 tracing=tracing,
             )
+            membership.update(phase="tokenizer")
+            core.grammars.prepare()
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
             if place is None:
                 membership.update(state=State.READY, phase="serving", address=self._server.endpoint)

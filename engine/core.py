@@ -13,13 +13,14 @@ from engine.blocks import BlockPool
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
+from engine.grammar_compiler import GrammarCompiler
 from engine.messages import Capacity, Delta, LockstepCounters, Refused, Report, Submit
 from engine.pace import Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
 from engine.split import StepSplit
-from engine.step import Step, StepResult
+from engine.step import Masks, Step, StepResult
 
 Peer = bytes
 
@@ -60,6 +61,7 @@ class EngineCore:
             ),
             self._pool,
         )
+        self.grammars = GrammarCompiler(info)
         self._arrivals = 0
         self._tracing = tracing
         self._unfinished: Step | None = None
@@ -74,6 +76,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._unfinished is not None or bool(self._steps)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is here, not even requests that wait for their grammar."""
+        return not self.has_work and not self.grammars
+
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
         if self._is_full(submit) and not submit.owed:
@@ -81,27 +88,45 @@ class EngineCore:
         problem = self._problem_with(submit)
         if problem is not None:
             return Refused(submit.request, problem, retry=False)
-        if self.scheduler.knows((peer, submit.request)):
+        if self.scheduler.knows((peer, submit.request)) or (peer, submit.request) in self.grammars:
             return Refused(submit.request, "a request of this number is here already", retry=False)
         request = self._request_of(peer, submit)
         problem = self.scheduler.problem_with(request)
         if problem is not None:
             return Refused(submit.request, problem, retry=False)
-        self.scheduler.add(request)
+        if submit.params.grammar is not None:
+            self.grammars.begin(request, submit.params.grammar)
+        else:
+            self.scheduler.add(request)
         return None
+
+    def take_compiled(self) -> list[tuple[Peer, Refused]]:
+        """Queue the requests whose grammars are ready; those that never will be, for their routers."""
+        refused = []
+        for compiled in self.grammars.take():
+            peer, number = compiled.request.key
+            if compiled.problem is None:
+                self.scheduler.add(compiled.request)
+            else:
+                reason = f"structured outputs: {compiled.problem}"
+                refused.append((peer, Refused(number, reason, retry=False)))
+        return refused
 
     def abort(self, peer: Peer, numbers: list[int]) -> None:
         """Forget some requests of a router; those not known are ignored."""
         for number in numbers:
-            self.scheduler.abort((peer, number))
+            if not self.grammars.forget((peer, number)):
+                self.scheduler.abort((peer, number))
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun; returns them."""
-        return [number for number in numbers if self.scheduler.recall((peer, number))]
+        keys = ((peer, number) for number in numbers)
+        return [key[1] for key in keys if self.grammars.forget(key) or self.scheduler.recall(key)]
 
     def abort_all(self, peer: Peer) -> int:
         """Forget all requests of a router that is gone; returns how many."""
-        numbers = [request.key[1] for request in self.scheduler.requests if request.key[0] == peer]
+        here = [*self.scheduler.requests, *self.grammars.requests]
+        numbers = [request.key[1] for request in here if request.key[0] == peer]
         self.abort(peer, numbers)
         return len(numbers)
 
@@ -136,15 +161,6 @@ class EngineCore:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         return self._take_in(step, result)
 
-    def _schedule(self) -> Step | None:
-        step = self.scheduler.schedule()
-        if step is not None and step.admits:
-            now = time.perf_counter()
-            for admit in step.admits:
-                request = self.scheduler.in_slot(admit.slot)
-                request.admitted_at = request.admitted_at or now
-        return step
-
     def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
         """Fill the pipeline, then wait for the step that is furthest."""
         while len(self._steps) < self._executor.in_flight:
@@ -157,6 +173,25 @@ class EngineCore:
             return {}
         result = self._executor.finish()
         return self._take_in(self._steps.popleft(), result)
+
+    def _schedule(self) -> Step | None:
+        """The next step, with masks for the rows that follow a grammar."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        now = time.perf_counter()
+        for admit in step.admits:
+            request = self.scheduler.at(admit.slot)
+            request.admitted_at = request.admitted_at or now
+        rows, bits = [], []
+        for index, row in enumerate(step.rows):
+            request = self.scheduler.at(row.slot)
+            if row.sample and request.grammar is not None:
+                mask = request.grammar.mask(request.num_output)
+                if mask is not None:
+                    rows.append(index)
+                    bits.append(mask)
+        return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step
 
     def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
         deltas: dict[Peer, list[Delta]] = defaultdict(list)
@@ -172,7 +207,7 @@ class EngineCore:
         return Report(
             last_dispatch=last_dispatch,
             running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
+            waiting=self.scheduler.num_waiting + len(self.grammars),
             waiting_tokens=self.scheduler.num_waiting_tokens,
             blocks_used=self._pool.num_used,
             blocks_total=self._pool.num_blocks,
@@ -220,7 +255,8 @@ class EngineCore:
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
-        return self.scheduler.num_queued_with(num_tokens) > limits.max_num_queued_reqs or (
+        queued = self.scheduler.num_queued_with(num_tokens) + len(self.grammars)
+        return queued > limits.max_num_queued_reqs or (
             most_tokens is not None and self.scheduler.num_waiting_tokens >= most_tokens
         )
 
@@ -264,13 +300,14 @@ def _delta(outcome: Outcome) -> Delta:
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     return Delta(
         request=request.key[1],
-        token_ids=[outcome.token_id],
+        token_ids=[] if outcome.token_id is None else [outcome.token_id],
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached,
         times=_times(request) if request.arrived_at else None,
+        error=request.error,
     )
 
 

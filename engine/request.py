@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.blocks import BlockHash, hash_block
 from engine.messages import FinishReason, Submit, TokenLogprobs
 from engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.grammar import Grammar
 
 RequestKey = tuple[bytes, int]
 """The router's connection, and the router's number of the request."""
@@ -73,6 +79,10 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    grammar: Grammar | None = None
+    """What its output must follow, up to the last token of ``token_ids``."""
+    error: str = ""
+    """Why it failed, with ``FinishReason.ERROR``."""
 
     def __repr__(self) -> str:
         return (
@@ -108,7 +118,7 @@ def from_submit(
     submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
 ) -> Request:
     """A request as it comes from a router."""
-    params = submit.params
+    params = msgspec.structs.replace(submit.params, grammar=None)  # workers need masks only
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids.update(eos_ids)

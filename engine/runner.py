@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
@@ -151,7 +152,7 @@ class ModelRunner:
             began = time.monotonic()
             wanted = self._wanted(step.rows, packed)
             output = self._forward(packed, input_ids, wanted.tokens, hidden)
-            result = self._finish(step.rows, wanted, output) if self._shard.is_last else StepResult([])
+            result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
             self.spans.append((began, time.monotonic()))
             if not self._shard.is_last:
                 self._send(output)
@@ -219,10 +220,11 @@ class ModelRunner:
         assert self._shard.stages is not None
         self._shard.stages.send(hidden.to(self._model.dtype).cpu(), self._shard.stage + 1)
 
-    def _finish(self, rows: Sequence[Row], wanted: _Wanted, logits: torch.Tensor) -> StepResult:
+    def _finish(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> StepResult:
         """Sample, fetch everything from the device at once, and keep the new tokens."""
+        rows, masks = step.rows, _masks_by_row(step)
         num_sampled = len(wanted.sampled)
-        sample_rows = [self._sample_row(rows[index]) for index in wanted.sampled]
+        sample_rows = [self._sample_row(rows[index], masks.get(index)) for index in wanted.sampled]
         chosen = self._sample(logits[:num_sampled], sample_rows)
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
@@ -248,12 +250,12 @@ class ModelRunner:
             return sample(logits, rows)
         return sample_shard(logits, rows, self._vocabulary)
 
-    def _sample_row(self, row: Row) -> SampleRow:
+    def _sample_row(self, row: Row, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
         slot = self._slots[row.slot]
         end = row.start + row.count
         admit = slot.admit
         return SampleRow(
-            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.stop_ids
+            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.stop_ids, mask
         )
 
     def _logprob_table(
@@ -302,3 +304,11 @@ class ModelRunner:
                 self._slots[row.slot].put(row.start + row.count, token)
             sampled.append(Sampled(row.slot, token, logprobs.get(index), prompt_logprobs.get(index)))
         return StepResult(sampled)
+
+
+def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
+    """The masks of a step, by index of the row."""
+    if step.masks is None:
+        return {}
+    bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)
+    return dict(zip(step.masks.rows, bits, strict=True))

@@ -50,6 +50,8 @@ class SampleRow:
     """Prompt and output so far."""
     num_prompt: int
     stop_ids: tuple[int, ...]
+    mask: npt.NDArray[np.uint8] | None = None
+    """Bits of the tokens that may be chosen, the lowest of a byte first; None: all may."""
 
     @property
     def num_output(self) -> int:
@@ -145,10 +147,11 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
     """Logits after all that precedes temperature: a changed copy in float32, or the same if none asks.
     Column 0 is token ``first``; what concerns tokens outside is left to whoever has them."""
     allowed = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
     biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
     too_short = [i for i, row in enumerate(rows) if _is_too_short(row)]
     penalised = [i for i, row in enumerate(rows) if row.params.shapes_logits_by_history]
-    if not (allowed or biased or too_short or penalised):
+    if not (allowed or masked or biased or too_short or penalised):
         return logits
     shaped = logits.to(torch.float32, copy=True)
     device = logits.device
@@ -159,6 +162,10 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
         kept = shaped[where]
         shaped[torch.tensor(allowed, device=device)] = NEVER
         shaped[where] = kept
+    if masked:
+        places = torch.tensor(masked, device=device)
+        forbidden = _forbidden([rows[i] for i in masked], first, logits.shape[1], device)
+        shaped[places] = shaped[places].masked_fill_(forbidden, NEVER)
     if biased:
         biases = [{t: b for t, b in rows[i].params.logit_bias.items() if first <= t < stop} for i in biased]
         where = _pairs(device, biased, ([t - first for t in each] for each in biases))
@@ -176,8 +183,22 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
 def _is_too_short(row: SampleRow) -> bool:
     if row.num_output >= row.params.min_tokens or not row.stop_ids:
         return False
+    if row.mask is not None:
+        return False  # seen to there, where it is known what else could follow
     allowed = row.params.allowed_token_ids  # something must stay possible
     return allowed is None or not set(allowed) <= set(row.stop_ids)
+
+
+def _forbidden(rows: Sequence[SampleRow], first: int, width: int, device: torch.device) -> torch.Tensor:
+    """[rows, width] of the tokens from ``first`` on: whether a row's mask leaves them out."""
+    begin, end = first // 8, -(-(first + width) // 8)
+    packed = np.stack([row.mask[begin:end] for row in rows if row.mask is not None])
+    offset = first - begin * 8
+    if device.type == "cpu":
+        flags = np.unpackbits(packed, axis=1, bitorder="little")[:, offset : offset + width]
+        return torch.from_numpy(flags).logical_not()
+    bits = torch.from_numpy(packed).to(device)[:, :, None] >> torch.arange(8, device=device)
+    return (bits & 1).flatten(1)[:, offset : offset + width] == 0
 
 
 def _truncates(params: SamplingParams) -> bool:

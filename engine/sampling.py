@@ -12,6 +12,7 @@ import msgspec
 
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_BYTES = 512 * 1024
 
 
 class BadParameter(ValueError):
@@ -51,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: str | None = None
+    """What the output must look like: a grammar of the llguidance library, as JSON."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -116,6 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
                 raise BadParameter("allowed_token_ids", "allowed_token_ids must not be empty.")
             for token in self.allowed_token_ids:
                 _check_token("allowed_token_ids", token, vocab_size)
+        if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_BYTES:
+            raise BadParameter("structured_outputs", f"a grammar may have {MAX_GRAMMAR_BYTES} characters.")
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

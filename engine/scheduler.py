@@ -41,7 +41,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """What a step did to one request. ``request.finish_reason`` says whether it has ended."""
 
     request: Request
-    token_id: int
+    token_id: int | None
+    """None if it ended without one: it failed."""
     logprobs: TokenLogprobs | None
 
 
@@ -115,13 +116,13 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
+    def at(self, slot: int) -> Request:
+        """The request in a slot."""
+        return self._by_slot[slot]
+
     def knows(self, key: RequestKey) -> bool:
         """Whether this request is here, waiting or running."""
         return key in self._requests
-
-    def in_slot(self, slot: int) -> Request:
-        """The running request that holds a slot."""
-        return self._by_slot[slot]
 
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
@@ -229,7 +230,7 @@ class Scheduler:
         if not step.rows:
             return outcomes
         scheduled, requests = self._in_flight.popleft()
-        assert scheduled is step, "steps are answered in order"
+        assert scheduled.rows is step.rows, "steps are answered in order"
         for request in requests:
             request.num_in_flight -= 1
         for row, request, sampled in zip(step.rows, requests, result.sampled, strict=True):
@@ -432,10 +433,16 @@ class Scheduler:
         request.num_computed = request.num_named = 0
 
     def _append(self, request: Request, sampled: Sampled, token_id: int) -> Outcome:
+        grammar = request.grammar
+        if grammar is not None and (problem := grammar.take(token_id)) is not None:
+            request.error = problem
+            self._finish(request, FinishReason.ERROR)
+            return Outcome(request, None, None)
         request.token_ids.append(token_id)
         self._keep_promise(request)
         self._generated += 1
-        if token_id in request.stop_ids and request.num_output >= request.params.min_tokens:
+        is_over = grammar is not None and grammar.ended  # also where its end was the only token left
+        if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
             request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
             self._finish(request, FinishReason.STOP)
         elif request.num_output >= request.max_output:

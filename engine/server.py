@@ -110,6 +110,7 @@ class Server:
         self._routers: dict[Peer, _Router] = {}
         self._draining = threading.Event()
         self._drain_until = 0.0
+        core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.report(0, 0).blocks_total)
 
     @property
@@ -196,6 +197,8 @@ class Server:
                     self._core.abort(peer, numbers)
                 case Recall(numbers):
                     self._listener.send(peer, Recalled(self._core.recall(peer, numbers)))
+        for peer, refused in self._core.take_compiled():
+            self._listener.send(peer, refused)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._report(0))
@@ -272,7 +275,7 @@ class Server:
     # ---- the end
 
     def _drained(self) -> bool:
-        if not self._core.has_work:
+        if self._core.is_empty:
             return True
         if time.monotonic() < self._drain_until:
             return False

@@ -43,11 +43,21 @@ class Row(msgspec.Struct, frozen=True):
     """The token at ``start`` of a row of one, for workers that did not sample it themselves."""
 
 
+class Masks(msgspec.Struct, frozen=True):
+    """Which tokens some rows may sample. A part of the step, so that the step run again has the same ones."""
+
+    rows: list[int]
+    """Indices of rows of the step, rising."""
+    bits: bytes
+    """[rows, vocabulary / 8 rounded up], the lowest bit of a byte first."""
+
+
 class Step(msgspec.Struct, frozen=True):
     """One forward pass. Rows of one sampled token each come first, then the longer ones."""
 
     admits: list[Admit]
     rows: list[Row]
+    masks: Masks | None = None
 
     @property
     def num_tokens(self) -> int:

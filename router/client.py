@@ -8,7 +8,6 @@ What to do is decided in :mod:`router.chooser` (with :mod:`router.pool` and :mod
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time

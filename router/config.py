@@ -14,6 +14,7 @@ from coordinator.flags import Count, Natural, Port, Size, flag
 from engine.config import EngineConfig
 from router.quotas import KeyLimits, limits_of, read_key_limits
 from router.reasoning import REASONING_PARSERS
+from router.structured_config import StructuredOutputsConfig, read_config
 from router.tool_parsers import TOOL_PARSERS
 
 
@@ -106,6 +107,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reasoning_parser: Annotated[
         str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
     ] = None
+    structured_outputs_config: Annotated[
+        str,
+        flag(help="JSON object: disable_any_whitespace, disable_additional_properties, enable_in_reasoning."),
+    ] = "{}"
     generation_config: Annotated[
         str,
         flag(
@@ -164,6 +169,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
             read_key_limits(self.api_key_limits)
+        read_config(self.structured_outputs_config)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -183,6 +189,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def _limits_by_key(self) -> dict[str, KeyLimits]:
         return {} if self.api_key_limits is None else read_key_limits(self.api_key_limits)
+
+    @property
+    def structured_outputs(self) -> StructuredOutputsConfig:
+        """``structured_outputs_config``, read."""
+        return read_config(self.structured_outputs_config)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +27,7 @@ from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
 from router.errors import in_terms_of
+from router.grammar_check import GrammarCheck
 from router.headers import deadline, pinned_rank, request_id, session
 from router.mesh import Mesh
 from router.metrics import Metrics
@@ -38,6 +40,7 @@ from router.responses.answer import ResponsesAnswer
 from router.responses.wire import ResponsesRequest
 from router.rules import check_chat, check_completion
 from router.streaming import Call, EventStream, whole_answer
+from router.structured import ANSWER, form_of, text_of
 from router.text_model import TextModel
 from router.text_models import TextModels
 from router.tracing import RequestTrace
@@ -83,6 +86,7 @@ class Generating:
         self._models = models
         self._quotas = quotas
         self._tracing = tracing
+        self._grammars = GrammarCheck()
         self._chance = UNPREDICTABLE if config.seed is None else random.Random(config.seed)
 
     def __repr__(self) -> str:
@@ -94,7 +98,10 @@ class Generating:
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
+        form = form_of(wanted, self._config.structured_outputs)
         params = sampling_params(wanted, model, self._config.max_logprobs)
+        if form is not None:
+            params = await self._with_grammar(params, text_of({ANSWER: form.body}), form.param)
         prompts = await run_sized(lambda: completion_prompts(wanted, model), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -156,7 +163,14 @@ class Generating:
             wanted.tools = None
         params = sampling_params(wanted, model, self._config.max_logprobs)
         prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
+        grammar = turn_format.grammar(prompt.text, model.tokenizer)
+        if grammar is not None:
+            params = await self._with_grammar(params, grammar, turn_format.grammar_param)
         return Chat(wanted, turn_format, model, params, prompt)
+
+    async def _with_grammar(self, params: SamplingParams, text: str, param: str) -> SamplingParams:
+        await self._grammars.check(text, param)
+        return msgspec.structs.replace(params, grammar=text)
 
     async def _answer(self, request: Request, prefix: str, chat: Chat, shape: Shape) -> Response:
         return await self._generate(

@@ -37,6 +37,7 @@ from router.llm_params import SamplingParams
 from router.llm_progress import progress_bar
 from router.llm_run import GenerationError, run_jobs
 from router.mesh import ServedModel
+from router.openai_api import StructuredOutputs as StructuredOutputsParams
 from router.text_model import TextModel, load_text_model
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 logger = logging.getLogger(__name__)

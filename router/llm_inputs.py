@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from router.calls import make_samples
-from router.errors import ApiError
+from router.errors import ApiError, refuse
+from router.grammar_check import problem_with
 from router.llm_params import SamplingParams, request_of
 from router.mesh import MeshError
 from router.openai_api import ChatRequest, CompletionRequest
@@ -20,6 +21,8 @@ from router.parameters import sampling_params
 from router.prompts import PromptText, chat_prompt, completion_prompts
 from router.rules import check_chat, check_completion
 from router.sample import Sample
+from router.structured import ANSWER, form_of, text_of
+from router.structured_config import StructuredOutputsConfig
 from router.text_model import TextModel
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -86,6 +89,12 @@ class JobMaker:
         request.max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         request.min_tokens = min(request.min_tokens or 0, request.max_tokens)
         wanted = sampling_params(request, self._model, self._max_logprobs)
+        form = form_of(request, StructuredOutputsConfig())
+        if form is not None:
+            grammar = text_of({ANSWER: form.body})
+            if problem := problem_with(grammar):
+                refuse(f"{form.param}: {problem}", form.param)
+            wanted = msgspec.structs.replace(wanted, grammar=grammar)
         samples = make_samples(request_id, request, wanted, [prompt], self._model, None, self._chance)
         return Job(request_id, params, text, samples)
 

@@ -57,6 +57,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Only so many last tokens of a prompt are used; -1: as many as fit."""
     bad_words: list[str] | None = None
     structured_outputs: Any = None
+    """``StructuredOutputsParams``, or a dictionary of its fields: what the output must look like."""
 
     def __post_init__(self) -> None:
         if self.seed == -1:

@@ -22,6 +22,23 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """What an answer must look like: one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark's form, or in GBNF."""
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    """A regular expression of what may stand between the tokens of JSON."""
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What completions and chat have in common."""
 
@@ -62,9 +79,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
-    # Not supported (yet): refused when set to anything that would matter.
     response_format: Any = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    """The older names of ``structured_outputs``."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    # Not supported (yet): refused when set to anything that would matter.
     bad_words: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None

@@ -15,7 +15,6 @@ MAX_ID_LENGTH = 256
 MAX_TIMEOUT = 7 * 86400.0
 
 UNSUPPORTED = (
-    "structured_outputs",
     "bad_words",
     "logprob_token_ids",
     "use_beam_search",
@@ -63,7 +62,6 @@ def _check_common(request: GenerationRequest) -> None:
     for name in UNSUPPORTED:
         if getattr(request, name, None):
             refuse(f"{name} is not supported yet.", name)
-    _check_response_format(request.response_format)
     if request.request_id is not None and not usable_id(request.request_id):
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
@@ -76,20 +74,6 @@ def _check_common(request: GenerationRequest) -> None:
         refuse("truncation_side must be 'left' or 'right'.", "truncation_side")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
         refuse("truncate_prompt_tokens must be -1 or more.", "truncate_prompt_tokens")
-
-
-def _check_response_format(wanted: Any) -> None:
-    if wanted is None:
-        return
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if not isinstance(kind, str):
-        refuse("response_format must be an object with a type.", "response_format")
-    if kind == "json_schema" and not wanted.get("json_schema"):
-        refuse("response_format of type json_schema needs json_schema.", "response_format")
-    if kind != "text":
-        refuse(
-            f"response_format of type {_shortened(kind)} is not supported yet, only text.", "response_format"
-        )
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -143,10 +127,6 @@ def _check_tools(request: ChatRequest) -> None:
             f"tool_choice must be none, auto, required or a function, got {_shortened(choice)}.",
             "tool_choice",
         )
-    refuse(
-        "tool_choice other than none and auto is not supported yet: it needs structured outputs.",
-        "tool_choice",
-    )
 
 
 def wanted_tokens(request: GenerationRequest) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Tokenizer:
         self._add_boundaries()
         added = backend.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
-        self._special = {token.content for token in added.values() if token.special}
+        self._special = {token.content: id for id, token in added.items() if token.special}
         self._piece_bytes = _piece_decoder(backend)
         self._most_characters = _most_characters_per_token(backend)
         self._bytes_of: dict[int, bytes] = {}
@@ -87,6 +87,15 @@ class Tokenizer:
     def is_special(self, text: str) -> bool:
         """Whether a text is a token that ``skip_special_tokens`` hides."""
         return text in self._special
+
+    def special_id(self, text: str) -> int | None:
+        """The token that a text is, if it is one that ``skip_special_tokens`` hides."""
+        return self._special.get(text)
+
+    @property
+    def special_contents(self) -> Collection[str]:
+        """The texts of all those."""
+        return self._special.keys()
 
     def token_text(self, token_id: int) -> str:
         """A token alone as text; U+FFFD stands for what is no whole character."""

@@ -1,4 +1,4 @@
-"""Which parsers the answers to a request go through."""
+"""Which parsers the answers to a request go through, and which grammar they follow."""
 
 from __future__ import annotations
 
@@ -6,40 +6,62 @@ from router.config import HttpConfig
 from router.errors import refuse
 from router.openai_api import ChatRequest
 from router.reasoning import REASONING_PARSERS, ReasoningParser
+from router.structured import form_of
 from router.tokens import Tokenizer
 from router.tool_parsers import TOOL_PARSERS
+from router.tool_parsers.base import ToolParser, Tools
+from router.tool_parsers.marked_json import CallList
+from router.turn_grammar import TurnGrammar
 from router.turns import TurnReader
 
 
 class TurnFormat:
     """How the model's text becomes reasoning, content and tool calls, for one request.
 
+    Calls that ``tool_choice`` asks for are written in the model's own format where that is known and its
+    arguments are JSON; they need no ``--tool-call-parser``.
+
     Raises:
-        ApiError: tools are offered, and this router has no parser for their calls.
+        ApiError: tools are offered, and this router has no parser for their calls; or the form that is asked
+            for cannot be.
     """
 
     def __init__(self, request: ChatRequest, config: HttpConfig) -> None:
+        self._config = config.structured_outputs
+        self._form = form_of(request, self._config)
+        self._offered: Tools = request.tools or ()
+        self._asked_for = _asked_for(request)
         offers_tools = bool(request.tools) and request.tool_choice != "none"
-        if offers_tools and not config.enable_auto_tool_choice:
+        if offers_tools and not self._asked_for and not config.enable_auto_tool_choice:
             refuse(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set.',
                 "tool_choice",
             )
-        tool_parser = config.tool_call_parser if offers_tools else None
-        self._tools = None if tool_parser is None else TOOL_PARSERS[tool_parser]
+        named = config.tool_call_parser
+        self._tools: type[ToolParser] | None = TOOL_PARSERS[named] if offers_tools and named else None
+        if self._asked_for:
+            if self._form is not None and self._form.param != "response_format":
+                refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
+            if self._tools is None or self._tools.written is None:
+                self._tools = CallList
         reasoning_parser = config.reasoning_parser
-        self._offered = request.tools or ()
         self._reasoning = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
-        self._max_calls = 1 if request.parallel_tool_calls is False else 0
+        self._names_tool = isinstance(request.tool_choice, dict)
+        self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
         self._hides_reasoning = request.include_reasoning is False
 
     def __repr__(self) -> str:
-        return f"<TurnFormat tools={self._tools} reasoning={self._reasoning}>"
+        return f"<TurnFormat tools={self._tools} reasoning={self._reasoning} form={self._form}>"
 
     @property
     def is_plain(self) -> bool:
         """Whether all text is content."""
         return self._tools is None and self._reasoning is None
+
+    @property
+    def grammar_param(self) -> str:
+        """The field to name when the grammar is wrong."""
+        return "tools" if self._asked_for or self._form is None else self._form.param
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether what the parsers look for is lost when special tokens are skipped."""
@@ -48,6 +70,21 @@ class TurnFormat:
             markers += [*self._reasoning.begin, *self._reasoning.end]
         return any(tokenizer.is_special(marker) for marker in markers)
 
+    def grammar(self, prompt: str, tokenizer: Tokenizer) -> str | None:
+        """What the answers to a prompt follow, None for any text."""
+        if not self._asked_for and self._form is None:
+            return None
+        turn = TurnGrammar(tokenizer, self._config)
+        if self._reasoning is not None:
+            turn.reasoning(self._reasoning, prompt)
+        if self._asked_for:
+            assert self._tools is not None
+            assert self._tools.written is not None
+            turn.calls(self._asked_for, self._tools.written, most_one=self._max_calls == 1)
+        elif self._form is not None:
+            turn.answer(self._form)
+        return turn.text()
+
     def reader(self, prompt: str) -> TurnReader:
         """For one answer to a prompt."""
         return TurnReader(
@@ -55,4 +92,16 @@ class TurnFormat:
             None if self._tools is None else self._tools(self._offered),
             max_calls=self._max_calls,
             hides_reasoning=self._hides_reasoning,
+            names_tool=self._names_tool,
         )
+
+
+def _asked_for(request: ChatRequest) -> Tools:
+    """The tools of which one must be called; none if the model is free to."""
+    choice, tools = request.tool_choice, request.tools or ()
+    if choice == "required":
+        return tools
+    if not isinstance(choice, dict):
+        return ()
+    name = choice["function"]["name"]
+    return [tool for tool in tools if tool["function"]["name"] == name][:1]

@@ -23,12 +23,15 @@ class TurnReader:
         *,
         max_calls: int = 0,
         hides_reasoning: bool = False,
+        names_tool: bool = False,
     ) -> None:
-        """``max_calls``: drop calls beyond so many; 0 keeps all."""
+        """``max_calls``: drop calls beyond so many; 0 keeps all. ``names_tool``: the client named the one to
+        be called."""
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
         self._hides_reasoning = hides_reasoning
+        self.names_tool = names_tool
         self.num_calls = 0
         self.num_reasoning_tokens = 0
 

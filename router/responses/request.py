@@ -24,7 +24,7 @@ SAME = (
     "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "request_id", "seed", "stop",
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
     "min_tokens", "skip_special_tokens", "include_reasoning", "chat_template_kwargs", "priority",
-    "cache_salt", "timeout",
+    "cache_salt", "timeout", "structured_outputs",
 )  # fmt: skip
 
 

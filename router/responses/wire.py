@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from router.openai_api import Int
+from router.openai_api import Int, StructuredOutputs
 
 # ---- requests
 
@@ -34,6 +34,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: Int | None = None
     # Beyond OpenAI's
     request_id: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     top_k: Int | None = None

@@ -7,12 +7,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import msgspec
+
 from router.parsed import CallArguments, CallBegin, Content, Parsed, merged
 
 Tools = Sequence[Mapping[str, Any]]
 
 State: TypeAlias = "Callable[[], State | None]"
 """Takes from the buffer what it can: returns the state that goes on, or None when it needs more text."""
+
+
+class CallFormat(msgspec.Struct, frozen=True):
+    """How a model writes calls whose arguments are JSON: what stands around the function's name, as it would
+    be in a JSON string, and around its arguments."""
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    between: str
+    """Two calls."""
+    begin: str = ""
+    end: str = ""
+    """Of all calls."""
 
 
 class ToolParser(ABC):
@@ -29,6 +45,9 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the format is recognised by. Where they are special tokens they must not be skipped."""
+
+    written: ClassVar[CallFormat | None] = None
+    """For calls that are asked for; None where arguments are no JSON."""
 
     def __init__(self, tools: Tools = ()) -> None:
         """``tools`` of the request: some formats need to know what their arguments are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.tool_parsers.base import State, ToolParser, Tools
+from router.tool_parsers.base import CallFormat, State, ToolParser, Tools
 from router.tool_parsers.json_text import MAX_NAME, JsonEnd
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -16,6 +16,10 @@ class DeepseekV3(ToolParser):
     """Per call ``BEGIN function SEP name NEWLINE ```json NEWLINE {...} NEWLINE ``` END``."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    written = CallFormat(
+        f"{CALL_BEGIN}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}",
+        between="\n", begin=CALLS_BEGIN, end=CALLS_END,
+    )  # fmt: skip
 
     def __init__(self, tools: Tools = ()) -> None:
         super().__init__(tools)
@@ -72,6 +76,8 @@ class DeepseekV3(ToolParser):
 
 class DeepseekV31(DeepseekV3):
     """Per call ``BEGIN name SEP {...} END``."""
+
+    written = CallFormat(CALL_BEGIN, SEPARATOR, CALL_END, between="", begin=CALLS_BEGIN, end=CALLS_END)
 
     @staticmethod
     def _name_in(head: str) -> str | None:

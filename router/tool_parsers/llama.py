@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.tool_parsers.base import State
+from router.tool_parsers.base import CallFormat, State
 from router.tool_parsers.marked_json import MarkedJson
 
 
@@ -12,6 +12,7 @@ class LlamaJson(MarkedJson):
     markers = ("<|python_tag|>",)
     opening = markers
     strict = True
+    written = CallFormat('{"name": "', '", "parameters": ', "}", between="; ")
 
     def _start(self) -> State | None:
         mark = self._next()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from router.parsed import CallArguments, CallBegin
-from router.tool_parsers.base import State, ToolParser, Tools
+from router.tool_parsers.base import CallFormat, State, ToolParser, Tools
 from router.tool_parsers.json_text import JsonCall
 
 
@@ -78,6 +78,7 @@ class Hermes(MarkedJson):
     markers = ("<tool_call>", "</tool_call>")
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    written = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")
 
 
 class Granite(MarkedJson):
@@ -85,6 +86,7 @@ class Granite(MarkedJson):
 
     markers = ("<|tool_call|>", "<tool_call>")
     opening = markers
+    written = CallFormat('{"name": "', '", "arguments": ', "}", between=", ", begin="<|tool_call|>[", end="]")
 
 
 class Granite20bFunctionCalling(MarkedJson):
@@ -92,3 +94,15 @@ class Granite20bFunctionCalling(MarkedJson):
 
     markers = ("<function_call>",)
     opening = markers
+    written = CallFormat('<function_call> {"name": "', '", "arguments": ', "}", between="\n")
+
+
+class CallList(MarkedJson):
+    """``[{"name": ..., "parameters": {...}}, ...]`` and nothing else: for calls that are asked for where the
+    model's own format is unknown, or no JSON."""
+
+    opening = ("[",)
+    written = CallFormat('{"name": "', '", "parameters": ', "}", between=", ", begin="[", end="]")
+
+    def _start(self) -> State | None:
+        return None if self._next() is None else self._opened

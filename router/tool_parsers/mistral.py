@@ -6,7 +6,7 @@ import random
 import re
 import string
 
-from router.tool_parsers.base import State, Tools
+from router.tool_parsers.base import CallFormat, State, Tools
 from router.tool_parsers.json_text import MAX_NAME, JsonEnd
 from router.tool_parsers.marked_json import MarkedJson
 
@@ -22,6 +22,7 @@ class Mistral(MarkedJson):
 
     markers = ("[TOOL_CALLS]", ARGS, CALL_ID)
     opening = ("[TOOL_CALLS]",)
+    written = CallFormat('{"name": "', '", "arguments": ', "}", between=", ", begin="[TOOL_CALLS][", end="]")
 
     def __init__(self, tools: Tools = ()) -> None:
         super().__init__(tools)

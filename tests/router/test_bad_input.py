@@ -22,6 +22,10 @@ from tests.router.fake_mesh import FakeMesh, saying
 
 USER = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+BAD_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strng"}}}},
+}
 JSON = {"content-type": "application/json"}
 
 
@@ -98,18 +102,45 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": ""}, "request_id must be printable", "request_id"),
     ({"cache_salt": ""}, "cache_salt must have 1 to", "cache_salt"),
     ({"priority": "high"}, "got `str`", "priority"),
-    ({"response_format": {"type": "json_object"}}, "'json_object' is not supported yet", "response_format"),
+    ({"response_format": {"type": "xml"}}, "structural_tag, got 'xml'", "response_format"),
     ({"response_format": {"type": "json_schema"}}, "needs json_schema", "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "needs json_schema", "response_format"),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "'json_schema' is not supported yet",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
+        "Invalid type: strng",
         "response_format",
     ),
     ({"response_format": "json"}, "must be an object with a type", "response_format"),
     (
         {"structured_outputs": {"regex": "(["}},
-        "structured_outputs is not supported yet",
+        "unclosed character class",
         "structured_outputs",
+    ),
+    ({"structured_outputs": {}}, "needs one of json, json_object, regex", "structured_outputs"),
+    ({"structured_outputs": {"regex": 5}}, "Expected `str | null`", "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "the regular expression is empty", "structured_outputs"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "look-ahead", "structured_outputs"),
+    ({"structured_outputs": {"json": {"not": {}}}}, 'Unimplemented keys: ["not"]', "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "the schema is not valid JSON", "structured_outputs"),
+    ({"structured_outputs": {"json": False}}, "no answer can follow the schema false", "structured_outputs"),
+    (
+        {"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 1}}},
+        "minimum (5) is greater than maximum (1)",
+        "structured_outputs",
+    ),
+    ({"structured_outputs": {"json": {"$ref": "http://x/y"}}}, "does not fetch", "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "choice must not be empty", "structured_outputs"),
+    ({"structured_outputs": {"choice": [1]}}, "Expected `str`", "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: b"}}, 'unknown name: "b"', "structured_outputs"),
+    ({"structured_outputs": {"grammar": "??"}}, "the grammar cannot be read", "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": {}}}, "needs structures and triggers", "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "has regex and choice", "structured_outputs"),
+    ({"guided_regex": "("}, "unclosed group", "guided_regex"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other", "guided_choice"),
+    (
+        {"response_format": {"type": "json_object"}, "guided_json": {}},
+        "response_format and guided_json exclude each other",
+        "guided_json",
     ),
     ({"use_beam_search": True}, "use_beam_search is not supported yet", "use_beam_search"),
     ({"bad_words": ["x"]}, "bad_words is not supported yet", "bad_words"),
@@ -200,9 +231,17 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [TOOL]}, "requires --enable-auto-tool-choice", "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "not supported yet", "tool_choice"),
+    (
+        {"tools": [BAD_TOOL], "tool_choice": "required"},
+        "tools: Invalid type: strng",
+        "tools",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "structured_outputs and tool_choice exclude each other",
+        "tool_choice",
+    ),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "must be none, auto, required", "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": TOOL}, "not supported yet", "tool_choice"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "names no function of tools",

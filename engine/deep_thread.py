@@ -1,0 +1,54 @@
+"""A thread with room for deep recursion, for libraries that descend into what clients send."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+STACK_BYTES = 256 << 20
+"""Pages that are not reached cost nothing."""
+
+logger = logging.getLogger(__name__)
+
+
+class DeepThread:
+    """Does one thing after another; starts with the first one, and ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<DeepThread {self._name}, {self._tasks.qsize()} tasks>"
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """From any thread."""
+        future: Future[Result] = Future()
+        self._tasks.put((future, work))
+        with self._starting:
+            if self._thread is None:
+                before = threading.stack_size(STACK_BYTES)
+                try:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                finally:
+                    threading.stack_size(before)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._tasks.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 (handed to whoever waits)
+                future.set_exception(error)

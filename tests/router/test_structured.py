@@ -1,0 +1,289 @@
+"""Structured outputs on the router's side: what requests ask for, and texts drawn from the grammars they become."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import openai
+import pytest
+
+from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
+from router.config import HttpConfig
+from router.errors import ApiError
+from router.grammar_check import problem_with
+from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
+from router.structured import ANSWER, form_of, pattern_of, text_of
+from router.structured_config import StructuredOutputsConfig
+from router.tokens import Tokenizer, load_tokenizer
+from router.tool_parsers import TOOL_PARSERS
+from router.turn_format import TurnFormat
+from router.turns import Turn, turn_of
+from tests.router.conftest import Server
+from tests.router.talking import Speaker
+from tests.router.tiny_tokenizer import EOS, byte_level
+
+DEFAULT = StructuredOutputsConfig()
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": -99, "maximum": 99}, "on": {"$ref": "#/$defs/flag"}},
+    "required": ["x", "on"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "draw", "parameters": POINT}},
+    {"type": "function", "function": {"name": "wait"}},
+]
+
+
+@pytest.fixture(scope="module", params=["plain", "special"])
+def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One to which the markers of all formats are text, and one to which they are special tokens."""
+    made = byte_level()
+    if request.param == "special":
+        markers = [marker for parser in TOOL_PARSERS.values() for marker in parser.markers]
+        made.add_special_tokens([*dict.fromkeys(markers), "<think>", "</think>"])
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(marked: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    directory = tmp_path_factory.mktemp("vocabulary")
+    marked.backend.save(str(directory / "tokenizer.json"))
+    return load_vocabulary(directory, marked.size, [EOS])
+
+
+def walk(text: str, vocabulary: Vocabulary, marked: Tokenizer, seed: int) -> str:
+    """A text drawn from a grammar, each token as likely as any other but for the end, which comes at once."""
+    assert problem_with(text) == ""
+    rng = random.Random(seed)
+    grammar = Grammar(compile_grammar(text, vocabulary), vocabulary)
+    ids: list[int] = []
+    while not grammar.ended:
+        assert len(ids) < 2000
+        mask = grammar.mask(len(ids))
+        assert mask is not None
+        allowed = [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+        ids.append(EOS if EOS in allowed else rng.choice(allowed))
+        assert grammar.take(ids[-1]) is None
+    return marked.decode(ids[:-1])
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": "Hi"}], **fields)
+
+
+def turn(request: ChatRequest, config: HttpConfig, text: str, prompt: str = "") -> Turn:
+    return turn_of([(character, 1) for character in text], TurnFormat(request, config).reader(prompt))
+
+
+@pytest.mark.parametrize("parser", [None, *TOOL_PARSERS])
+@pytest.mark.parametrize("choice", ["required", "one", "named"])
+def test_calls_that_are_asked_for(
+    parser: str | None, choice: str, vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    """Whatever the grammar lets a model write is read as calls with arguments by their schema."""
+    named = {"type": "function", "function": {"name": "draw"}}
+    request = chat(
+        tools=TOOLS,
+        tool_choice=named if choice == "named" else "required",
+        parallel_tool_calls=False if choice == "one" else None,
+    )
+    config = HttpConfig(tool_call_parser=parser)
+    counts = set()
+    for seed in range(6):
+        grammar = TurnFormat(request, config).grammar("", marked)
+        assert grammar is not None
+        text = walk(grammar, vocabulary, marked, seed)
+        found = turn(request, config, text)
+        assert found.content == ""
+        for call in found.calls:
+            assert call.name in (("draw",) if choice == "named" else ("draw", "wait"))
+            jsonschema.validate(
+                json.loads(call.arguments), POINT if call.name == "draw" else {"maxProperties": 0}
+            )
+        counts.add(len(found.calls))
+    assert min(counts) >= 1
+    assert choice == "required" or counts == {1}
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "begin"),
+    [
+        ("qwen3", "Hi", "<think>"),
+        ("qwen3", "Hi<think>\n", ""),
+        ("deepseek_r1", "Hi", ""),
+        ("granite", "Hi", "Here is my thought process:"),
+    ],
+)
+def test_the_form_begins_behind_reasoning(
+    parser: str, prompt: str, begin: str, vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    form = StructuredOutputs(json=POINT)
+    config = HttpConfig(reasoning_parser=parser)
+    text = TurnFormat(chat(structured_outputs=form), config).grammar(prompt, marked)
+    assert text is not None
+    end = "Here is my response:" if parser == "granite" else "</think>"
+    thought = f'{begin}so {{"x": 1 }} it "is"{end}'
+    for gap in ("", "\n\n"):
+        whole = f'{thought}{gap}{{"x":7,"on":true}}'
+        assert follows(whole, text, vocabulary, marked)
+        found = turn(chat(structured_outputs=form), config, whole, prompt)
+        assert found.reasoning == 'so {"x": 1 } it "is"'
+        assert found.content == '{"x":7,"on":true}'
+    assert not follows(thought + "no", text, vocabulary, marked)
+    assert follows('{"x":7,"on":true}', text, vocabulary, marked) == bool(begin)
+    strict = HttpConfig(reasoning_parser=parser, structured_outputs_config='{"enable_in_reasoning": true}')
+    text = TurnFormat(chat(structured_outputs=form), strict).grammar(prompt, marked)
+    assert text is not None
+    assert follows('{"x":7,"on":true}', text, vocabulary, marked)
+
+
+def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) -> bool:
+    """Whether a text is one by a grammar."""
+    state = Grammar(compile_grammar(grammar, vocabulary), vocabulary)
+    ids = [*marked.encode(text, add_special_tokens=False), EOS]
+    return all(state.take(id) is None for id in ids) and state.ended
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": [1, {}]}', "[]"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": POINT}}},
+            '{"x":1,"on":true}',
+            "{}",
+        ),
+        ({"structured_outputs": {"json": json.dumps(POINT)}}, '{"x": 1, "on": true}', '{"x":1}'),
+        ({"structured_outputs": {"json": True}}, "[1]", "x"),
+        (
+            {"structured_outputs": {"json": POINT, "disable_any_whitespace": True}},
+            '{"x":1,"on":true}',
+            '{"x": 1',
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "object"}, "disable_additional_properties": True}},
+            "{}",
+            '{"a":1}',
+        ),
+        ({"structured_outputs": {"regex": "^a/b\\/[0-9]+$"}}, "a/b/12", "a/b/"),
+        ({"structured_outputs": {"regex": "a\\$"}}, "a$", "a"),
+        ({"structured_outputs": {"choice": ['say "hi"', "back\\slash", "ünï"]}}, "back\\slash", "back"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/ "y"'}}, "x1y", "xy"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" digit*\ndigit ::= [0-9]'}}, "x123", "y"),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {
+                        "structures": [{"begin": "<f=draw>", "schema": POINT, "end": "</f>"}],
+                        "triggers": ["<f="],
+                    }
+                }
+            },
+            'well <f=draw>{"x":1,"on":true}</f> done',
+            'well <f=draw>{"x":"a',
+        ),
+        ({"guided_json": POINT}, '{"x":1,"on":false}', "1"),
+        ({"guided_regex": "ab+"}, "abb", "a"),
+        ({"guided_choice": ["a", "b"]}, "a", "c"),
+        ({"guided_grammar": 'start: "q"'}, "q", "r"),
+    ],
+)
+def test_each_form(
+    fields: dict[str, Any], good: str, bad: str, vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    request = msgspec.convert({"prompt": "x", **fields}, CompletionRequest)
+    form = form_of(request, DEFAULT)
+    assert form is not None
+    text = text_of({ANSWER: form.body})
+    assert problem_with(text) == ""
+    assert follows(good, text, vocabulary, marked)
+    assert not follows(bad, text, vocabulary, marked)
+
+
+def test_text_needs_no_grammar() -> None:
+    assert form_of(CompletionRequest(response_format={"type": "text"}), DEFAULT) is None
+    assert TurnFormat(chat(), HttpConfig()).grammar("", None) is None  # type: ignore[arg-type]
+
+
+def test_texts_as_patterns() -> None:
+    for text in ("[/THINK]", "a.b*c", "</think>", "x\ny", "{}()|^$#&~-+?\\"):
+        pattern = pattern_of(text).replace(r"\/", "/")
+        assert re.fullmatch(pattern, text), pattern
+
+
+def test_deep_and_large_schemas_are_refused_in_time() -> None:
+    deep: Any = {"type": "integer"}
+    for _ in range(3000):
+        deep = {"items": deep}
+    with pytest.raises(ApiError, match="nested too deeply"):
+        form_of(CompletionRequest(structured_outputs=StructuredOutputs(json=deep)), DEFAULT)
+    for wide, said in (
+        (StructuredOutputs(json={"enum": ["x" * 200_000]}), "the schema may have 131072 characters at most"),
+        (StructuredOutputs(choice=["a"] * 5000), "there may be 4096 choices at most, got 5000"),
+        (StructuredOutputs(regex="a" * 40_000), "the regular expression may have 32768 characters at most"),
+        (
+            StructuredOutputs(grammar="start: " + '"a" ' * 20_000),
+            "the grammar may have 32768 characters at most",
+        ),
+    ):
+        with pytest.raises(ApiError, match=said):
+            form_of(CompletionRequest(structured_outputs=wide), DEFAULT)
+
+
+def test_config() -> None:
+    with pytest.raises(ValueError, match=r"--structured-outputs-config: .*unknown field `backends`"):
+        HttpConfig(structured_outputs_config='{"backends": 1}')
+    with pytest.raises(ValueError, match="Invalid enum value 'outlines'"):
+        HttpConfig(structured_outputs_config='{"backend": "outlines"}')
+    assert HttpConfig(structured_outputs_config='{"backend": "auto"}').structured_outputs == DEFAULT
+
+
+# ---- at the endpoint
+
+USER: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_instances_are_told(server: Server, path: str) -> None:
+    flat = {"type": "json_schema", "name": "point", "schema": POINT}
+    nested = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Hi", "response_format": nested},
+        "/v1/chat/completions": {"messages": USER, "response_format": nested},
+        "/v1/responses": {"input": "Hi", "text": {"format": flat}},
+        "/v1/messages": {"messages": USER, "max_tokens": 5, "output_config": {"format": flat}},
+    }
+    assert server.post(path, bodies[path]).status_code == 200
+    grammar = server.mesh.prompts[-1].params.grammar
+    assert grammar is not None
+    assert problem_with(grammar) == ""
+    assert json.loads(grammar)["grammars"][0]["json_schema"]["properties"] == POINT["properties"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "draw"}}, "stop")],
+)
+def test_a_named_call_has_stopped(server: Server, tokenizer: Tokenizer, choice: Any, reason: str) -> None:
+    """As OpenAI says it: ``stop`` where the client chose the function, ``tool_calls`` where the model did."""
+    Speaker(server, tokenizer)('[{"name": "draw", "parameters": {"x":1,"on":true}}]')
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        (made,) = client.chat.completions.create(**fields).choices
+        chunks = list(client.chat.completions.create(**fields, stream=True))
+    assert made.finish_reason == chunks[-1].choices[0].finish_reason == reason
+    (call,) = made.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("draw", '{"x":1,"on":true}')
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
