@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-serving bench-wake soak chaos simulate model clean
+.PHONY: serve test check format bench bench-serving bench-wake soak chaos fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -41,6 +41,15 @@ soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails i
 
 chaos: $(STAMP)  ## two minutes of deaths, stops, joins and leaves under load, checked token for token
 	$(BIN)/python -m tests.mesh.chaos $(ARGS)
+
+fuzz: $(STAMP)  ## many requests made of the OpenAPI document, wrong ones most of all: no 5xx
+	LOCKSTEP_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/router/test_openapi_fuzz.py $(ARGS)
+
+crowd: $(STAMP)  ## 1,000 clients at once that stall, leave and send garbage; fails if anything is left of them
+	$(BIN)/python -m tests.mesh.crowd $(ARGS)
+
+screenshots: $(STAMP)  ## the pictures of the page in docs/ (needs chromium)
+	LOCKSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/mesh/test_dashboard.py $(ARGS)
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

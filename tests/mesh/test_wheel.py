@@ -58,6 +58,13 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(environment: Path) -> No
     model = site / "engine" / "models" / "lockstep-moe"
     assert sum(path.stat().st_size for path in model.iterdir()) < 20 * 1024**2
     assert (model / "model.safetensors").is_file()
+    page = site / "router" / "dashboard" / "static"
+    assert {"index.html", "main.js", "style.css"} <= {path.name for path in page.iterdir()}
+    assert {path.name for path in (page / "uplot").iterdir()} == {
+        "LICENSE",
+        "uPlot.iife.min.js",
+        "uPlot.min.css",
+    }
 
 
 def test_it_serves_from_another_directory(environment: Path, tmp_path: Path) -> None:
