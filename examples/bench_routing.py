@@ -128,7 +128,8 @@ def plot(results: Sequence[dict[str, Any]], directory: Path) -> None:
             if figure != "hit_rate":
                 axis.set_yscale("log")
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(ncols=4, fontsize=8, loc="upper left")
+        handles, names = axes[0].get_legend_handles_labels()
+        drawing.legend(handles, names, ncols=5, fontsize=9, loc="outside lower center")
         drawing.suptitle(f"{size} instances, simulated with Lockstep's scheduler")
         drawing.savefig(directory / f"routing-{size}.svg", metadata={"Date": None})
         pyplot.close(drawing)
