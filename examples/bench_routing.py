@@ -131,7 +131,7 @@ def plot(results: Sequence[dict[str, Any]], directory: Path) -> None:
         handles, names = axes[0].get_legend_handles_labels()
         drawing.legend(handles, names, ncols=5, fontsize=9, loc="outside lower center")
         drawing.suptitle(f"{size} instances, simulated with Lockstep's scheduler")
-        drawing.savefig(directory / f"routing-{size}.svg", metadata={"Date": None})
+        drawing.savefig(directory / f"routing-{size}.png", dpi=80)
         pyplot.close(drawing)
 
 
