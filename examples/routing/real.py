@@ -16,7 +16,7 @@ from examples.bench_serving import mesh
 CONTEXT = 2048
 DOCUMENTS = 6
 DOCUMENT_TOKENS = 1200
-RATE = 1.0
+RATE = 3.0
 """Requests per second for each instance."""
 OUTPUT = 16
 
