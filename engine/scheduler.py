@@ -9,13 +9,14 @@ Order is arrival, or (priority, arrival).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from engine.blocks import BlockHash, BlockPool
+from engine.blocks import BlockPool
 from engine.messages import ITERATION_BOUNDS, Counters, FinishReason, TokenLogprobs
+from engine.promises import Promises
 from engine.request import Request, RequestKey, Status
 from engine.step import Admit, Row, Sampled, Step, StepResult
 
@@ -61,8 +62,7 @@ class Scheduler:
         self._waiting_tokens = 0
         self._waiting_uncached = 0
         self._waiting_blocks = 0
-        self._promised: Counter[BlockHash] = Counter()
-        """Blocks that requests which are here will fill."""
+        self._promises = Promises(pool, rules.block_size)
         self._generated = 0
         self._prompt_tokens = 0
         self._preemptions = 0
@@ -376,7 +376,7 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
         insort(self._waiting, request, key=lambda other: other.order)
-        self._promise(request)
+        self._promises.make(request)
         self._waiting_tokens += len(request.token_ids)
         self._waiting_uncached += request.num_expected
         self._waiting_blocks += self._blocks_for(len(request.token_ids))
@@ -385,29 +385,6 @@ class Scheduler:
         self._waiting_tokens -= len(request.token_ids)
         self._waiting_uncached -= request.num_expected
         self._waiting_blocks -= self._blocks_for(len(request.token_ids))
-
-    def _promise(self, request: Request) -> None:
-        """Estimate what it will have to compute, and let those behind it count on that."""
-        request.num_expected = len(request.token_ids)
-        if not self._pool.is_caching or request.prompt_logprobs is not None:
-            return
-        num_full = (len(request.token_ids) - 1) // self._rules.block_size
-        hashes = request.hashes_up_to(num_full, self._rules.block_size)
-        missing = next((i for i, each in enumerate(hashes) if not self._is_expected(each)), num_full)
-        request.num_expected -= missing * self._rules.block_size
-        request.promised = hashes[missing:]
-        self._promised.update(request.promised)
-
-    def _is_expected(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._promised or self._pool.knows(block_hash)
-
-    def _keep_promise(self, request: Request) -> None:
-        """Its blocks are known, or will not be."""
-        for block_hash in request.promised:
-            self._promised[block_hash] -= 1
-            if not self._promised[block_hash]:
-                del self._promised[block_hash]
-        request.promised = []
 
     def _in_prefill(self) -> int:
         """Tokens still to compute of prompts that are partly computed."""
@@ -428,7 +405,7 @@ class Scheduler:
         del self._by_slot[request.slot]
         self._free_slots.append(request.slot)
         self._pool.release(request.blocks)
-        self._keep_promise(request)
+        self._promises.keep(request)
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
@@ -439,7 +416,7 @@ class Scheduler:
             self._finish(request, FinishReason.ERROR)
             return Outcome(request, None, None)
         request.token_ids.append(token_id)
-        self._keep_promise(request)
+        self._promises.keep(request)
         self._generated += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
@@ -455,6 +432,6 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             self._waits_no_more(request)
-            self._keep_promise(request)
+            self._promises.keep(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]

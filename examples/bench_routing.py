@@ -65,7 +65,7 @@ def simulated(job: tuple[str, str, int, int, Machine, float]) -> dict[str, Any]:
         computed = cluster.computed_tokens
         balances.append(max(computed) * len(computed) / sum(computed))
     found = summary(outcomes, sum(balances) / len(balances))
-    return {"load": load, "policy": policy, "instances": size, **found}
+    return {"load": load, "policy": policy, "instances": size, "seeds": seeds, **found}
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -128,9 +128,10 @@ def plot(results: Sequence[dict[str, Any]], directory: Path) -> None:
             if figure != "hit_rate":
                 axis.set_yscale("log")
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(ncols=4, fontsize=8, loc="upper left")
+        handles, names = axes[0].get_legend_handles_labels()
+        drawing.legend(handles, names, ncols=5, fontsize=9, loc="outside lower center")
         drawing.suptitle(f"{size} instances, simulated with Lockstep's scheduler")
-        drawing.savefig(directory / f"routing-{size}.svg", metadata={"Date": None})
+        drawing.savefig(directory / f"routing-{size}.png", dpi=80)
         pyplot.close(drawing)
 
 
@@ -161,28 +162,25 @@ def main() -> int:
         from examples.routing.real import compare
 
         names = [name for name in options.policies if name not in BASELINES]
-        found: dict[str, Any] = asyncio.run(compare(names, options.dp, options.requests))
-    else:
-        found = _simulate(options)
-        print(table(found["results"]))
-        print()
-        print("\n".join(verdict(found["results"])))
-        if options.plots:
-            plot(found["results"], options.plots)
-    if options.output_json:
-        options.output_json.parent.mkdir(parents=True, exist_ok=True)
-        if options.output_json.exists() and not options.real:
-            found["results"] = _added(
-                json.loads(options.output_json.read_text())["results"], found["results"]
-            )
-        options.output_json.write_text(json.dumps(found, indent=1) + "\n")
+        _save(options.output_json, asyncio.run(compare(names, options.dp, options.requests)))
+        return 0
+    results = _simulate(options)["results"]
+    print(table(results), "", *verdict(results), sep="\n")
+    if options.plots:
+        plot(results, options.plots)
     return 0
 
 
-def _added(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of another run in the same file stay, unless they are of the same policy, load and size."""
-    fresh = {(each["load"], each["policy"], each["instances"]) for each in now}
-    return [each for each in before if (each["load"], each["policy"], each["instances"]) not in fresh] + now
+def _added(before: list[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results of other runs in the same file stay, unless they are of the same policy, load and size."""
+    keys = ("load", "policy", "instances")
+    return [each for each in before if any(each[key] != result[key] for key in keys)] + [result]
+
+
+def _save(file: Path | None, found: dict[str, Any]) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _simulate(options: argparse.Namespace) -> dict[str, Any]:
@@ -200,22 +198,25 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         for load in options.loads
         for policy in options.policies
     ]
-    results = []
-    with multiprocessing.Pool(options.jobs) as workers:
-        for result in workers.imap(simulated, jobs):
-            results.append(result)
-            print(
-                f"{result['load']:14} {result['instances']:3} {result['policy']:20} "
-                f"p50 {result['ttft_p50']:9.1f}  p99 {result['ttft_p99']:9.1f}  hit {result['hit_rate']:.3f}",
-                flush=True,
-            )
     step = {
         "name": time.name,
         "base": time.base,
         "per_token": time.per_token,
         "per_context": time.per_context,
     }
-    return {"step_seconds": step, "seeds": options.seeds, "results": results}
+    results: list[dict[str, Any]] = []
+    if options.output_json and options.output_json.exists():
+        results = json.loads(options.output_json.read_text())["results"]
+    with multiprocessing.Pool(options.jobs) as workers:
+        for result in workers.imap(simulated, jobs):
+            results = _added(results, result)
+            _save(options.output_json, {"step_seconds": step, "results": results})
+            print(
+                f"{result['load']:14} {result['instances']:3} {result['policy']:20} "
+                f"p50 {result['ttft_p50']:9.1f}  p99 {result['ttft_p99']:9.1f}  hit {result['hit_rate']:.3f}",
+                flush=True,
+            )
+    return {"results": results}
 
 
 if __name__ == "__main__":

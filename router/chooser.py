@@ -3,6 +3,7 @@ put together. :mod:`router.client` moves the messages."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from engine.blocks import prefix_names
@@ -26,6 +27,9 @@ class Chooser:
         self._ledger = ledger
         self._policy = kind
         self._turn = 0
+        self.counts: Counter[str] = Counter()
+        """Dispatches to instances that had some of the prompt (``affinity_hits``) or none
+        (``affinity_misses``), and requests refused for full queues (``queue_full``)."""
         self._named: tuple[object, str, list[int]] = (None, "", [])
         """The last prompt whose blocks were named: the samples of a request share it."""
 
@@ -46,8 +50,12 @@ class Chooser:
         Raises:
             MeshError: every queue is full (503).
         """
-        able = policy.eligible(self.candidates(now))
-        if able and not policy.with_room(able):
+        for instance in self._pool:
+            candidate = instance.candidate(now)
+            if policy.eligible([candidate]) and not policy.is_full(candidate):
+                return
+        if able := policy.eligible(self.candidates(now)):
+            self.counts["queue_full"] += 1
             raise full(len(able))
 
     def choose(self, entry: Entry, now: float, waiting_for: str = "") -> Instance:
@@ -64,6 +72,7 @@ class Chooser:
             raise unavailable(_why_nobody(entry, waiting_for))
         free = able if entry.owed else policy.with_room(able)
         if not free:
+            self.counts["queue_full"] += 1
             raise full(len(able))
         wish = Wish(
             tokens=entry.work,
@@ -82,6 +91,7 @@ class Chooser:
         lengths = self._pool.index.prefix_lengths(blocks)
         cached = self._cached(instance, lengths)
         entry.uncached = entry.work - cached
+        self.counts["affinity_hits" if cached else "affinity_misses"] += 1
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
         self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])

@@ -123,6 +123,11 @@ class MeshClient:
         """Requests that were asked back from a queue so far, to wait less elsewhere."""
         return self._moves
 
+    @property
+    def choices(self) -> Mapping[str, int]:
+        """How choices came out so far: see :attr:`router.chooser.Chooser.counts`."""
+        return self._chooser.counts
+
     def reports(self) -> Mapping[int, Report]:
         """The newest report of each instance, by rank."""
         return {instance.rank: instance.report for instance in self._pool if instance.report is not None}

@@ -30,6 +30,18 @@ class Sent(msgspec.Struct, frozen=True):
     """That the request will hold."""
 
 
+NOTHING_SENT = Sent(0, 0, 0, 0)
+
+
+def _sum(total: Sent, part: Sent, sign: int) -> Sent:
+    return Sent(
+        part.number,
+        total.tokens + sign * part.tokens,
+        total.uncached + sign * part.uncached,
+        total.blocks + sign * part.blocks,
+    )
+
+
 @dataclass
 class Instance:
     """One instance of the world."""
@@ -44,6 +56,8 @@ class Instance:
     last_dispatch: int = 0
     unreported: deque[Sent] = field(default_factory=deque)
     """What the last report does not include."""
+    sent: Sent = NOTHING_SENT
+    """All of that together."""
 
     @property
     def name(self) -> str:
@@ -63,14 +77,16 @@ class Instance:
         self.trust.dispatched(now)
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
-        self.unreported.append(Sent(self.last_dispatch, tokens, tokens - cached, blocks))
+        sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
+        self.unreported.append(sent)
+        self.sent = _sum(self.sent, sent, 1)
         return self.last_dispatch
 
     def take_report(self, report: Report) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
         self.report = report
         while self.unreported and self.unreported[0].number <= report.last_dispatch:
-            self.unreported.popleft()
+            self.sent = _sum(self.sent, self.unreported.popleft(), -1)
 
     def lost(self, now: float) -> bool:
         """The connection to it broke, or it was taken out of the world; whether that was news. What was
@@ -80,22 +96,23 @@ class Instance:
         if was_attached and self.member.state is State.READY:
             self.trust.failed(now)
         self.unreported.clear()
+        self.sent = NOTHING_SENT
         return was_attached
 
     def candidate(self, now: float, cached_tokens: int = 0) -> Candidate:
         """This instance for the policy; it has ``cached_tokens`` of the prompt at hand."""
-        report, sent = self.report or NO_REPORT, self.unreported
+        report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
             ready=self.ready,
             admitted=self.trust.admits(now),
             stalled_for=self.member.load.stalled_for,
-            waiting_tokens=report.uncached_tokens + sum(each.uncached for each in sent),
-            requests=report.running + report.waiting + len(sent),
+            waiting_tokens=report.uncached_tokens + sent.uncached,
+            requests=report.running + report.waiting + len(self.unreported),
             dispatches=self.last_dispatch,
             cached_tokens=cached_tokens,
-            blocks=report.blocks_used + sum(each.blocks for each in sent),
-            queued_tokens=report.waiting_tokens + sum(each.tokens for each in sent),
+            blocks=report.blocks_used + sent.blocks,
+            queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
             capacity=self.capacity,
         )

@@ -168,6 +168,21 @@ def test_what_instances_say_they_hold_attracts() -> None:
     assert send(chooser, whole).rank == 1, "its prompt is computed whole anywhere"
 
 
+def test_front_ends_that_know_the_same_choose_the_same() -> None:
+    chosen_by = []
+    for _ in range(2):
+        pool, _, chooser = world(5)
+        for number, instance in enumerate(pool):
+            instance.take_report(Report(0, number, 0, 0, 10 * number, 1000, Counters()))
+        requests = [
+            entry([number % 7] * 90, session=f"s{number % 3}", request_id=f"r{number}")
+            for number in range(25)
+        ]
+        chosen_by.append([send(chooser, request).rank for request in requests])
+    assert chosen_by[0] == chosen_by[1]
+    assert len(set(chosen_by[0])) > 2
+
+
 def test_a_full_mesh_says_so_but_takes_whom_it_owes() -> None:
     pool, _, chooser = world(2)
     for number in range(2 * (8 + 4)):
@@ -175,11 +190,14 @@ def test_a_full_mesh_says_so_but_takes_whom_it_owes() -> None:
     with pytest.raises(MeshError, match="the queues of all instances are full") as refused:
         send(chooser, entry([1]))
     assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    with pytest.raises(MeshError):
+        chooser.check_room(0.0)
     owed = entry([1])
     owed.owed = True
     send(chooser, owed)
     for instance in pool:
         instance.take_report(Report(99, 8, 2, 10, 0, 1000, Counters(), queued=2))
+    chooser.check_room(0.0)
     send(chooser, entry([1]))
 
 
