@@ -11,7 +11,7 @@ from msgspec import Meta
 from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Port, Size, flag
-from engine.config import EngineConfig
+from engine.config import EngineConfig, check_keys
 from router.reasoning import REASONING_PARSERS
 from router.tool_parsers import TOOL_PARSERS
 
@@ -162,6 +162,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bool, flag(help="Start a local instance that died again, under its rank, after a pause that grows.")
     ] = False
     log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        check_keys(self.mesh, self.engine.nodes)
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

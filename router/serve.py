@@ -28,6 +28,7 @@ from parallel.topology import threads_per_worker, usable_cores, visible_cuda_dev
 from router.config import ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind
+from router.node import run_node
 from router.overseer import Overseer
 from router.scaling import Machine
 from router.shelf import Shelf, Snapshot
@@ -57,11 +58,13 @@ def main_serve(argv: list[str] | None = None) -> int:
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
-        problem = _tokenizer_problem(config, info.directory)
+        problem = None if config.engine.nodes.node_rank else _tokenizer_problem(config, info.directory)
         if problem is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
+    if config.engine.nodes.node_rank:
+        return run_node(config, title)
     try:
         with contextlib.ExitStack() as held:
             return _run(config, settings, title, held, keys)
@@ -112,7 +115,7 @@ def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
     threads = config.engine.device.cpu_threads or threads_per_worker(
         config.mesh.instances_here, usable_cores()
     )
-    return engine_spec(config, rank, threads)
+    return engine_spec(config, rank, threads, rank - (config.mesh.data_parallel_start_rank or 0))
 
 
 def machine_of(config: ServeConfig) -> Machine:
@@ -120,8 +123,9 @@ def machine_of(config: ServeConfig) -> Machine:
     devices = 0 if device.device == "cpu" else visible_cuda_devices()
     return Machine(
         devices=devices if devices or device.device == "cuda" else None,
-        devices_per_instance=device.tensor_parallel_size * device.pipeline_parallel_size,
+        devices_per_instance=max(1, config.engine.num_local_workers),
         cores=usable_cores(),
+        hosts_per_instance=config.engine.nodes.nnodes,
     )
 
 
