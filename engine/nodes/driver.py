@@ -54,6 +54,8 @@ SILENCE = 10.0
 """Seconds without any sign after which the other side is gone, though the connection stands."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about who is waited for."""
+LEAVE_SECONDS = 0.5
+"""For the other hosts to say that they know of the end."""
 END_TIMEOUT = 5.0
 
 
@@ -66,6 +68,7 @@ class _Node:
         self.heard_at = time.monotonic()
         self.workers: dict[int, RelayedWorker] = {}
         self.pids: dict[int, int] | None = None
+        self.left = False
 
     def __str__(self) -> str:
         return f"{self.join.host} (node rank {self.join.node_rank})"
@@ -231,6 +234,9 @@ class NodeCrew:
             for task in tasks:
                 if task.done():
                     task.result()
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while time.monotonic() < deadline and any(not node.left for node in self._nodes.values()):
+                await asyncio.sleep(0.01)  # what a closed connection had not delivered is lost
         finally:
             closing.cancel()
             for task in tasks:
@@ -344,6 +350,7 @@ class NodeCrew:
                 node.workers[number].relay.send(payload)
 
     def _lose(self, node: _Node, how: str) -> None:
+        node.left = True
         for worker in node.workers.values():
             worker.gone(how)
         if not self._hired:
