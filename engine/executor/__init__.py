@@ -62,6 +62,17 @@ def _make_crew(
     keys: MeshKeys | None,
 ) -> Crew:
     names = worker_names(config, rank)
+    if config.device.distributed_executor_backend == "ray":
+        from engine.cluster import why_not
+        from engine.executor.base import CannotStart
+
+        missing = why_not()
+        if missing:
+            raise CannotStart(f"--distributed-executor-backend ray: {missing}")
+        from engine.cluster.crew import RayCrew
+
+        assert settings is not None
+        return RayCrew(config, settings, names, mesh.startup_timeout)
     if config.nodes.nnodes > 1:
         from engine.nodes.driver import NodeCrew
 

@@ -1,0 +1,117 @@
+"""The actor of one worker: the worker runs in a thread of it, at the other end of a socket pair.
+
+Calls carry bytes only. The actor lives and dies with its worker, and with the engine that made it (Ray ends the
+actors of a program that ends).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from coordinator import process
+from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
+from engine.cluster.messages import Look, Place
+from engine.executor.channel import Channel, ChannelClosed
+from engine.executor.messages import Begin, ToWorker
+from engine.versions import versions
+from parallel.communicators.segments import this_host
+
+LISTEN_SECONDS = 1.0
+"""How long a call waits for the worker to say something."""
+
+
+def look(ask: bytes) -> bytes:
+    """Answer a :class:`Look` with a :class:`Place`."""
+    wanted = msgspec.msgpack.decode(ask, type=Look).model
+    directory = found = problem = ""
+    if wanted is not None:
+        try:
+            directory = read_model_info(find_model(wanted.model, wanted.revision)).directory
+            found = fingerprint(Path(directory))
+        except CheckpointError as error:
+            problem = str(error)
+    place = Place(
+        host=socket.gethostname(),
+        address=ray.util.get_node_ip_address(),
+        pid=os.getpid(),
+        boot=this_host(),
+        versions=versions(),
+        directory=directory,
+        fingerprint=found,
+        problem=problem,
+    )
+    return msgspec.msgpack.encode(place)
+
+
+class WorkerActor:
+    """One worker. ``tell`` and ``listen`` have a thread each, so calls of either keep their order."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._theirs = Channel(theirs)
+        self._info: ModelInfo | None = None
+        self._status: int | None = None
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ.pop(process.PARENT_VARIABLE, None)  # of a shell that started the node, perhaps
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def look(self, ask: bytes) -> bytes:
+        answer = look(ask)
+        directory = msgspec.msgpack.decode(answer, type=Place).directory
+        if directory:
+            self._info = read_model_info(Path(directory))
+        return answer
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def begin(self, payload: bytes) -> None:
+        """The worker's first message; what is this node's own is put in."""
+        begin = msgspec.msgpack.decode(payload, type=ToWorker)
+        assert isinstance(begin, Begin)
+        assert self._info is not None
+        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[variable] = str(begin.threads)  # before torch is loaded
+        self._channel.send(msgspec.msgpack.encode(msgspec.structs.replace(begin, info=self._info)))
+        threading.Thread(target=self._work, name="worker", daemon=True).start()
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def tell(self, payload: bytes) -> None:
+        self._channel.send(payload)
+
+    @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
+    def listen(self) -> list[bytes]:
+        """What the worker has said; nothing if it says nothing for a while."""
+        said: list[bytes] = []
+        try:
+            if not self._channel.wait(LISTEN_SECONDS):
+                return []
+            while (payload := self._channel.take()) is not None:
+                said.append(payload)
+        except ChannelClosed:
+            if not said:
+                os._exit(self._status or 0)  # the engine has heard all, and learns of this end from Ray
+        return said
+
+    def _work(self) -> None:
+        from engine.worker import Worker
+
+        try:
+            Worker(self._theirs).run()
+        except ChannelClosed:
+            self._status = 0
+        except Exception:  # noqa: BLE001 (said already, to the engine and in the log)
+            self._status = 1
+        finally:
+            self._theirs.close()
+
+
+def worker_actor(**options: Any) -> Any:
+    """The class for Ray, with what it needs of a node."""
+    return ray.remote(concurrency_groups={"tell": 1, "listen": 1}, max_restarts=0, **options)(WorkerActor)
