@@ -27,6 +27,8 @@ EXIT_WORKER_LOST = 4
 """A worker process of this instance ended, and with it a part of the model and of its cache."""
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
+INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
+"""The name that an instance gets from its launcher, which so knows it wherever it runs."""
 
 
 def set_up(role: str, log_level: str) -> None:

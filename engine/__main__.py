@@ -56,7 +56,7 @@ class Instance:
         self._keys = keys
         self._config = config.engine
         self._log_level = config.log_level
-        self._name = uuid.uuid4().hex[:12]
+        self._name = os.environ.get(process.INSTANCE_VARIABLE) or uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
         self._place: tuple[int, int] | None = None

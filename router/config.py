@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -158,6 +158,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_server_count: Annotated[
         Count, flag("-asc", help="Router processes (front ends) that share the endpoint's port.")
     ] = 1
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        flag(
+            "-dpb",
+            help="Where instances run: mp, on this machine; ray, anywhere in the Ray cluster of this machine.",
+        ),
+    ] = "mp"
     restart: Annotated[
         bool, flag(help="Start a local instance that died again, under its rank, after a pause that grows.")
     ] = False
@@ -165,6 +172,24 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_keys(self.mesh, self.engine.nodes)
+        if self.data_parallel_backend != "ray":
+            return
+        if self.engine.nodes.nnodes > 1:
+            raise ValueError("--nnodes with --data-parallel-backend ray: Ray knows its nodes, drop --nnodes")
+        if self.mesh.instance_address is not None:
+            raise ValueError(
+                f"--instance-address {self.mesh.instance_address} is of one host; with --data-parallel-backend "
+                "ray each instance finds its own, on the way to -dpa"
+            )
+
+    @property
+    def ray_flag(self) -> str | None:
+        """The flag that asks for Ray, if one does."""
+        if self.data_parallel_backend == "ray":
+            return "--data-parallel-backend ray"
+        if self.engine.device.distributed_executor_backend == "ray":
+            return "--distributed-executor-backend ray"
+        return None
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -120,6 +120,7 @@ def _coordinator(
 def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int = 0) -> ProcessSpec:
     """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of this ``serve``."""
     size = config.mesh.data_parallel_size
+    on_ray = config.data_parallel_backend == "ray"
     arguments = InstanceConfig(
         mesh=msgspec.structs.replace(
             config.mesh,
@@ -135,9 +136,10 @@ def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int
         name="Engine" if rank is None else f"Engine_{rank}",
         role="engine",
         argv=tuple(to_argv(arguments)),
-        address=f"{config.mesh.instance_address or 'tcp'}:*",
-        threads=threads,
+        address="in the Ray cluster" if on_ray else f"{config.mesh.instance_address or 'tcp'}:*",
+        threads=config.engine.device.cpu_threads or config.engine.device.num_workers if on_ray else threads,
         rank=rank,
+        module="engine.cluster" if on_ray else "",
         workers=_workers(config.engine),
     )
 
@@ -224,7 +226,7 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
     """The process tree, before anything is started."""
     tree = Tree(title, highlight=False)
     for spec in table:
-        is_instance = spec.role == "engine" and not spec.module
+        is_instance = spec.role == "engine" and spec.module != "engine.nodes"
         rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if is_instance else ""
         most = "up to " if spec.rank is None and is_instance else ""
         threads = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"

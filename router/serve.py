@@ -23,6 +23,7 @@ from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from engine.checkpoint import CheckpointError
+from engine.cluster import why_not
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import ServeConfig
@@ -49,6 +50,9 @@ def main_serve(argv: list[str] | None = None) -> int:
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
     process.set_up("Serve", config.log_level)
+    if config.ray_flag is not None and (missing := why_not()) is not None:
+        print(f"serve: error: {config.ray_flag}: {missing}", file=sys.stderr)
+        return process.EXIT_USAGE
     keys = process.mesh_keys(config.mesh, "serve")
     settings = None
     title = "serve"
@@ -120,6 +124,8 @@ def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
 
 def machine_of(config: ServeConfig) -> Machine:
     device = config.engine.device
+    if config.data_parallel_backend == "ray":  # which says itself what it has room for
+        return Machine(devices=None, cores=sys.maxsize)
     devices = 0 if device.device == "cpu" else visible_cuda_devices()
     return Machine(
         devices=devices if devices or device.device == "cuda" else None,

@@ -1,14 +1,17 @@
-"""The actor of one worker: the worker runs in a thread of it, at the other end of a socket pair.
+"""Actors: one for a worker, which runs in a thread of it, and one for an instance, which is its child process.
 
-Calls carry bytes only. The actor lives and dies with its worker, and with the engine that made it (Ray ends the
-actors of a program that ends).
+Calls carry bytes only. An actor lives and dies with what it is for, and with the program that made it (Ray ends
+the actors of a program that ends).
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,16 @@ import ray
 
 from coordinator import process
 from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
-from engine.cluster.messages import Look, Place
+from engine.cluster.messages import Look, Place, Progress, Run
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.messages import Begin, ToWorker
 from engine.versions import versions
 from parallel.communicators.segments import this_host
 
 LISTEN_SECONDS = 1.0
-"""How long a call waits for the worker to say something."""
+"""How long a call waits for something to say."""
+MOST_LINES = 10_000
+"""Of an instance's output, if nobody fetches them."""
 
 
 def look(ask: bytes) -> bytes:
@@ -112,6 +117,70 @@ class WorkerActor:
             self._theirs.close()
 
 
+class InstanceActor:
+    """One instance of the mesh, ``python -m engine`` with its own scheduler, on whatever node this is."""
+
+    def __init__(self) -> None:
+        self._output: deque[bytes] = deque(maxlen=MOST_LINES)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._news = threading.Event()
+        self._status: int | None = None
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def look(self, ask: bytes) -> bytes:
+        return look(ask)
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def run(self, payload: bytes) -> None:
+        """Start the instance of a :class:`Run`."""
+        run = msgspec.msgpack.decode(payload, type=Run)
+        threading.Thread(target=self._run, args=(run,), name="instance", daemon=True).start()
+
+    @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
+    def signal(self, number: int) -> None:
+        """Pass on a signal of the launcher."""
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
+    def listen(self) -> bytes:
+        """A :class:`Progress`, as soon as there is news."""
+        self._news.wait(LISTEN_SECONDS)
+        self._news.clear()
+        status = self._status  # before its output, of which there is no more then
+        lines = [self._output.popleft() for _ in range(len(self._output))]
+        return msgspec.msgpack.encode(Progress(output=b"".join(lines), status=status))
+
+    def _run(self, run: Run) -> None:
+        """In a thread that lives as long as the child: the kernel kills it at the end of the thread that
+        started it, so with this process, too."""
+        environment = {**os.environ, **run.environment, process.PARENT_VARIABLE: str(os.getpid())}
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine", *run.argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self._output.append(line)
+            self._news.set()
+        self._status = self._child.wait()
+        self._news.set()
+
+
 def worker_actor(**options: Any) -> Any:
-    """The class for Ray, with what it needs of a node."""
-    return ray.remote(concurrency_groups={"tell": 1, "listen": 1}, max_restarts=0, **options)(WorkerActor)
+    """The class of a worker's actor for Ray, with what it needs of a node."""
+    return _of_ray(WorkerActor, options)
+
+
+def instance_actor(**options: Any) -> Any:
+    """The class of an instance's actor for Ray, with what it needs of a node."""
+    return _of_ray(InstanceActor, options)
+
+
+def _of_ray(actor: type, options: dict[str, Any]) -> Any:
+    groups = {"tell": 1, "listen": 1}
+    return ray.remote(concurrency_groups=groups, max_restarts=0, **options)(actor)

@@ -41,7 +41,9 @@ END_TIMEOUT = 5.0
 class RayCrew:
     """Implements ``executor.ends.Crew`` with one actor per worker."""
 
-    def __init__(self, config: EngineConfig, settings: Settings, names: Sequence[str], timeout: float) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: Settings, names: Sequence[str], timeout: float
+    ) -> None:
         """``timeout``: seconds to wait for resources, and for the actors."""
         self._config = config
         self._settings = settings

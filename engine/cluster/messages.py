@@ -27,3 +27,19 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     problem: str = ""
     """Why the model cannot be had there."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Start an instance."""
+
+    argv: list[str]
+    """Behind ``python -m engine``."""
+    environment: dict[str, str]
+    """Beside what the node has."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance has printed since the last one, and how it ended, if it has."""
+
+    output: bytes
+    status: int | None

@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from engine.config import EngineConfig
 from engine.executor.base import CannotStart
@@ -57,7 +62,9 @@ def worker_resources(config: EngineConfig) -> Resources:
     """What one worker asks the cluster for: threads as CPUs, and a GPU where it computes on one."""
     device = config.device
     cpus = float(max(1, device.cpu_threads // device.num_workers))
-    wants_gpu = device.device == "cuda" or (device.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    wants_gpu = device.device == "cuda" or (
+        device.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    )
     return {"CPU": cpus, "GPU": 1.0} if wants_gpu else {"CPU": cpus}
 
 
@@ -85,7 +92,9 @@ def reserve(
                 said_at = now
                 progress(f"waiting for {_amount(bundles)} in the Ray cluster")
                 if now > deadline - timeout + SAY_INTERVAL:
-                    logger.warning("%s; waits at most %.0f s more", _shortage(bundles, strategy), deadline - now)
+                    logger.warning(
+                        "%s; waits at most %.0f s more", _shortage(bundles, strategy), deadline - now
+                    )
     except BaseException:
         remove_placement_group(group)
         raise
