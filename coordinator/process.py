@@ -31,6 +31,11 @@ INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
 """The name that an instance gets from its launcher, which so knows it wherever it runs."""
 
 
+PATIENCE = 0.8
+"""The part of --startup-timeout that an instance waits for what it needs: it knows best what is missing, so
+its launcher must not give up before it."""
+
+
 def set_up(role: str, log_level: str) -> None:
     """Title, log format and, for a child of a launcher, death with its parent."""
     die_with_parent()

@@ -157,7 +157,8 @@ class Instance:
         place = self._place
         executor = self._executor = make_executor(
             self._config, info, self._threads, place, cores=self._cores, rank=self._rank,
-            settings=self._settings, mesh=self._mesh, keys=self._keys,
+            settings=self._settings, keys=self._keys,
+            startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
         )  # fmt: skip
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))

@@ -123,8 +123,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     distributed_executor_backend: Annotated[
         Literal["uni", "mp", "ray"] | None,
         flag(
-            help="Where workers run: uni, in the instance's own process; mp, a process each; ray, an actor each, "
-            "anywhere in a Ray cluster. Unset: uni for one worker, mp for more."
+            help="Where workers run: uni, in the instance's own process; mp, a process each; ray, an actor "
+            "each, anywhere in a Ray cluster. Unset: uni for one worker, mp for more."
         ),
     ] = None
     trace: Annotated[
@@ -216,8 +216,8 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Count,
         flag(
             "-n",
-            help="Hosts over which the workers (-tp, -pp) of each instance are spread; start the same command on "
-            "each, with its --node-rank.",
+            help="Hosts over which the workers (-tp, -pp) of each instance are spread; start the same "
+            "command on each, with its --node-rank.",
         ),
     ] = 1
     node_rank: Annotated[
@@ -271,8 +271,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if device.num_workers % nnodes:
             raise ValueError(
-                f"--nnodes {nnodes}: the {device.num_workers} workers of -tp {device.tensor_parallel_size} -pp "
-                f"{device.pipeline_parallel_size} cannot be spread evenly. Numbers of hosts that can: "
+                f"--nnodes {nnodes}: the {device.num_workers} workers of -tp "
+                f"{device.tensor_parallel_size} -pp {device.pipeline_parallel_size} cannot be spread "
+                "evenly. Numbers of hosts that can: "
                 + ", ".join(str(n) for n in range(1, device.num_workers + 1) if device.num_workers % n == 0)
             )
         if self.workers_elsewhere and device.enable_expert_parallel:

@@ -162,7 +162,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["mp", "ray"],
         flag(
             "-dpb",
-            help="Where instances run: mp, on this machine; ray, anywhere in the Ray cluster of this machine.",
+            help="Where instances run: mp, on this machine; ray, anywhere in its Ray cluster.",
         ),
     ] = "mp"
     restart: Annotated[
@@ -178,8 +178,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("--nnodes with --data-parallel-backend ray: Ray knows its nodes, drop --nnodes")
         if self.mesh.instance_address is not None:
             raise ValueError(
-                f"--instance-address {self.mesh.instance_address} is of one host; with --data-parallel-backend "
-                "ray each instance finds its own, on the way to -dpa"
+                f"--instance-address {self.mesh.instance_address} is of one host; with "
+                "--data-parallel-backend ray each instance finds its own, on the way to -dpa"
             )
 
     @property

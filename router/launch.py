@@ -118,7 +118,7 @@ def _coordinator(
 
 
 def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int = 0) -> ProcessSpec:
-    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of this ``serve``."""
+    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of ``serve``."""
     size = config.mesh.data_parallel_size
     on_ray = config.data_parallel_backend == "ray"
     arguments = InstanceConfig(

@@ -55,8 +55,8 @@ def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -
     count = len(ours) + more
     if machine.hosts_per_instance > 1:
         raise Refused(
-            f"an instance needs {machine.hosts_per_instance} hosts (--nnodes): start a further one with serve "
-            "--headless on each of them, with another --master-port"
+            f"an instance needs {machine.hosts_per_instance} hosts (--nnodes): start a further one with "
+            "serve --headless on each of them, with another --master-port"
         )
     if machine.devices is not None and count * machine.devices_per_instance > machine.devices:
         raise Refused(

@@ -1,8 +1,8 @@
 """``python -m engine.cluster``: one instance of the mesh, on whatever node of a Ray cluster has room for it.
 
-Started by ``serve --data-parallel-backend ray`` in place of the instance itself, of which it is the shadow: it
-prints what the instance prints, passes signals on, and ends as the instance does. The instance registers with the
-coordinator as any other, and its requests do not pass here. Ray ends it when this process ends.
+Started by ``serve --data-parallel-backend ray`` in place of the instance itself, of which it is the shadow:
+it prints what the instance prints, passes signals on, and ends as the instance does. The instance registers
+with the coordinator as any other, and its requests do not pass here. Ray ends it when this process ends.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Shadow:
 
     def __init__(self, config: InstanceConfig) -> None:
         self._config = config
+        self._patience = process.PATIENCE * config.mesh.startup_timeout
         self._actor: Any = None
         self._signals: list[int] = []
 
@@ -60,7 +61,7 @@ class Shadow:
         name = f"lockstep-{uuid.uuid4().hex[:12]}"
         bundles = self._bundles(engine)
         group = placement.reserve(
-            name, bundles, engine.nodes.ray_placement_strategy, self._config.mesh.startup_timeout, logger.info
+            name, bundles, engine.nodes.ray_placement_strategy, self._patience, logger.info
         )
         try:
             is_alone = len(bundles) == 1 and engine.device.distributed_executor_backend != "ray"
@@ -114,7 +115,7 @@ class Shadow:
         try:
             answer = ray.get(
                 self._actor.look.remote(msgspec.msgpack.encode(Look())),
-                timeout=self._config.mesh.startup_timeout,
+                timeout=self._patience,
             )
         except GetTimeoutError as error:
             raise CannotStart("the actor did not start in time") from error
@@ -127,8 +128,8 @@ class Shadow:
             raise CannotStart(f"{where}: {'; '.join(versions)}, where serve runs")
         if place.boot != this_host() and is_loopback(mesh.data_parallel_address):
             raise CannotStart(
-                f"{where}, where the coordinator at {mesh.data_parallel_address} cannot be reached: give -dpa an "
-                "address of this host, and --mesh-key-file"
+                f"{where}, where the coordinator at {mesh.data_parallel_address} cannot be reached: "
+                "give -dpa an address of this host, and --mesh-key-file"
             )
 
     def _tell(self, method: str, argument: object) -> None:

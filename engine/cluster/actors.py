@@ -1,7 +1,8 @@
-"""Actors: one for a worker, which runs in a thread of it, and one for an instance, which is its child process.
+"""Actors: one for a worker, which runs in a thread of it, and one for an instance, which is its child
+process.
 
-Calls carry bytes only. An actor lives and dies with what it is for, and with the program that made it (Ray ends
-the actors of a program that ends).
+Calls carry bytes only. An actor lives and dies with what it is for, and with the program that made it (Ray
+ends the actors of a program that ends).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The workers of an instance as Ray actors: finds them room, starts them, relays (the engine's side; no torch).
+"""The workers of an instance as Ray actors: finds them room, starts them, relays (no torch).
 
-A thread with an event loop holds the calls. One call is always under way that waits for a worker to say something;
-should the actor die, that call fails, which is how its end is noticed at once.
+A thread with an event loop holds the calls. One call is always under way that waits for a worker to say
+something; should the actor die, that call fails, which is how its end is noticed at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RayCrew:
         progress("starting actors")
         nodes = placement.nodes_of(self._group)
         here = ray.get_runtime_context().get_node_id()
-        # Neighbours in the instance, which talk most, are neighbours in the cluster; those on this node first.
+        # Neighbours in the instance talk most: keep them together, those on this node first.
         order = sorted(range(len(nodes)), key=lambda bundle: (nodes[bundle] != here, nodes[bundle], bundle))
         for bundle in order[: len(self._names)]:
             self._actors.append(self._actor(bundle))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ LOOK_SECONDS = 0.2
 """Between two looks at whether a placement group has its resources."""
 SAY_INTERVAL = 5.0
 CONNECT_VARIABLE = "RAY_ADDRESS"
+CONNECT_SECONDS = 5.0
 
 Resources = dict[str, float]
 
@@ -39,23 +41,33 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
+    address = os.environ.get(CONNECT_VARIABLE) or "auto"
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise _no_cluster(f"nothing answers at {address}: {error.strerror or error}") from error
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(
-            address=os.environ.get(CONNECT_VARIABLE) or "auto",
+            address=address,
             namespace=NAMESPACE,
             logging_level=logging.WARNING,
             log_to_driver=True,
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        first = str(error).partition("\n")[0]
-        raise CannotStart(
-            f"no Ray cluster can be reached ({first}): start one with `ray start --head`, or name its head in "
-            f"{CONNECT_VARIABLE}"
-        ) from error
+        raise _no_cluster(first_line(error)) from error
     finally:
         for number, handler in kept.items():  # Ray installs its own
             signal.signal(number, handler)
+
+
+def _no_cluster(why: str) -> CannotStart:
+    return CannotStart(
+        f"no Ray cluster can be reached ({why}): start one with `ray start --head`, or name its head in "
+        f"{CONNECT_VARIABLE}"
+    )
 
 
 def worker_resources(config: EngineConfig) -> Resources:
@@ -110,8 +122,8 @@ def _shortage(bundles: Sequence[Resources], strategy: str) -> str:
     return (
         f"the Ray cluster has no room for {_amount(bundles)} ({len(bundles)} bundle(s) of "
         f"{_amount(bundles[:1])}, {strategy}). It has {'; '.join(nodes)}; free are now "
-        f"{_amount([ray.available_resources()])}. Add nodes, lower -tp, -pp, -dp or --cpu-threads, or end what "
-        "uses them"
+        f"{_amount([ray.available_resources()])}. Add nodes, lower -tp, -pp, -dp or "
+        "--cpu-threads, or end what uses them"
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.config import MeshConfig
-
 if TYPE_CHECKING:
     from coordinator.keys import MeshKeys
     from coordinator.messages import Settings
@@ -14,6 +12,9 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.executor.base import Executor
     from engine.executor.ends import Crew
+
+
+STARTUP_TIMEOUT = 600.0
 
 
 def make_executor(
@@ -25,7 +26,7 @@ def make_executor(
     cores: Sequence[int] = (),
     rank: int = 0,
     settings: Settings | None = None,
-    mesh: MeshConfig = MeshConfig(),
+    startup_timeout: float = STARTUP_TIMEOUT,
     keys: MeshKeys | None = None,
 ) -> Executor:
     """The executor that the settings ask for. Computing in this process loads torch, so call it in the one
@@ -37,7 +38,8 @@ def make_executor(
         cores: those that this instance shares with no other, if any.
         rank: of the instance.
         settings: what workers on other hosts must agree on; with ``--nnodes`` only.
-        mesh, keys: how long to wait for those hosts, and who is let in.
+        startup_timeout: seconds to wait for those hosts, or for room in a Ray cluster.
+        keys: of the mesh; other hosts must have them, too.
 
     Raises:
         executor.base.CannotStart: Ray is asked for and missing.
@@ -46,7 +48,7 @@ def make_executor(
         from engine.executor.mp import MpExecutor
 
         assert place is None, "-ep with -tp or -pp is refused with the settings"
-        crew = _make_crew(config, threads, rank, settings, mesh, keys)
+        crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
         return MpExecutor(config, info, crew, threads, cores)
     from engine.executor.uni import UniExecutor
 
@@ -58,7 +60,7 @@ def _make_crew(
     threads: int,
     rank: int,
     settings: Settings | None,
-    mesh: MeshConfig,
+    timeout: float,
     keys: MeshKeys | None,
 ) -> Crew:
     names = worker_names(config, rank)
@@ -72,12 +74,12 @@ def _make_crew(
         from engine.cluster.crew import RayCrew
 
         assert settings is not None
-        return RayCrew(config, settings, names, mesh.startup_timeout)
+        return RayCrew(config, settings, names, timeout)
     if config.nodes.nnodes > 1:
         from engine.nodes.driver import NodeCrew
 
         assert settings is not None
-        return NodeCrew(config, settings, names, threads, keys=keys, timeout=mesh.startup_timeout)
+        return NodeCrew(config, settings, names, threads, keys=keys, timeout=timeout)
     from engine.executor.ends import LocalCrew
 
     return LocalCrew(names, threads)

@@ -1,9 +1,9 @@
 """The engine's end of a worker, wherever that runs (no torch).
 
-To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the worker has
-ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket pair, too, inside this
-process: somebody who knows the way to it (:mod:`engine.nodes.driver`, :mod:`engine.executor.ray_crew`) holds
-its other end, and passes messages on.
+To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the
+worker has ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket
+pair, too, inside this process: somebody who knows the way to it (:mod:`engine.nodes.driver`,
+:mod:`engine.cluster.crew`) holds its other end, and passes messages on.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 class RelayedWorker(WorkerEnd):
-    """A worker elsewhere. Whoever relays uses ``relay``, and tells of the worker's end, from one other thread."""
+    """A worker elsewhere. Who relays uses ``relay`` and tells of the worker's end, from another thread."""
 
     def __init__(self, name: str, where: str, host: str, address: str, number: int) -> None:
         """``where``: of the worker, for people, like ``pid 12 on alpha``."""

@@ -146,8 +146,8 @@ class UniExecutor:
             found, place = torch.cuda.device_count(), self._shard.device
             if place >= found:
                 raise CheckpointError(
-                    f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers on "
-                    f"this host, each of which needs a CUDA device; torch finds {found} here"
+                    f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
+                    f"on this host, each of which needs a CUDA device; torch finds {found} here"
                 )
             return torch.device("cuda", place)
         return torch.device(wanted)

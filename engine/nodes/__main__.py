@@ -1,8 +1,8 @@
 """``python -m engine.nodes``: one host's share of the workers of an instance whose engine is on another host.
 
-Started by ``serve --nnodes N --node-rank R``. Asks to join, is told which workers to start, and passes on what they
-and the engine say to each other. It ends with its instance: when the engine says so, when its connection is gone,
-and when a worker ends. Its workers end with it, whatever ends it.
+Started by ``serve --nnodes N --node-rank R``. Asks to join, is told which workers to start, and passes on
+what they and the engine say to each other. It ends with its instance: when the engine says so, when its
+connection is gone, and when a worker ends. Its workers end with it, whatever ends it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The engine's side of an instance on several hosts: waits for the hosts, then relays (no torch).
 
-A thread with an event loop owns the socket. Each worker elsewhere is an :class:`engine.executor.ends.RelayedWorker`,
-so the executor sees no difference. A host that does not come is named when the time is over; one that is refused is
-told why. A host that goes takes its workers along: that is noticed when its connection is gone, or when it says
-nothing any more.
+A thread with an event loop owns the socket. Each worker elsewhere is an
+:class:`engine.executor.ends.RelayedWorker`, so the executor sees no difference. A host that does not come
+is named when the time is over; one that is refused is told why. A host that goes takes its workers along:
+that is noticed when its connection is gone, or when it says nothing any more.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class NodeCrew:
                 runner.run(self._serve())
         except PortInUse as error:
             self._failure = PortInUse(f"--master-addr, --master-port: {error}")
-        except Exception as error:  # noqa: BLE001 (the engine's thread must not wait for a thread that is gone)
+        except Exception as error:  # the engine's thread must not wait for one that is gone
             logger.exception("the thread for other hosts fails")
             self._failure = error
         finally:
@@ -225,6 +225,7 @@ class NodeCrew:
             context, where, ToEngine, name="nodes", keys=self._keys
         )
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        self._leaving = asyncio.Event()
         if not is_loopback(self._address):
             logger.info("listens for the other hosts at %s", where)
         tasks = [asyncio.create_task(each) for each in (self._receive(), self._keep_alive())]
@@ -234,9 +235,8 @@ class NodeCrew:
             for task in tasks:
                 if task.done():
                     task.result()
-            deadline = time.monotonic() + LEAVE_SECONDS
-            while time.monotonic() < deadline and any(not node.left for node in self._nodes.values()):
-                await asyncio.sleep(0.01)  # what a closed connection had not delivered is lost
+            with contextlib.suppress(TimeoutError):  # what a closed connection had not delivered is lost
+                await asyncio.wait_for(self._all_left(), LEAVE_SECONDS)
         finally:
             closing.cancel()
             for task in tasks:
@@ -244,6 +244,11 @@ class NodeCrew:
             await asyncio.gather(*tasks, closing, return_exceptions=True)
             self._listener.close()
             context.term()
+
+    async def _all_left(self) -> None:
+        while any(not node.left for node in self._nodes.values()):
+            await self._leaving.wait()
+            self._leaving.clear()
 
     async def _receive(self) -> None:
         while True:
@@ -302,7 +307,7 @@ class NodeCrew:
             return f"--node-rank {join.node_rank} is not in 1 to {nnodes - 1}"
         holder = self._nodes.get(join.node_rank)
         if holder is not None and holder.peer != peer:
-            return f"node rank {join.node_rank} is {holder.join.host} already: give each host its own --node-rank"
+            return f"node rank {join.node_rank} is {holder.join.host} already: each host needs its own"
         versions = other_versions(join.versions)
         if versions:
             return "; ".join(versions) + " (the engine)"
@@ -351,6 +356,7 @@ class NodeCrew:
 
     def _lose(self, node: _Node, how: str) -> None:
         node.left = True
+        self._leaving.set()
         for worker in node.workers.values():
             worker.gone(how)
         if not self._hired:

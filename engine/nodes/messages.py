@@ -1,7 +1,7 @@
 """What an engine and the hosts of its workers say to each other, over typed ZeroMQ (no torch).
 
-What is for a worker, or from one, is passed on as the bytes that :mod:`engine.executor.messages` defines; workers
-are told apart by their numbers in the instance (stage, then rank).
+What is for a worker, or from one, is passed on as the bytes that :mod:`engine.executor.messages` defines;
+workers are told apart by their numbers in the instance (stage, then rank).
 """
 
 from __future__ import annotations

@@ -165,10 +165,10 @@ def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
         assert "the engine is gone: its connection broke" in second.log
         assert first.end(30) != 0
         wait_until(lambda: not any(each.is_running() for each in workers), 10, "no orphan")
-    with head.command(tmp_path / "lonely.log", "router.serve", *member, "--startup-timeout", "3") as lonely:
+    with head.command(tmp_path / "lonely.log", "router.serve", *member, "--startup-timeout", "5") as lonely:
         assert lonely.end(60) == 1
         assert "node rank 1" in lonely.log
-        assert "did not come within 3 s: start `serve --nnodes 2 --node-rank 1" in lonely.log
+        assert "did not come within 4 s: start `serve --nnodes 2 --node-rank 1" in lonely.log
     with other.command(
         tmp_path / "early.log", "router.serve", *member, "--node-rank", "1", "--startup-timeout", "2"
     ) as early:
