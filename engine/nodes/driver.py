@@ -103,7 +103,11 @@ class NodeCrew:
         self._failure: Exception | None = None
         self._hired = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing: asyncio.Event | None = None
+        self._closing = asyncio.Event()
+        self._leaving = asyncio.Event()
+        """A host has gone."""
+        self._listens = threading.Event()
+        """The thread has come as far as that, or has failed."""
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __repr__(self) -> str:
@@ -146,7 +150,7 @@ class NodeCrew:
 
     def close(self, problem: str) -> None:
         """See ``Crew``. The other hosts are told."""
-        if self._loop is not None and self._thread.is_alive():
+        if self._thread.is_alive() and self._listens.wait(END_TIMEOUT) and self._loop is not None:
             self._call(lambda: self._close(problem))
         if self._thread.ident is not None:
             self._thread.join(END_TIMEOUT)
@@ -214,8 +218,9 @@ class NodeCrew:
             logger.exception("the thread for other hosts fails")
             self._failure = error
         finally:
-            for node in self._nodes.values():
+            for node in list(self._nodes.values()):
                 self._lose(node, "the engine does not listen any more")
+            self._listens.set()
             self._changed.set()
 
     async def _serve(self) -> None:
@@ -224,8 +229,8 @@ class NodeCrew:
         self._listener: AsyncListener[ToEngine, ToNode] = AsyncListener(
             context, where, ToEngine, name="nodes", keys=self._keys
         )
-        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        self._leaving = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._listens.set()
         if not is_loopback(self._address):
             logger.info("listens for the other hosts at %s", where)
         tasks = [asyncio.create_task(each) for each in (self._receive(), self._keep_alive())]
@@ -370,5 +375,4 @@ class NodeCrew:
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
             self._listener.send(node.peer, End(status, problem or "it was told to"))
-        assert self._closing is not None
         self._closing.set()

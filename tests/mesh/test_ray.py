@@ -22,7 +22,7 @@ from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: lockstep[ray]"),
 ]
 
@@ -124,7 +124,7 @@ def test_instances_on_both_nodes(cluster: Cluster, expected: list[int], tmp_path
     ports = Ports()
     flags = ["-dp", "2", "--data-parallel-backend", "ray", "--no-enable-expert-parallel"]
     with in_cluster(tmp_path / "log", cluster, ports, *flags) as command:
-        command.wait_for("2 instances ready")
+        command.wait_for("2 instances ready", 240)
         actors = cluster.actors("InstanceActor")
         assert len(actors) == len(set(actors.values())) == 2, "one on each node"
         assert [ids(ports, rank) for rank in (0, 1)] == [expected, expected]
@@ -146,7 +146,7 @@ def test_workers_of_one_instance_on_both_nodes(cluster: Cluster, expected: list[
     ports = Ports()
     flags = ["-tp", "2", "--distributed-executor-backend", "ray", "--collective-timeout", "20"]
     with in_cluster(tmp_path / "log", cluster, ports, *flags) as command:
-        command.wait_for("1 instance ready")
+        command.wait_for("1 instance ready", 240)
         assert "actors on 2 nodes: Worker_0_PP0_TP0" in command.log
         actors = cluster.actors("WorkerActor")
         assert len(actors) == len(set(actors.values())) == 2
