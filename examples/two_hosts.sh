@@ -94,7 +94,7 @@ instance=(-tp 2 --nnodes 2 --master-addr "$HEAD" --mesh-key-file "$key")
 run head lockstep serve "$MODEL" "${instance[@]}" --node-rank 0
 run other lockstep serve "$MODEL" "${instance[@]}" --node-rank 1
 for _ in $(seq 120); do
-    (($(on head lockstep status --json 2>/dev/null | grep -c '"state": "ready"') == 1)) && break
+    (($(on head lockstep status --json --mesh-key-file "$key" 2>/dev/null | grep -c '"state": "ready"') == 1)) && break
     sleep 0.5
 done
 show head curl -sS http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \

@@ -194,8 +194,9 @@ class NodeCrew:
                 said_at = now
                 progress(f"waiting for {waits_for or 'workers of other hosts'}")
                 logger.info(
-                    "waiting for %s of %d at %s:%d (at most %.0f s more)",
-                    waits_for or "the workers of others", nodes.nnodes, self._address, nodes.master_port,
+                    "waiting for %s at %s:%d (at most %.0f s more)",
+                    f"{waits_for} of {nodes.nnodes}" if waits_for else "workers of other hosts",
+                    self._address, nodes.master_port,
                     deadline - now,
                 )  # fmt: skip
             if not done():
