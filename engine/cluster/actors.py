@@ -29,6 +29,8 @@ from parallel.communicators.segments import this_host
 
 LISTEN_SECONDS = 1.0
 """How long a call waits for something to say."""
+LAST_LINES_SECONDS = 0.5
+"""For what an instance that has ended had printed."""
 MOST_LINES = 10_000
 """Of an instance's output, if nobody fetches them."""
 
@@ -164,12 +166,18 @@ class InstanceActor:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
+        reader = threading.Thread(target=self._read, args=(self._child,), name="output", daemon=True)
+        reader.start()
+        status = self._child.wait()
+        reader.join(LAST_LINES_SECONDS)  # its own children may hold the pipe open for longer
+        self._status = status
+        self._news.set()
+
+    def _read(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
             self._output.append(line)
             self._news.set()
-        self._status = self._child.wait()
-        self._news.set()
 
 
 def worker_actor(**options: Any) -> Any:
