@@ -106,7 +106,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if address is None or is_loopback(address):
                 continue
             check_not_wildcard(name, address)
-            if self.mesh_key_file is None and not self.insecure_mesh:
+            if not self.is_guarded:
                 raise ValueError(
                     f"{name} {address} is not loopback, so the mesh needs a key: make one with `lockstep "
                     "keygen FILE`, copy it to all hosts and give --mesh-key-file FILE everywhere (or "
@@ -128,6 +128,11 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if the mesh is a loopback one."""
         everywhere = self.data_parallel_size or 1
         return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether addresses other than loopback may be used: with a key, or because the user insists."""
+        return self.mesh_key_file is not None or self.insecure_mesh
 
     @property
     def is_open(self) -> bool:

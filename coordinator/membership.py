@@ -17,7 +17,6 @@ import msgspec
 
 from coordinator.epochs import Epochs
 from coordinator.messages import (
-    AGREED,
     NEEDS_SIZE,
     Answer,
     Beat,
@@ -39,6 +38,7 @@ from coordinator.messages import (
     Wait,
     Watch,
     Welcome,
+    differences_of,
 )
 from coordinator.operations import Operations
 from coordinator.records import Instruction, Note, Peer, Record, Rules, Send
@@ -187,20 +187,10 @@ class Membership:
             return f"the model's {num_experts} experts are spread over as many instances: one more gets none"
         if message.settings is None or self._settings is None:
             return None
-        differences = [
-            f"{label} is {_shown(getattr(message.settings, key))}, "
-            f"the mesh has {_shown(getattr(self._settings, key))}"
-            for key, label in AGREED.items()
-            if not (message.size is None and key in NEEDS_SIZE)
-            and getattr(message.settings, key) != getattr(self._settings, key)
-        ]
+        unknown = NEEDS_SIZE if message.size is None else frozenset[str]()
+        differences = differences_of(message.settings, self._settings, "the mesh", unknown)
         if not differences:
             return None
-        if message.settings.fingerprint != self._settings.fingerprint:
-            differences[0] = (
-                f"model is {message.settings.model} (fingerprint {message.settings.fingerprint}), "
-                f"the mesh has {self._settings.model} (fingerprint {self._settings.fingerprint})"
-            )
         return "this instance differs from the mesh: " + "; ".join(differences)
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
@@ -399,7 +389,3 @@ class Membership:
             absent = [str(rank) for rank in range(self._size) if rank not in taken]
             parts.append(f"rank{'s' * (missing > 1)} {', '.join(absent[:8])} to register")
         return "; ".join(parts)
-
-
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

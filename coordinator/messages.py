@@ -8,6 +8,7 @@ carry all that is known of them: a restarted coordinator learns the world from t
 from __future__ import annotations
 
 import enum
+from collections.abc import Set
 from typing import Annotated
 
 import msgspec
@@ -61,6 +62,26 @@ AGREED = {
 """Field -> how the user knows it."""
 NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
 """Fields that an instance which was not told ``-dp`` cannot know; it takes them from the mesh."""
+
+
+def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str] = frozenset()) -> list[str]:
+    """In what a newcomer's settings differ from those of ``who`` it wants to join, for people. ``unknown``
+    are fields that it cannot know."""
+    differences = [
+        f"{label} is {_shown(getattr(theirs, key))}, {who} has {_shown(getattr(ours, key))}"
+        for key, label in AGREED.items()
+        if key not in unknown and getattr(theirs, key) != getattr(ours, key)
+    ]
+    if theirs.fingerprint != ours.fingerprint:
+        differences[0] = (
+            f"model is {theirs.model} (fingerprint {theirs.fingerprint}), "
+            f"{who} has {ours.model} (fingerprint {ours.fingerprint})"
+        )
+    return differences
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 class State(enum.StrEnum):

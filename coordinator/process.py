@@ -30,6 +30,13 @@ EXIT_WORKER_LOST = 4
 """A worker process of this instance ended, and with it a part of the model and of its cache."""
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
+INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
+"""The name that an instance gets from its launcher, which so knows it wherever it runs."""
+
+
+PATIENCE = 0.8
+"""The part of --startup-timeout that an instance waits for what it needs: it knows best what is missing, so
+its launcher must not give up before it."""
 
 
 _log_format: LogFormat = "text"

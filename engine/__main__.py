@@ -27,7 +27,7 @@ from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import InstanceConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
-from engine.executor.base import Executor, WorkerLost
+from engine.executor.base import CannotStart, Executor, WorkerLost
 from engine.pace import NoGroup
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
@@ -57,13 +57,14 @@ class Instance:
         self._keys = keys
         self._config = config.engine
         self._log_level = config.log_level
-        self._name = uuid.uuid4().hex[:12]
+        self._name = os.environ.get(process.INSTANCE_VARIABLE) or uuid.uuid4().hex[:12]
         self._executor: Executor | None = None
         self._server: Server | None = None
         self._place: tuple[int, int] | None = None
         """(rank, size) by which the experts to load first are chosen; None if they are not spread."""
         self._spread: Spread | None = None
         self._serving = False
+        self._settings: Settings | None = None
         self._rank = 0
         self._threads = 0
         self._cores: list[int] = []
@@ -145,6 +146,7 @@ class Instance:
                 f"{info.directory} (fingerprint {settings.fingerprint}) is not the model of the mesh "
                 f"({welcome.settings.model}, fingerprint {welcome.settings.fingerprint}): give MODEL",
             )
+        self._settings = settings
         return info
 
     # ---- serving
@@ -156,8 +158,10 @@ class Instance:
         place = self._place
         tracing = self._tracing()
         executor = self._executor = make_executor(
-            self._config, info, self._threads, place, cores=self._cores, rank=self._rank
-        )
+            self._config, info, self._threads, place, cores=self._cores, rank=self._rank,
+            settings=self._settings, keys=self._keys,
+            startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
+        )  # fmt: skip
         try:
             facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
@@ -288,10 +292,12 @@ class Instance:
     def _share_cores(self, membership: Membership) -> None:
         """Compute threads: as asked, or this host's cores divided by the instances on it, which come and
         go. More threads than cores would make every step tens of times slower."""
+        if not self._config.num_local_workers:
+            return  # Ray's nodes have cores of their own
         sharers = membership.neighbours
         if self._server is None:  # others may not have registered yet
             sharers = max(sharers, self._mesh.instances_here)
-        workers, given = self._config.device.num_workers, self._config.device.cpu_threads
+        workers, given = self._config.num_local_workers, self._config.device.cpu_threads
         every_core = sorted(os.sched_getaffinity(0))
         threads = threads_per_worker(workers if given else sharers * workers, given or len(every_core))
         cores = every_core if sharers == 1 else []
@@ -305,7 +311,7 @@ class Instance:
                 self._executor.set_threads(threads, cores)
 
     def _warn_of_crowding(self, workers: int, cores: int) -> None:
-        if self._config.device.num_workers > 1 and workers > cores and self._config.device.device != "cuda":
+        if self._config.num_local_workers > 1 and workers > cores and self._config.device.device != "cuda":
             logger.warning(
                 "%d workers share the %d core%s of this host: expect each step to take longer than with "
                 "fewer (lower -tp or -pp, or run fewer instances here)",
@@ -385,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     except WorkerLost as error:
         logger.error("lost a worker while starting: %s", error)
         return process.EXIT_WORKER_LOST
-    except (CheckpointError, PortInUse, AddressError) as error:
+    except (CheckpointError, CannotStart, PortInUse, AddressError) as error:
         logger.error("%s", error)
         return process.EXIT_FAILED
     except MemoryError:

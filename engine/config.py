@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from coordinator.addresses import check_not_wildcard, is_loopback
 from coordinator.config import LogLevel, MeshConfig
-from coordinator.flags import Count, Natural, Size, flag
+from coordinator.flags import Count, Natural, Port, Size, flag
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
@@ -120,10 +121,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 0
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp"] | None,
+        Literal["uni", "mp", "ray"] | None,
         flag(
-            help="Where workers run: uni, in the instance's own process; mp, a process each. Unset: uni for "
-            "one worker, mp for more."
+            help="Where workers run: uni, in the instance's own process; mp, a process each; ray, an actor "
+            "each, anywhere in a Ray cluster. Unset: uni for one worker, mp for more."
         ),
     ] = None
     trace: Annotated[
@@ -204,8 +205,44 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def uses_processes(self) -> bool:
-        """Whether each worker is a process of its own."""
-        return self.num_workers > 1 or self.distributed_executor_backend == "mp"
+        """Whether each worker is a process of its own, here or elsewhere."""
+        return self.num_workers > 1 or self.distributed_executor_backend in ("mp", "ray")
+
+
+class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts over which the workers of each instance are spread."""
+
+    nnodes: Annotated[
+        Count,
+        flag(
+            "-n",
+            help="Hosts over which the workers (-tp, -pp) of each instance are spread; start the same "
+            "command on each, with its --node-rank.",
+        ),
+    ] = 1
+    node_rank: Annotated[
+        Natural,
+        flag("-r", help="Number of this host among them; 0 runs the instances, the others only workers."),
+    ] = 0
+    master_addr: Annotated[
+        str, flag(help="Address of the host with node rank 0: its workers' own, and where the others ask.")
+    ] = "127.0.0.1"
+    master_port: Annotated[Port, flag(help="Port there; each further instance takes the next one.")] = 29501
+    ray_placement_strategy: Annotated[
+        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        flag(help="With a ray backend, how the workers of an instance are laid over the cluster's nodes."),
+    ] = "PACK"
+
+    def __post_init__(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"--node-rank {self.node_rank} is out of range: with --nnodes {self.nnodes} ranks are 0 to "
+                f"{self.nnodes - 1}"
+            )
+        if self.nnodes > 1:
+            check_not_wildcard("--master-addr", self.master_addr)
+            if self.master_port == 0:
+                raise ValueError("--master-port must be a port that all hosts know, not 0")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,16 +252,69 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    nodes: NodesConfig = NodesConfig()
     drain_timeout: Annotated[
         float,
         Meta(ge=0),
         flag(help="Seconds that a leaving instance gives its requests to finish before they move elsewhere."),
     ] = 120.0
 
+    def __post_init__(self) -> None:
+        device, nnodes = self.device, self.nodes.nnodes
+        if nnodes > 1 and device.distributed_executor_backend == "ray":
+            raise ValueError(
+                "--nnodes with --distributed-executor-backend ray: Ray knows its nodes, drop --nnodes"
+            )
+        if nnodes > 1 and device.distributed_executor_backend == "uni":
+            raise ValueError(
+                "--nnodes with --distributed-executor-backend uni: use mp, or leave the flag out"
+            )
+        if device.num_workers % nnodes:
+            raise ValueError(
+                f"--nnodes {nnodes}: the {device.num_workers} workers of -tp "
+                f"{device.tensor_parallel_size} -pp {device.pipeline_parallel_size} cannot be spread "
+                "evenly. Numbers of hosts that can: "
+                + ", ".join(str(n) for n in range(1, device.num_workers + 1) if device.num_workers % n == 0)
+            )
+        if self.workers_elsewhere and device.enable_expert_parallel:
+            raise ValueError(
+                "-ep needs all workers of an instance on one host: drop --nnodes, and --distributed-executor-"
+                "backend ray"
+            )
+
+    @property
+    def workers_elsewhere(self) -> bool:
+        """Whether workers of an instance may run on other hosts."""
+        return self.nodes.nnodes > 1 or self.device.distributed_executor_backend == "ray"
+
+    @property
+    def num_local_workers(self) -> int:
+        """Of one instance, on each of its hosts; 0 where Ray decides."""
+        if self.device.distributed_executor_backend == "ray":
+            return 0
+        return self.device.num_workers // self.nodes.nnodes
+
+
+def check_keys(mesh: MeshConfig, nodes: NodesConfig) -> None:
+    """Workers that come from other hosts must be let in, and nobody else.
+
+    Raises:
+        ValueError: there is no key; says what to do.
+    """
+    if nodes.nnodes > 1 and not is_loopback(nodes.master_addr) and not mesh.is_guarded:
+        raise ValueError(
+            f"--master-addr {nodes.master_addr} is not loopback, so the mesh needs a key: make one with "
+            "`lockstep keygen FILE`, copy it to all hosts and give --mesh-key-file FILE everywhere (or "
+            "--insecure-mesh, if nobody else can reach that network)"
+        )
+
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The process of one instance."""
+    """The process of one instance, or of its workers on another host."""
 
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
     log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        check_keys(self.mesh, self.engine.nodes)

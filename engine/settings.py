@@ -45,7 +45,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         vocab_size=info.vocab_size,
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
-        **_expert_settings(config.device, info, size or 1, model.load_format),
+        **_expert_settings(config, info, size or 1),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
     )
@@ -115,9 +115,10 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     return [name for name, was_given in given.items() if was_given]
 
 
-def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int, load_format: str) -> dict[str, Any]:
+def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[str, Any]:
     """Whether and how experts are spread."""
-    spread = _spreads(device, info, size, load_format)
+    device = config.device
+    spread = _spreads(config, info, size)
     return {
         "enable_expert_parallel": spread,
         "expert_placement_strategy": device.expert_placement_strategy,
@@ -127,12 +128,13 @@ def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int, load_form
     }
 
 
-def _spreads(device: DeviceConfig, info: ModelInfo, size: int, load_format: str) -> bool:
+def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
     """Where it can be done, unless it is told not to be. One instance has nothing to spread.
 
     Raises:
         CheckpointError: it is told to be, and cannot.
     """
+    device = config.device
     asked = device.enable_expert_parallel
     if asked is False:
         return False
@@ -150,16 +152,19 @@ def _spreads(device: DeviceConfig, info: ModelInfo, size: int, load_format: str)
             raise CheckpointError(str(error)) from error
         problem = f"there are {info.num_experts} experts for {size} instances"
     else:
-        problem = "" if asked else _why_whole(device, info, load_format)
+        problem = "" if asked else _why_whole(config, info)
     if problem:
         logger.info("each instance holds all experts: %s", problem)
     return not problem
 
 
-def _why_whole(device: DeviceConfig, info: ModelInfo, load_format: str) -> str:
+def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
     """Why experts are not spread unless that is asked for; empty if they are."""
-    if load_format == "dummy":
+    device = config.device
+    if config.model.load_format == "dummy":
         return "random weights are not spread"
+    if config.workers_elsewhere:
+        return "workers of an instance may be on several hosts (--nnodes, ray)"
     if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
         return "instances are sharded themselves (-tp, -pp)"
     return why_experts_stay_whole(info)

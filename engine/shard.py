@@ -62,6 +62,8 @@ class Shard:
     """The ranks of this stage; None if there is one."""
     stages: Communicator | None = None
     """The workers of this rank in all stages; None if there is one stage."""
+    device: int = 0
+    """Number of its CUDA device among those of its host."""
 
     @property
     def is_whole(self) -> bool:

@@ -14,6 +14,7 @@ import platform
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,7 +55,6 @@ logger = logging.getLogger("engine.worker")
 
 LOOK_SECONDS = 1e-3
 """How long a worker looks for the next step before it sleeps: about the time between two steps."""
-HOST = "127.0.0.1"
 
 
 class Worker:
@@ -115,19 +115,21 @@ class Worker:
         timeout = device.collective_timeout
         meet = self._receive()
         assert isinstance(meet, Meet)
-        store = groups.open_store(HOST, meet.port or None, is_host=not meet.port, timeout=timeout)
+        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=timeout)
         if not meet.port:
             self._send(Hosting(store.port))
         self._hosted = store  # whoever hosts it keeps it while others may still ask
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
-        for axis, rank, size, other in (
-            ("tp", begin.rank, device.tensor_parallel_size, begin.stage),
-            ("pp", begin.stage, device.pipeline_parallel_size, begin.rank),
+        tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
+        for axis, rank, size, other, hosts in (
+            ("tp", begin.rank, tp, begin.stage, begin.hosts[begin.stage * tp : (begin.stage + 1) * tp]),
+            ("pp", begin.stage, pp, begin.rank, begin.hosts[begin.rank :: tp]),
         ):
             if size > 1:
                 group = groups.form(
-                    store, 0, rank, size, choose_transport(), timeout, group=f"{axis}/{other}", host=HOST
-                )
+                    store, 0, rank, size, choose_transport(hosts), timeout,
+                    group=f"{axis}/{other}", host=begin.address,
+                )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group
         return Shard(
@@ -138,6 +140,7 @@ class Worker:
             split=device.split,
             ranks=formed["tp"],
             stages=formed["pp"],
+            device=begin.number,
         )
 
     def _wait_for_others(self) -> None:
@@ -175,9 +178,10 @@ class Worker:
         self._channel.send(self._encoder.encode(message))
 
 
-def choose_transport() -> Backend:
-    """Workers of an instance share a host."""
-    return "shared_memory" if platform.machine() in ("x86_64", "AMD64") else "gloo"
+def choose_transport(hosts: Sequence[str]) -> Backend:
+    """Of a group whose members run on these hosts: shared memory where it can be had."""
+    has_order = platform.machine() in ("x86_64", "AMD64")
+    return "shared_memory" if has_order and len(set(hosts)) == 1 else "gloo"
 
 
 def pin(cores: tuple[int, ...]) -> None:

@@ -6,7 +6,8 @@
 #   the head     coordinator, router and instance 0; makes the mesh key, which is copied to the other one
 #   the other    instance 1; its experts and those of instance 0 are one set, and all steps are taken together
 #
-# A third command on the other host tries to join without the key, and is told why it may not.
+# A third command on the other host tries to join without the key, and is told why it may not. At last both are
+# ended, and one instance is spread over the two hosts: a tensor-parallel rank on each.
 #
 #   sudo examples/two_hosts.sh [MODEL]     default: the model that ships with Lockstep
 #   LOG=/tmp/mesh.log sudo -E examples/two_hosts.sh
@@ -85,3 +86,17 @@ show head curl -sS http://127.0.0.1:8000/v1/completions -H 'Content-Type: applic
 echo
 show other lockstep doctor "${mesh[@]}" || true
 show other lockstep serve --headless -dpa "$HEAD" -dpp 62300 --insecure-mesh || echo "exit status $?"
+
+kill "${pids[@]}"
+wait "${pids[@]}" || true
+pids=()
+instance=(-tp 2 --nnodes 2 --master-addr "$HEAD" --mesh-key-file "$key")
+run head lockstep serve "$MODEL" "${instance[@]}" --node-rank 0
+run other lockstep serve "$MODEL" "${instance[@]}" --node-rank 1
+for _ in $(seq 120); do
+    (($(on head lockstep status --json --mesh-key-file "$key" 2>/dev/null | grep -c '"state": "ready"') == 1)) && break
+    sleep 0.5
+done
+show head curl -sS http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+    -d "{\"model\": \"$MODEL\", \"prompt\": \"The morning was so fine, that\", \"max_tokens\": 40}"
+echo

@@ -51,6 +51,13 @@ class Layout(msgspec.Struct, frozen=True):
         return dp, pp, tp
 
 
+def workers_of_node(workers: int, node: int, nnodes: int) -> range:
+    """The workers of an instance that run on a host, by their numbers (stage, then rank: neighbours stay
+    together). ``nnodes`` divides ``workers``."""
+    each = workers // nnodes
+    return range(node * each, (node + 1) * each)
+
+
 def usable_cores() -> int:
     """Cores that this process may run on (affinity and cpusets included)."""
     return len(os.sched_getaffinity(0))

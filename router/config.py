@@ -11,7 +11,7 @@ from msgspec import Meta
 from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Count, Natural, Port, Size, flag
-from engine.config import EngineConfig
+from engine.config import EngineConfig, check_keys
 from router.quotas import KeyLimits, limits_of, read_key_limits
 from router.reasoning import REASONING_PARSERS
 from router.structured_config import StructuredOutputsConfig, read_config
@@ -215,10 +215,38 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_server_count: Annotated[
         Count, flag("-asc", help="Router processes (front ends) that share the endpoint's port.")
     ] = 1
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"],
+        flag(
+            "-dpb",
+            help="Where instances run: mp, on this machine; ray, anywhere in its Ray cluster.",
+        ),
+    ] = "mp"
     restart: Annotated[
         bool, flag(help="Start a local instance that died again, under its rank, after a pause that grows.")
     ] = False
     log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        check_keys(self.mesh, self.engine.nodes)
+        if self.data_parallel_backend != "ray":
+            return
+        if self.engine.nodes.nnodes > 1:
+            raise ValueError("--nnodes with --data-parallel-backend ray: Ray knows its nodes, drop --nnodes")
+        if self.mesh.instance_address is not None:
+            raise ValueError(
+                f"--instance-address {self.mesh.instance_address} is of one host; with "
+                "--data-parallel-backend ray each instance finds its own, on the way to -dpa"
+            )
+
+    @property
+    def ray_flag(self) -> str | None:
+        """The flag that asks for Ray, if one does."""
+        if self.data_parallel_backend == "ray":
+            return "--data-parallel-backend ray"
+        if self.engine.device.distributed_executor_backend == "ray":
+            return "--distributed-executor-backend ray"
+        return None
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.tree import Tree
 
 from coordinator import process
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import to_argv
 from coordinator.messages import Settings
-from engine.config import SHIPPED_MODEL, DeviceConfig, EngineConfig, InstanceConfig
-from parallel.topology import threads_per_worker
+from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
+from parallel.topology import threads_per_worker, workers_of_node
 from router.config import RouterConfig, ServeConfig
 
 
@@ -37,13 +37,15 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     threads: int
     rank: int | None = None
+    module: str = ""
+    """What is run, if it is not the role's own package."""
     descriptors: tuple[int, ...] = ()
     """Sockets that it inherits."""
     workers: tuple[str, ...] = ()
     """Places of the processes that an instance starts itself, as ``PP0_TP1``; none: it computes by itself."""
 
     def command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", self.role, *self.argv]
+        return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
 
     def environment(self) -> dict[str, str]:
         """This process's own, with the thread share and the pid whose death ends the child."""
@@ -82,7 +84,7 @@ def process_table(
     if first is None and not mesh.headless:
         first = 0
     for number in range(mesh.local_size):
-        table.append(engine_spec(config, None if first is None else first + number, threads))
+        table.append(engine_spec(config, None if first is None else first + number, threads, number))
     if with_router and not mesh.headless:
         table += [_router(config, number, doors) for number in range(config.api_server_count)]
     return table
@@ -115,9 +117,10 @@ def _coordinator(
     )
 
 
-def engine_spec(config: ServeConfig, rank: int | None, threads: int) -> ProcessSpec:
-    """One instance; a rank beyond ``-dp`` is one that came later."""
+def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int = 0) -> ProcessSpec:
+    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of ``serve``."""
     size = config.mesh.data_parallel_size
+    on_ray = config.data_parallel_backend == "ray"
     arguments = InstanceConfig(
         mesh=msgspec.structs.replace(
             config.mesh,
@@ -126,25 +129,65 @@ def engine_spec(config: ServeConfig, rank: int | None, threads: int) -> ProcessS
             data_parallel_size_local=None,
             headless=False,
         ),
-        engine=config.engine if config.mesh.headless else _with_model(config.engine),
+        engine=_engine_of(config, number),
         log_level=config.log_level,
     )
     return ProcessSpec(
         name="Engine" if rank is None else f"Engine_{rank}",
         role="engine",
         argv=tuple(to_argv(arguments)),
-        address=f"{config.mesh.instance_address or 'tcp'}:*",
-        threads=threads,
+        address="in the Ray cluster" if on_ray else f"{config.mesh.instance_address or 'tcp'}:*",
+        threads=config.engine.device.cpu_threads or config.engine.device.num_workers if on_ray else threads,
         rank=rank,
-        workers=_workers(config.engine.device),
+        module="engine.cluster" if on_ray else "",
+        workers=_workers(config.engine),
     )
 
 
-def _workers(device: DeviceConfig) -> tuple[str, ...]:
+def node_specs(config: ServeConfig, cores: int) -> list[ProcessSpec]:
+    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers."""
+    nodes = config.engine.nodes
+    workers = config.engine.num_local_workers
+    instances = config.mesh.local_size
+    threads = config.engine.device.cpu_threads or cores // instances
+    return [
+        ProcessSpec(
+            name=f"Node_{nodes.node_rank}",
+            role="engine",
+            module="engine.nodes",
+            argv=tuple(
+                to_argv(
+                    InstanceConfig(
+                        mesh=config.mesh, engine=_engine_of(config, number), log_level=config.log_level
+                    )
+                )
+            ),
+            address=f"for {endpoint(nodes.master_addr, nodes.master_port + number)}",
+            threads=max(threads, workers),
+            workers=_workers(config.engine, nodes.node_rank),
+        )
+        for number in range(instances)
+    ]
+
+
+def _engine_of(config: ServeConfig, number: int) -> EngineConfig:
+    """Settings of the instance with this number among those of one ``serve``. Each waits for its hosts at a
+    port of its own."""
+    engine = config.engine if config.mesh.headless else _with_model(config.engine)
+    if engine.nodes.nnodes == 1:
+        return engine
+    port = engine.nodes.master_port + number
+    return msgspec.structs.replace(engine, nodes=msgspec.structs.replace(engine.nodes, master_port=port))
+
+
+def _workers(engine: EngineConfig, node: int = 0) -> tuple[str, ...]:
+    """Places of the workers that run on this host, for the table."""
+    device, nnodes = engine.device, engine.nodes.nnodes
     if not device.uses_processes:
         return ()
     stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
-    return tuple(f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks))
+    places = [f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks)]
+    return tuple(places[worker] for worker in workers_of_node(len(places), node, nnodes))
 
 
 def _with_model(engine: EngineConfig) -> EngineConfig:
@@ -183,8 +226,9 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
     """The process tree, before anything is started."""
     tree = Tree(title, highlight=False)
     for spec in table:
-        rank = {"engine": "any free rank" if spec.rank is None else f"rank {spec.rank}"}.get(spec.role, "")
-        most = "up to " if spec.rank is None and spec.role == "engine" else ""
+        is_instance = spec.role == "engine" and spec.module != "engine.nodes"
+        rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if is_instance else ""
+        most = "up to " if spec.rank is None and is_instance else ""
         threads = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
         branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {threads}", highlight=False)
         for place in spec.workers:

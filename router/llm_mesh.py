@@ -258,7 +258,12 @@ class PrivateMesh:
         ours = set(self._supervisor.pids)
         here = socket.gethostname()
         members = view.members if view is not None else []
-        return [member for member in members if member.host != here or member.pid not in ours]
+        return [
+            member
+            for member in members
+            if (member.host != here or member.pid not in ours)
+            and not self._supervisor.started(member.instance)
+        ]
 
     def _stop(self) -> None:
         for task in self._calls:

@@ -20,6 +20,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA devices; None when instances compute on the CPU."""
     devices_per_instance: int = 1
     cores: int
+    hosts_per_instance: int = 1
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -52,6 +53,11 @@ def plan(size: int, members: Sequence[Member], ours: Collection[int], machine: M
 
 def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> Plan:
     count = len(ours) + more
+    if machine.hosts_per_instance > 1:
+        raise Refused(
+            f"an instance needs {machine.hosts_per_instance} hosts (--nnodes): start a further one with "
+            "serve --headless on each of them, with another --master-port"
+        )
     if machine.devices is not None and count * machine.devices_per_instance > machine.devices:
         raise Refused(
             f"{count} instances of {machine.devices_per_instance} CUDA device(s) each are more than the "

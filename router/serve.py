@@ -24,11 +24,13 @@ from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from coordinator.tracing import TracingMissing, check_installed
 from engine.checkpoint import CheckpointError
+from engine.cluster import why_not
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind
+from router.node import run_node
 from router.overseer import Overseer
 from router.scaling import Machine
 from router.shelf import Shelf, Snapshot
@@ -49,6 +51,9 @@ def main_serve(argv: list[str] | None = None) -> int:
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
+    if config.ray_flag is not None and (missing := why_not()) is not None:
+        print(f"serve: error: {config.ray_flag}: {missing}", file=sys.stderr)
+        return process.EXIT_USAGE
     keys = process.mesh_keys(config.mesh, "serve")
     if config.mesh.observability.otlp_traces_endpoint is not None:
         try:
@@ -64,11 +69,13 @@ def main_serve(argv: list[str] | None = None) -> int:
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
-        problem = _tokenizer_problem(config, info.directory)
+        problem = None if config.engine.nodes.node_rank else _tokenizer_problem(config, info.directory)
         if problem is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
+    if config.engine.nodes.node_rank:
+        return run_node(config, title)
     try:
         with contextlib.ExitStack() as held:
             return _run(config, settings, title, held, keys)
@@ -119,16 +126,19 @@ def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
     threads = config.engine.device.cpu_threads or threads_per_worker(
         config.mesh.instances_here, usable_cores()
     )
-    return engine_spec(config, rank, threads)
+    return engine_spec(config, rank, threads, rank - (config.mesh.data_parallel_start_rank or 0))
 
 
 def machine_of(config: ServeConfig) -> Machine:
     device = config.engine.device
+    if config.data_parallel_backend == "ray":  # which says itself what it has room for
+        return Machine(devices=None, cores=sys.maxsize)
     devices = 0 if device.device == "cpu" else visible_cuda_devices()
     return Machine(
         devices=devices if devices or device.device == "cuda" else None,
-        devices_per_instance=device.tensor_parallel_size * device.pipeline_parallel_size,
+        devices_per_instance=max(1, config.engine.num_local_workers),
         cores=usable_cores(),
+        hosts_per_instance=config.engine.nodes.nnodes,
     )
 
 

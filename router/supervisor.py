@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import time
+import uuid
 from asyncio.subprocess import DEVNULL, Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,8 @@ class Child:
     rank: int | None
     instance: str = ""
     """Its name in the mesh, once it has registered."""
+    name: str = ""
+    """The one that it was given for that."""
     is_member: bool = False
     """It is in the newest view."""
     retired: bool = False
@@ -81,6 +84,8 @@ class Supervisor:
         self._coming_back: dict[int, ProcessSpec] = {}
         self._num_keys = 0
         self._gone: deque[int] = deque(maxlen=REMEMBERED_PIDS)
+        self._gone_names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
+        self._names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._watchers: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._stopping = False
@@ -118,6 +123,10 @@ class Supervisor:
     def pids(self) -> list[int]:
         """Of all processes that run."""
         return [child.process.pid for child in self._children.values()]
+
+    def started(self, instance: str) -> bool:
+        """Whether the instance of this name is ours."""
+        return instance in self._names
 
     async def run(self, until_ready: Callable[[], Awaitable[None]], *, takes_signals: bool = True) -> int:
         """Start all, wait for SIGTERM, SIGINT, :meth:`stop` or the end of what matters; returns the exit
@@ -165,10 +174,11 @@ class Supervisor:
         self._view = view
         here = socket.gethostname()
         of_pid = {child.process.pid: child for child in self._of_role("engine")}
+        of_name = {child.name: child for child in of_pid.values()}
         for child in of_pid.values():
             child.is_member = False
         for member in view.members:
-            ours = of_pid.get(member.pid) if member.host == here else None
+            ours = of_name.get(member.instance) or (of_pid.get(member.pid) if member.host == here else None)
             if ours is not None:
                 ours.rank, ours.instance, ours.is_member = member.rank, member.instance, True
                 ours.retired = ours.retired or not member.state.stays
@@ -200,15 +210,17 @@ class Supervisor:
         self._ended.set()
 
     async def _start(self, key: int, spec: ProcessSpec) -> None:
+        name = uuid.uuid4().hex[:12]
+        self._names.append(name)
         started = await asyncio.create_subprocess_exec(
             *spec.command(),
-            env=spec.environment(),
+            env={**spec.environment(), process.INSTANCE_VARIABLE: name},
             stdin=DEVNULL,
             start_new_session=True,
             pass_fds=spec.descriptors,
         )
         began = None if spec.role == "engine" else time.monotonic()
-        child = self._children[key] = Child(key, spec, started, began, spec.rank)
+        child = self._children[key] = Child(key, spec, started, began, spec.rank, name=name)
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -217,6 +229,7 @@ class Supervisor:
         status = await child.process.wait()
         self._children.pop(child.key, None)
         self._gone.append(child.process.pid)
+        self._gone_names.append(child.name)
         if self._ended.is_set():
             return
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
@@ -269,7 +282,7 @@ class Supervisor:
         if is_head and (status == 0 or self._others_serve()):
             logger.info("no local instance is left; the endpoint stays for others")
             return
-        logger.error("no local instance is left")
+        (logger.error if status else logger.info)("no local instance is left")
         self.problem = f"no local instance is left: {self._last_end}"
         self._end(exit_status(status))
 
@@ -278,7 +291,9 @@ class Supervisor:
         here = socket.gethostname()
         members = self._view.members if self._view else []
         return any(
-            member.state is State.READY and (member.host != here or member.pid not in self._gone)
+            member.state is State.READY
+            and member.instance not in self._gone_names
+            and (member.host != here or member.pid not in self._gone)
             for member in members
         )
 

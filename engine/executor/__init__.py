@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from coordinator.keys import MeshKeys
+    from coordinator.messages import Settings
     from engine.checkpoint import ModelInfo
     from engine.config import EngineConfig
     from engine.executor.base import Executor
+    from engine.executor.ends import Crew
+
+
+STARTUP_TIMEOUT = 600.0
 
 
 def make_executor(
@@ -19,6 +25,9 @@ def make_executor(
     *,
     cores: Sequence[int] = (),
     rank: int = 0,
+    settings: Settings | None = None,
+    startup_timeout: float = STARTUP_TIMEOUT,
+    keys: MeshKeys | None = None,
 ) -> Executor:
     """The executor that the settings ask for. Computing in this process loads torch, so call it in the one
     that computes.
@@ -28,12 +37,55 @@ def make_executor(
         place: (rank, size) among the instances over which experts are spread, if they are.
         cores: those that this instance shares with no other, if any.
         rank: of the instance.
+        settings: what workers on other hosts must agree on; with ``--nnodes`` only.
+        startup_timeout: seconds to wait for those hosts, or for room in a Ray cluster.
+        keys: of the mesh; other hosts must have them, too.
+
+    Raises:
+        executor.base.CannotStart: Ray is asked for and missing.
     """
     if config.device.uses_processes:
         from engine.executor.mp import MpExecutor
 
         assert place is None, "-ep with -tp or -pp is refused with the settings"
-        return MpExecutor(config, info, threads, cores, rank)
+        crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
+        return MpExecutor(config, info, crew, threads, cores)
     from engine.executor.uni import UniExecutor
 
     return UniExecutor(config, info, threads, place)
+
+
+def _make_crew(
+    config: EngineConfig,
+    threads: int,
+    rank: int,
+    settings: Settings | None,
+    timeout: float,
+    keys: MeshKeys | None,
+) -> Crew:
+    names = worker_names(config, rank)
+    if config.device.distributed_executor_backend == "ray":
+        from engine.cluster import why_not
+        from engine.executor.base import CannotStart
+
+        missing = why_not()
+        if missing:
+            raise CannotStart(f"--distributed-executor-backend ray: {missing}")
+        from engine.cluster.crew import RayCrew
+
+        assert settings is not None
+        return RayCrew(config, settings, names, timeout)
+    if config.nodes.nnodes > 1:
+        from engine.nodes.driver import NodeCrew
+
+        assert settings is not None
+        return NodeCrew(config, settings, names, threads, keys=keys, timeout=timeout)
+    from engine.executor.ends import LocalCrew
+
+    return LocalCrew(names, threads)
+
+
+def worker_names(config: EngineConfig, rank: int) -> list[str]:
+    """Of all workers of an instance, by stage, then rank."""
+    stages, ranks = config.device.pipeline_parallel_size, config.device.tensor_parallel_size
+    return [f"Worker_{rank}_PP{stage}_TP{each}" for stage in range(stages) for each in range(ranks)]

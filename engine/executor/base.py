@@ -34,6 +34,10 @@ class WorkerLost(RuntimeError):
     worker and how."""
 
 
+class CannotStart(RuntimeError):
+    """The workers of this instance could not be had; says what is missing and what to do."""
+
+
 class Executor(Protocol):
     """Owns the workers of one instance. Calls are made in this order, from one thread."""
 

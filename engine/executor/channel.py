@@ -26,7 +26,7 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end. Used from one thread."""
+    """One end. Used from one thread, or from one that sends and one that receives."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -92,6 +92,10 @@ class Channel:
                 os.sched_yield()
             else:
                 self._poll.poll()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for something to take."""
+        return bool(self._received) or bool(self._poll.poll(timeout * 1000))
 
     def close(self) -> None:
         self._end.close()

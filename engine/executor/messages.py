@@ -29,11 +29,18 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     threads: int
     cores: tuple[int, ...]
     """The only ones it may use; empty: any."""
+    address: str = "127.0.0.1"
+    """Of its host, where the other workers reach it."""
+    hosts: tuple[str, ...] = ()
+    """Where each worker of the instance runs, by stage, then rank; equal names can share memory."""
+    number: int = 0
+    """Among the workers of its host."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Form the groups at the store at this port; 0: host the store."""
+    """Form the groups at the store at this address and port; port 0: host the store."""
 
+    address: str
     port: int
 
 

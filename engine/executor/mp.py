@@ -1,9 +1,10 @@
-"""The executor with one process per worker: the engine keeps the scheduler, workers compute its steps.
+"""The executor with workers: the engine keeps the scheduler, processes here and elsewhere compute its steps.
 
 Every worker gets every step, as the same bytes and in the same order, so they cannot disagree; activations
 go between the workers without passing here. One worker of the last stage answers. A worker that ends is
 noticed by its pidfd and by the end of its channel, whichever is first, and takes the instance down: what it
-held is gone. (No torch: the engine's own process loads none.)
+held is gone. Where workers run and how they are reached is known to a :class:`engine.executor.ends.Crew`.
+(No torch: the engine's own process loads none.)
 """
 
 from __future__ import annotations
@@ -11,22 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
-from coordinator import process
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import EngineConfig
-from engine.executor.base import ExpertTimes, Progress, WorkerLost
-from engine.executor.channel import Channel, ChannelClosed
+from engine.executor.base import CannotStart, ExpertTimes, Progress, WorkerLost
+from engine.executor.channel import ChannelClosed
+from engine.executor.ends import END_TIMEOUT, Crew, WorkerEnd
 from engine.executor.messages import (
     Allocate,
     Allocated,
@@ -52,9 +49,6 @@ from engine.step import KVSpec, ModelFacts, Step, StepResult
 from engine.trace import Span
 from parallel.topology import cores_of_worker
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
@@ -63,85 +57,31 @@ LOOK_SECONDS = 1e-4
 """How long the engine looks for a result before it sleeps: its workers need the cores."""
 BLAME_SECONDS = 0.5
 """When a worker fails in a collective, how long to wait for news of the one whose end was the cause."""
-END_TIMEOUT = 5.0
-"""Seconds that a worker may take to end by itself."""
-
-
-class _Process:
-    """A worker process and this end of its channel."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self.name = name
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=_environment(threads),
-                start_new_session=True,
-            )
-        self.channel = Channel(ours)
-        self.inbox: deque[FromWorker] = deque()
-        """What it has said and nobody has asked for yet."""
-        self.pidfd = os.pidfd_open(self.child.pid)
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.child.pid})"
-
-    def how_it_ended(self) -> str:
-        """For messages; the process has ended or closed its channel."""
-        try:
-            status = self.child.wait(END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return "closed its channel"
-        if status >= 0:
-            return f"ended with status {status}"
-        hint = ": out of memory?" if -status == signal.SIGKILL else ""
-        return f"was killed by signal {-status} ({signal.Signals(-status).name}{hint})"
-
-    def end(self, deadline: float) -> None:
-        """Its channel is closed, so it ends by itself; it gets a moment for it."""
-        try:
-            self.child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            logger.warning("%s does not end: killed", self)
-            self.child.kill()
-            self.child.wait()
-        os.close(self.pidfd)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        process.PARENT_VARIABLE: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-    }
 
 
 class MpExecutor:
-    """Implements ``executor.base.Executor`` with processes of this host."""
+    """Implements ``executor.base.Executor`` with the workers of a crew."""
 
     needs_tokens = True
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, threads: int, cores: Sequence[int] = (), rank: int = 0
+        self, config: EngineConfig, info: ModelInfo, crew: Crew, threads: int, cores: Sequence[int] = ()
     ) -> None:
-        """``rank``: of the instance, for the workers' names."""
+        """``threads``: of each worker on this host; ``cores``: those that this instance has for itself."""
         self._config = config
         self._info = info
-        self._rank = rank
+        self._crew = crew
         self._threads = threads
         self._cores = tuple(cores)
-        self._workers: list[_Process] = []
+        self._workers: list[WorkerEnd] = []
         self._kv: list[KVSpec] = []
         self._on_cpu = True
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
         self._poll = select.poll()
         device = config.device
+        self._problem = ""
+        """Why the instance cannot go on."""
         self._serves = False
         """Whether all workers wait for steps, so that they end as soon as they are told to."""
         self._layout = device.pipeline_parallel_size, device.tensor_parallel_size
@@ -155,13 +95,16 @@ class MpExecutor:
 
     def load(self, progress: Progress) -> ModelFacts:
         """See ``executor.base.Executor``. Workers start, find each other, and read their shares at once."""
-        progress("starting workers")
-        self._start()
+        try:
+            self._start(progress)
+        except CannotStart as error:
+            self._problem = str(error)
+            raise
         first, *others = self._workers
-        self._send(first, Meet(0))
+        self._send(first, Meet(first.address, 0))
         port = self._await(first, Hosting, progress).port
         for worker in others:
-            self._send(worker, Meet(port))
+            self._send(worker, Meet(first.address, port))
         for worker in self._workers:
             self._await(worker, Read, progress)
         self._send_all(FirstRun())
@@ -178,15 +121,15 @@ class MpExecutor:
         self._serves = True
         return _combined([each.facts for each in loaded])
 
-    def _start(self) -> None:
+    def _start(self, progress: Progress) -> None:
+        self._crew.start(self._workers, progress)
         stages, ranks = self._layout
         places = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
-        for stage, rank in places:  # all first, since they spend seconds on imports
-            worker = _Process(f"Worker_{self._rank}_PP{stage}_TP{rank}", self._threads)
-            self._workers.append(worker)
+        for worker in self._workers:
             self._poll.register(worker.channel, select.POLLIN)
-            self._poll.register(worker.pidfd, select.POLLIN)
-        for number, (worker, (stage, rank)) in enumerate(zip(self._workers, places, strict=True)):
+            self._poll.register(worker.ended, select.POLLIN)
+        hosts = tuple(worker.host for worker in self._workers)
+        for worker, (stage, rank) in zip(self._workers, places, strict=True):
             self._send(
                 worker,
                 Begin(
@@ -197,13 +140,19 @@ class MpExecutor:
                     info=self._info,
                     stage=stage,
                     rank=rank,
-                    threads=self._threads,
-                    cores=self._cores_of(number),
+                    threads=self._crew.threads_of(worker) or self._threads,
+                    cores=self._cores_of(worker),
+                    address=worker.address,
+                    hosts=hosts,
+                    number=worker.number,
                 ),
             )
 
-    def _cores_of(self, worker: int) -> tuple[int, ...]:
-        return cores_of_worker(self._cores, worker, len(self._workers), self._threads)
+    def _cores_of(self, worker: WorkerEnd) -> tuple[int, ...]:
+        if self._crew.threads_of(worker) is not None:
+            return ()
+        neighbours = sum(other.host == worker.host for other in self._workers)
+        return cores_of_worker(self._cores, worker.number, neighbours, self._threads)
 
     # ---- the cache
 
@@ -212,7 +161,8 @@ class MpExecutor:
         self._send_all(FreeMemory())
         free = [self._await(worker, Free).num_bytes for worker in self._workers]
         if self._on_cpu:
-            free = [each // len(free) for each in free]  # all of them see the same memory
+            sharers = Counter(worker.host for worker in self._workers)  # all of a host see the same memory
+            free = [each // sharers[worker.host] for each, worker in zip(free, self._workers, strict=True)]
         largest = max(kv.bytes_per_token for kv in self._kv)
         return min(
             each * largest // max(kv.bytes_per_token, 1) for each, kv in zip(free, self._kv, strict=True)
@@ -259,8 +209,9 @@ class MpExecutor:
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
         self._threads, self._cores = threads, tuple(cores)
-        for number, worker in enumerate(self._workers):
-            self._send(worker, SetThreads(threads, self._cores_of(number)))
+        for worker in self._workers:
+            if self._crew.threads_of(worker) is None:
+                self._send(worker, SetThreads(threads, self._cores_of(worker)))
 
     def spans(self) -> dict[str, list[Span]]:
         """See ``executor.base.Executor``."""
@@ -271,12 +222,13 @@ class MpExecutor:
         """End the workers. While they load, and when one is lost, they hold nothing worth waiting for."""
         for worker in self._workers:
             if not self._serves:
-                worker.child.kill()
+                worker.kill()
             worker.channel.close()
         deadline = time.monotonic() + END_TIMEOUT
         for worker in self._workers:
             worker.end(deadline)
         self._workers.clear()
+        self._crew.close(self._problem)
 
     # ---- talking
 
@@ -285,16 +237,16 @@ class MpExecutor:
         for worker in self._workers:
             self._send_bytes(worker, payload)
 
-    def _send(self, worker: _Process, message: ToWorker) -> None:
+    def _send(self, worker: WorkerEnd, message: ToWorker) -> None:
         self._send_bytes(worker, self._encoder.encode(message))
 
-    def _send_bytes(self, worker: _Process, payload: bytes) -> None:
+    def _send_bytes(self, worker: WorkerEnd, payload: bytes) -> None:
         try:
             worker.channel.send(payload)
         except ChannelClosed:
             self._lost(worker)
 
-    def _await(self, worker: _Process, kind: type[Answer], progress: Progress | None = None) -> Answer:
+    def _await(self, worker: WorkerEnd, kind: type[Answer], progress: Progress | None = None) -> Answer:
         """The next answer of a worker, which must be of this kind.
 
         Raises:
@@ -324,10 +276,10 @@ class MpExecutor:
             if worker.channel.fileno() in descriptors:
                 self._drain(worker)
         for worker in self._workers:
-            if worker.pidfd in descriptors:
+            if worker.ended in descriptors:
                 self._lost(worker)
 
-    def _drain(self, worker: _Process) -> None:
+    def _drain(self, worker: WorkerEnd) -> None:
         """Put all that a worker has said into its inbox.
 
         Raises:
@@ -342,30 +294,32 @@ class MpExecutor:
         except ChannelClosed:
             self._lost(worker)
 
-    def _failed(self, worker: _Process, failure: Failed) -> NoReturn:
+    def _failed(self, worker: WorkerEnd, failure: Failed) -> NoReturn:
+        self._serves = False
+        self._problem = f"{worker} failed: {failure.kind}: {failure.text}"
         if failure.kind == "CheckpointError":
             raise CheckpointError(failure.text)
         if failure.kind == "MemoryError":
             raise MemoryError(failure.text)
         if failure.kind == "CollectiveError":  # most likely the end of another worker is behind it
             self._look_for_deaths(worker)
-        self._serves = False
-        raise WorkerLost(f"{worker} failed: {failure.kind}: {failure.text}")
+        raise WorkerLost(self._problem)
 
-    def _look_for_deaths(self, complains: _Process) -> None:
+    def _look_for_deaths(self, complains: WorkerEnd) -> None:
         deaths = select.poll()
         for worker in self._workers:
             if worker is not complains:
-                deaths.register(worker.pidfd, select.POLLIN)
+                deaths.register(worker.ended, select.POLLIN)
         ended = {descriptor for descriptor, _ in deaths.poll(BLAME_SECONDS * 1000)}
-        killed = [worker for worker in self._workers if worker.pidfd in ended and worker.child.poll() != 0]
-        # One that failed itself ends with status 1; who was killed is the cause.
-        for worker in sorted(killed, key=lambda worker: worker.child.returncode):
+        killed = [worker for worker in self._workers if worker.ended in ended and worker.status != 0]
+        # One that failed itself ends with status 1; who was killed, or went with its host, is the cause.
+        for worker in sorted(killed, key=lambda worker: worker.status or 0):
             self._lost(worker)
 
-    def _lost(self, worker: _Process) -> NoReturn:
+    def _lost(self, worker: WorkerEnd) -> NoReturn:
         self._serves = False
-        raise WorkerLost(f"{worker} {worker.how_it_ended()}")
+        self._problem = f"{worker} {worker.how_it_ended()}"
+        raise WorkerLost(self._problem)
 
 
 def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:

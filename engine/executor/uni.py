@@ -143,13 +143,13 @@ class UniExecutor:
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         if wanted == "cuda" and not self._shard.is_whole:
-            workers = self._shard.num_stages * self._shard.size
-            if workers > torch.cuda.device_count():
+            found, place = torch.cuda.device_count(), self._shard.device
+            if place >= found:
                 raise CheckpointError(
-                    f"-tp {self._shard.size} -pp {self._shard.num_stages} needs {workers} CUDA devices, one "
-                    f"for each worker; torch finds {torch.cuda.device_count()} here"
+                    f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
+                    f"on this host, each of which needs a CUDA device; torch finds {found} here"
                 )
-            return torch.device("cuda", self._shard.stage * self._shard.size + self._shard.rank)
+            return torch.device("cuda", place)
         return torch.device(wanted)
 
     def free_kv_memory(self) -> int:

@@ -143,7 +143,8 @@ def test_the_end_of_a_worker_is_the_end_of_the_instance(
 def start(
     directory: Path, info: ModelInfo, errors: list[BaseException]
 ) -> tuple[MpExecutor, threading.Thread]:
-    executor = MpExecutor(settings(directory, tensor_parallel_size=2), info, 1)
+    executor = make_executor(settings(directory, tensor_parallel_size=2), info, 1)
+    assert isinstance(executor, MpExecutor)
 
     def load() -> None:
         try:
@@ -163,7 +164,7 @@ def test_a_worker_that_dies_while_it_starts_is_noticed_at_once(directory: Path) 
     while len(executor._workers) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    executor._workers[1].child.send_signal(signal.SIGKILL)
+    executor._workers[1].kill()
     began = time.monotonic()
     thread.join(5)
     assert time.monotonic() - began < 1.0

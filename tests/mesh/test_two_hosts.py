@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from coordinator import keys
 from coordinator.messages import State, View
+from coordinator.process import EXIT_REFUSED, EXIT_WORKER_LOST
 from engine.config import SHIPPED_MODEL
 from router.doctor.findings import Level
 from router.doctor.report import Report
@@ -95,6 +98,86 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
         assert first.stop() == 0
 
 
+ONE_INSTANCE = [SHIPPED_MODEL, "-tp", "2", *SMALL, "--nnodes", "2", "--collective-timeout", "20"]
+
+
+def test_one_instance_over_two_hosts(hosts: tuple[Host, Host], key: Path, tmp_path: Path) -> None:
+    """A tensor-parallel rank here and one there: the same text as one process gives; strangers stay outside;
+    and when a worker there is killed, all of it ends, on both hosts."""
+    head, other = hosts
+    with head.command(tmp_path / "alone.log", "router.serve", SHIPPED_MODEL, *SMALL) as alone:
+        alone.wait_for("1 instance ready")
+        expected = completion(head, 0)
+        alone.stop()
+    nodes = [*ONE_INSTANCE, "--master-addr", head.address]
+    member = [*nodes, "--mesh-key-file", str(key)]
+    with head.command(tmp_path / "head.log", "router.serve", *member) as first:
+        first.wait_for("waiting for node rank 1 of 2")
+        assert_wrong_hosts_are_refused(other, nodes, key, tmp_path)
+        with other.command(tmp_path / "other.log", "router.serve", *member, "--node-rank", "1") as second:
+            first.wait_for("1 instance ready")
+            assert f"Worker_0_PP0_TP1 on {other.name}" in first.log
+            assert head.listening() == {"127.0.0.1", head.address}
+            assert other.listening() <= {other.address}
+            assert completion(head, 0) == expected
+            pids = [each.pid for each in (*first.family(), *second.family())]
+            there = second.child("Worker_0_PP0_TP1")
+            killed_at = time.monotonic()
+            there.kill()
+            first.wait_for("lost a worker: Worker_0_PP0_TP1", 20)
+            assert time.monotonic() - killed_at < 5.0, "a second, on a host that is not busy"
+            assert f"on {other.name} (node rank 1)) was killed by signal 9" in first.log
+            assert (first.end(30), second.end(30)) == (EXIT_WORKER_LOST, EXIT_WORKER_LOST)
+            assert "the instance ends: Worker_0_PP0_TP1" in second.log
+            wait_until(lambda: not any(map(psutil.pid_exists, pids)), 10, "no process is left on either host")
+
+
+def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp_path: Path) -> None:
+    """Another key, settings, number of hosts or place: told so, with the difference."""
+    keys.write(keys.generate(), tmp_path / "their.key")
+    for flags, reason in (
+        (["--mesh-key-file", str(tmp_path / "their.key")], "it has another mesh key"),
+        (["--mesh-key-file", str(key), "--dtype", "bfloat16"], "--dtype is bfloat16, the engine has float32"),
+    ):
+        with other.command(
+            tmp_path / "wrong.log", "router.serve", *nodes, "--node-rank", "1", *flags
+        ) as wrong:
+            assert wrong.end(60) == EXIT_REFUSED, wrong.log
+            assert reason in wrong.log
+
+
+def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    """A pipeline over both hosts; the engine is killed, so that it can tell nobody. Then one host alone."""
+    head, other = hosts
+    pipeline = [SHIPPED_MODEL, "-pp", "2", *SMALL, "--nnodes", "2", "--master-addr", head.address]
+    member = [*pipeline, "--mesh-key-file", str(key)]
+    with (
+        head.command(tmp_path / "head.log", "router.serve", *member) as first,
+        other.command(tmp_path / "other.log", "router.serve", *member, "--node-rank", "1") as second,
+    ):
+        first.wait_for("1 instance ready")
+        assert completion(head, 0)
+        workers = [first.child("Worker_0_PP0_TP0"), second.child("Worker_0_PP1_TP0")]
+        first.child("Engine_0").kill()
+        assert second.end(20) == EXIT_WORKER_LOST
+        assert "the engine is gone: its connection broke" in second.log
+        assert first.end(30) != 0
+        wait_until(lambda: not any(each.is_running() for each in workers), 10, "no orphan")
+    with head.command(tmp_path / "lonely.log", "router.serve", *member, "--startup-timeout", "5") as lonely:
+        assert lonely.end(60) == 1
+        assert "node rank 1" in lonely.log
+        assert "did not come within 4 s: start `serve --nnodes 2 --node-rank 1" in lonely.log
+    with other.command(
+        tmp_path / "early.log", "router.serve", *member, "--node-rank", "1", "--startup-timeout", "2"
+    ) as early:
+        assert early.end(60) == 1
+        assert (
+            f"gave up after 2 s of waiting for the engine (node rank 0) at tcp://{head.address}" in early.log
+        )
+
+
 def assert_strangers_are_refused(head: Host, other: Host, mesh: list[str], tmp_path: Path) -> None:
     """Without a key, and with another: told so, at once."""
     keys.write(keys.generate(), tmp_path / "their.key")
@@ -115,6 +198,11 @@ def assert_strangers_are_refused(head: Host, other: Host, mesh: list[str], tmp_p
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (
+            ["-tp", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "{head}"],
+            "so the mesh needs a key: make one with `lockstep keygen FILE`",
+        ),
+        (["-tp", "2", "--nnodes", "3"], "cannot be spread evenly. Numbers of hosts that can: 1, 2"),
         (["-dpa", "{head}"], "so the mesh needs a key: make one with `lockstep keygen FILE`"),
         (["-dpa", "0.0.0.0", "--insecure-mesh"], "choose one of this host's: {other} (eth0)"),
     ],

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from parallel.topology import Layout, threads_per_worker, usable_cores, visible_cuda_devices
+from parallel.topology import (
+    Layout,
+    threads_per_worker,
+    usable_cores,
+    visible_cuda_devices,
+    workers_of_node,
+)
 
 
 def test_ranks_and_coordinates_are_inverse_with_tp_fastest() -> None:
@@ -39,3 +45,10 @@ def test_cuda_devices_are_those_that_were_left_visible(monkeypatch: pytest.Monke
         assert visible_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_cuda_devices() == len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+@pytest.mark.parametrize(("workers", "nnodes"), [(4, 1), (4, 2), (6, 3), (2, 2)])
+def test_each_worker_is_on_one_node_and_neighbours_stay_together(workers: int, nnodes: int) -> None:
+    dealt = [worker for node in range(nnodes) for worker in workers_of_node(workers, node, nnodes)]
+    assert dealt == list(range(workers))
+    assert len({len(workers_of_node(workers, node, nnodes)) for node in range(nnodes)}) == 1

@@ -1,0 +1,17 @@
+"""Ray: workers as actors (``--distributed-executor-backend ray``), and instances anywhere in a cluster
+(``--data-parallel-backend ray``).
+
+The only modules that load Ray, and only when it is asked for. Ray places processes and notices their deaths;
+what passes through calls of its actors is msgpack of Lockstep's own messages, as bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+INSTALL = "Ray is not installed here: pip install 'lockstep[ray]', on all nodes of the cluster"
+
+
+def why_not() -> str | None:
+    """Why Ray cannot be used on this host, None if it can. Does not load it."""
+    return None if importlib.util.find_spec("ray") is not None else INSTALL

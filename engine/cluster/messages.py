@@ -1,0 +1,45 @@
+"""What passes through calls of actors, as msgpack: asked by an engine or launcher, answered by an actor."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import ModelConfig
+
+
+class Look(msgspec.Struct, frozen=True):
+    """Say where you are. A model: find it there."""
+
+    model: ModelConfig | None = None
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an actor is."""
+
+    host: str
+    address: str
+    """Of the node, as Ray knows it."""
+    pid: int
+    boot: str
+    """Equal for processes that see each other's ids."""
+    versions: dict[str, str]
+    directory: str = ""
+    fingerprint: str = ""
+    problem: str = ""
+    """Why the model cannot be had there."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Start an instance."""
+
+    argv: list[str]
+    """Behind ``python -m engine``."""
+    environment: dict[str, str]
+    """Beside what the node has."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance has printed since the last one, and how it ended, if it has."""
+
+    output: bytes
+    status: int | None

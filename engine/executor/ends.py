@@ -1,0 +1,215 @@
+"""The engine's end of a worker, wherever that runs (no torch).
+
+To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the
+worker has ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket
+pair, too, inside this process: somebody who knows the way to it (:mod:`engine.nodes.driver`,
+:mod:`engine.cluster.crew`) holds its other end, and passes messages on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Protocol
+
+from coordinator import process
+from engine.executor.base import Progress
+from engine.executor.channel import Channel
+from engine.executor.messages import FromWorker
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT = 5.0
+"""Seconds that a worker may take to end by itself."""
+LOOPBACK = "127.0.0.1"
+
+
+class WorkerEnd(ABC):
+    """One worker, seen from its engine."""
+
+    channel: Channel
+    ended: int
+    """A descriptor that is readable once the worker has ended."""
+
+    def __init__(self, name: str, host: str = "", address: str = LOOPBACK, number: int = 0) -> None:
+        """``host``: equal for workers that can share memory. ``address``: where others reach its torch
+        groups. ``number``: of the worker among those of its host."""
+        self.name = name
+        self.host = host
+        self.address = address
+        self.number = number
+        self.inbox: deque[FromWorker] = deque()
+        """What it has said and nobody has asked for yet."""
+
+    @property
+    @abstractmethod
+    def status(self) -> int | None:
+        """How it ended, as subprocess has it; None: it runs, or that is not known."""
+
+    @abstractmethod
+    def how_it_ended(self) -> str:
+        """For messages; the worker has ended or closed its channel."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    @abstractmethod
+    def end(self, deadline: float) -> None:
+        """Its channel is closed, so it ends by itself; it gets until then (monotonic clock)."""
+
+
+class Crew(Protocol):
+    """Whoever starts the workers of an instance."""
+
+    def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
+        """Start all workers, and append them to ``workers`` by stage, then rank.
+
+        Raises:
+            executor.base.CannotStart: they could not be had; the message says what is missing.
+        """
+        ...
+
+    def threads_of(self, worker: WorkerEnd) -> int | None:
+        """Compute threads that the worker keeps, whatever the engine's host has; None: the engine decides."""
+        ...
+
+    def close(self, problem: str) -> None:
+        """After the workers: let go of what was needed to reach them. ``problem``: why the instance ends, if
+        it does not end as it was told to."""
+        ...
+
+
+def told(status: int) -> str:
+    """How a process ended, for people. ``status`` is subprocess's."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = ": out of memory?" if -status == signal.SIGKILL else ""
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name}{hint})"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class LocalWorker(WorkerEnd):
+    """A child process. The kernel kills it when this one dies."""
+
+    def __init__(
+        self, name: str, threads: int, host: str = "", address: str = LOOPBACK, number: int = 0
+    ) -> None:
+        super().__init__(name, host, address, number)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=_environment(threads),
+                start_new_session=True,
+            )
+        self.channel = Channel(ours)
+        self.ended = os.pidfd_open(self.child.pid)
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.child.pid})"
+
+    @property
+    def status(self) -> int | None:
+        return self.child.poll()
+
+    def how_it_ended(self) -> str:
+        try:
+            return told(self.child.wait(END_TIMEOUT))
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+
+    def kill(self) -> None:
+        self.child.kill()
+
+    def end(self, deadline: float) -> None:
+        try:
+            self.child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning("%s does not end: killed", self)
+            self.child.kill()
+            self.child.wait()
+        os.close(self.ended)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        process.PARENT_VARIABLE: str(os.getpid()),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
+
+
+class RelayedWorker(WorkerEnd):
+    """A worker elsewhere. Who relays uses ``relay`` and tells of the worker's end, from another thread."""
+
+    def __init__(self, name: str, where: str, host: str, address: str, number: int) -> None:
+        """``where``: of the worker, for people, like ``pid 12 on alpha``."""
+        super().__init__(name, host, address, number)
+        ours, theirs = socket.socketpair()
+        self.channel, self.relay = Channel(ours), Channel(theirs)
+        self.where = where
+        self.ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._how: str | None = None
+        self._status: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})"
+
+    @property
+    def status(self) -> int | None:
+        return self._status
+
+    def gone(self, how: str, status: int | None = None) -> None:
+        """The worker has ended; only the first word counts. By whoever relays."""
+        if self._how is None:
+            self._how, self._status = how, status
+            os.eventfd_write(self.ended, 1)
+
+    def how_it_ended(self) -> str:
+        return self._how or "closed its channel"
+
+    def kill(self) -> None:
+        """What ends it is the end of the relay, which is told by its crew."""
+
+    def end(self, deadline: float) -> None:
+        """Its crew sees to that."""
+
+    def forget(self) -> None:
+        """Nobody relays any more."""
+        self.relay.close()
+        os.close(self.ended)
+
+
+class LocalCrew:
+    """All workers are processes of this host."""
+
+    def __init__(self, names: list[str], threads: int) -> None:
+        self._names = names
+        self._threads = threads
+
+    def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
+        """See ``Crew``."""
+        progress("starting workers")
+        for number, name in enumerate(self._names):  # all first, since they spend seconds on imports
+            workers.append(LocalWorker(name, self._threads, number=number))
+
+    def threads_of(self, worker: WorkerEnd) -> int | None:
+        """See ``Crew``."""
+        return None
+
+    def close(self, problem: str) -> None:
+        """There is nothing beside the workers."""

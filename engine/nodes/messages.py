@@ -1,0 +1,103 @@
+"""What an engine and the hosts of its workers say to each other, over typed ZeroMQ (no torch).
+
+What is for a worker, or from one, is passed on as the bytes that :mod:`engine.executor.messages` defines;
+workers are told apart by their numbers in the instance (stage, then rank).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.messages import Settings
+from engine.config import ModelConfig
+
+# ---- a host -> the engine
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """Take this host. Repeated until there is an answer."""
+
+    node_rank: int
+    nnodes: int
+    host: str
+    """Its name, for people."""
+    address: str
+    """Where its workers reach and are reached by those of other hosts."""
+    versions: dict[str, str]
+    settings: Settings | None
+    """Of the model and how it is run; None: whatever the engine has."""
+
+
+class Hired(msgspec.Struct, frozen=True, tag="hired"):
+    """The workers run. Process ids by number."""
+
+    pids: dict[int, int]
+
+
+class Said(msgspec.Struct, frozen=True, tag="said"):
+    """A worker says this."""
+
+    worker: int
+    payload: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A worker's process has ended."""
+
+    worker: int
+    status: int
+    """As subprocess has it: negative for a signal."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The host goes, and its workers with it."""
+
+    reason: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Nothing new. Both sides say it at intervals."""
+
+
+ToEngine = Join | Hired | Said | Ended | Leaving | Alive
+
+# ---- the engine -> a host
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """You are expected; others are missing."""
+
+    missing: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Not you, and why."""
+
+    reason: str
+
+
+class Hire(msgspec.Struct, frozen=True, tag="hire"):
+    """All hosts are here: start these workers. Names by number."""
+
+    names: dict[int, str]
+    model: ModelConfig
+    """What to serve; each host finds its own copy."""
+    fingerprint: str
+
+
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """Pass this on to a worker. What comes first is a ``Begin``; the host puts in what is its own."""
+
+    worker: int
+    payload: bytes
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """The instance ends: end its workers."""
+
+    status: int
+    """The exit status that tells it best."""
+    reason: str
+
+
+ToNode = Wait | Refused | Hire | Tell | End | Alive
