@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from coordinator import process
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import CannotStart, ExpertTimes, Progress, WorkerLost
