@@ -245,7 +245,7 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "names no function of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "must be auto, any, tool or none"),
         ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "Invalid type: x"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "not supported yet"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": False}}}, "no answer can follow"),
         ({"stop_sequences": [""]}, "must not be empty"),
     ],
 )  # fmt: skip
