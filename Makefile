@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-serving bench-wake soak chaos fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -35,6 +35,12 @@ bench-serving: $(STAMP)  ## the load generator against the shipped model: table 
 
 bench-wake: $(STAMP)  ## what the first token after a sleep costs
 	$(BIN)/python examples/bench_wake.py --output-json build/bench-wake.json $(ARGS)
+
+bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
+	$(BIN)/python examples/bench_structured.py --output-json build/bench-structured.json $(ARGS)
+
+structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed
+	$(BIN)/python -m tests.mesh.structured --schemas 200 --kill $(ARGS)
 
 soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails if anything is lost
 	$(BIN)/python examples/soak.py --minutes 10 --output-json build/soak.json $(ARGS)

@@ -238,11 +238,14 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"system": [{"type": "image"}]}, "system holds other content than text"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of your own"),
         ({"tools": [{"input_schema": {}}]}, "object with a name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "needs structured outputs"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}},
+            "tools: Invalid type: x",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "names no function of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "must be auto, any, tool or none"),
-        ({"output_format": {"type": "json_schema", "schema": {}}}, "not supported yet"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "not supported yet"),
+        ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "Invalid type: x"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": False}}}, "no answer can follow"),
         ({"stop_sequences": [""]}, "must not be empty"),
     ],
 )  # fmt: skip
