@@ -29,7 +29,7 @@ COMPILE = (
 COMPILE_TIMEOUT = 120.0
 """Seconds; it takes about four."""
 OFF = "LOCKSTEP_NATIVE_KERNELS"
-"""Environment variable: 0 keeps to torch's own operators."""
+"""Environment variable: 0 keeps to torch's own operators, avx512 does without AMX."""
 
 
 class Library:
@@ -49,10 +49,16 @@ class Library:
         self.operation_bytes = int(self._loaded.lockstep_operation_bytes())
         self.step_bytes = int(self._loaded.lockstep_step_bytes())
         self.exchange_bytes = int(self._loaded.lockstep_exchange_bytes())
-        self.has_tiles = bool(self._loaded.lockstep_has_tiles())
-        """Whether matrix products use AMX."""
-        self.key = path.stem
+        self._use_tiles = self._loaded.lockstep_use_tiles
+        self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
+        self.has_tiles = False
+        self.use_tiles(os.environ.get(OFF) != "avx512")
+        self.key = f"{path.stem} {self.has_tiles}"
         """Names the source and the kind of CPU: instances with the same compute the same bits."""
+
+    def use_tiles(self, wanted: bool) -> None:
+        """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without. Between two steps."""
+        self.has_tiles = self._use_tiles(int(wanted)) != 0
 
     def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
         """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16. False if

@@ -128,7 +128,7 @@ void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int6
 
 #endif
 
-bool tiles_allowed = ask_for_tiles();
+bool tiles_allowed = false;
 
 template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }

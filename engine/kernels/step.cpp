@@ -148,5 +148,6 @@ int64_t lockstep_run(const void* operations, int64_t count, const void* step, in
 int64_t lockstep_operation_bytes() { return sizeof(Operation); }
 int64_t lockstep_step_bytes() { return sizeof(Step); }
 int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
-int64_t lockstep_has_tiles() { return tiles_allowed; }
+// Whether products use AMX: asks for it, or switches it off.
+int64_t lockstep_use_tiles(int64_t wanted) { return tiles_allowed = wanted != 0 && ask_for_tiles(); }
 }
