@@ -66,21 +66,32 @@ bool ask_for_tiles() {
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// All eight tiles are 16 rows of 64 bytes while one of these lives, in this thread.
-class TileScope {
+struct TileShapes { uint8_t bytes[8], rows[8]; };
+constexpr TileShapes FULL{{64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+void shape_tiles(const TileShapes& shapes) {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } config;
+    for (int tile = 0; tile < 8; ++tile) config.bytes[tile] = shapes.bytes[tile], config.rows[tile] = shapes.rows[tile];
+    _tile_loadconfig(&config);
+}
+
+// This thread uses tiles while it lives: full ones.
+class TileUse {
     bool used;
 
    public:
-    explicit TileScope(bool use) : used(use) {
-        if (!used) return;
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
-        } shape;
-        _tile_loadconfig(&shape);
-    }
-    ~TileScope() { if (used) _tile_release(); }
+    explicit TileUse(bool use) : used(use) { if (used) shape_tiles(FULL); }
+    ~TileUse() { if (used) _tile_release(); }
+};
+
+// Within such a use, other ones.
+struct TileScope {
+    explicit TileScope(const TileShapes& shapes) { shape_tiles(shapes); }
+    ~TileScope() { shape_tiles(FULL); }
 };
 
 // out: [ROW_TILES][2] blocks of 16 x 16 sums
@@ -120,8 +131,8 @@ void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint
 #else
 
 bool ask_for_tiles() { return false; }
-struct TileScope {
-    explicit TileScope(bool) {}
+struct TileUse {
+    explicit TileUse(bool) {}
 };
 template <int ROW_TILES>
 void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int64_t, float*) {}

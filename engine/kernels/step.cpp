@@ -93,7 +93,7 @@ template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
     Team team(threads);
     auto work = [&](int member) {
-        TileScope tiles(use_tiles<T>());
+        TileUse tiles(use_tiles<T>());
         auto began = std::chrono::steady_clock::now();
         for (int64_t number = 0; number < count; ++number) {
             const Operation& op = operations[number];
