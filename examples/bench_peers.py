@@ -6,10 +6,10 @@
     python examples/bench_peers.py --models moe-small --systems lockstep lockstep-ep vllm transformers
     python examples/bench_peers.py --workloads prefix --concurrency 32
 
-All servers of a model are started first and stay; those that are not measured sleep. Then each is loaded in turn,
-again and again, so that whatever else the machine does hits all of them. Printed are medians over the repeats with
-the lowest and the highest, and how many times the best of Lockstep's settings is ahead of each other system,
-again per repeat. The models are made at the first run (``make_bench_models.py``).
+All servers of a model are started first and stay; those that are not measured sleep. Then each is loaded in
+turn, again and again, so that whatever else the machine does hits all of them. Printed are medians over the
+repeats with the lowest and the highest, and how many times the best of Lockstep's settings is ahead of
+each other system, again per repeat. The models are made at the first run (``make_bench_models.py``).
 
     lockstep          serve MODEL -dp 2: an instance for each core, experts whole on each
     lockstep-dp1      serve MODEL -dp 1: one instance with all cores
@@ -19,8 +19,8 @@ again per repeat. The models are made at the first run (``make_bench_models.py``
     vllm-eager        vllm serve MODEL --enforce-eager
     transformers      transformers serve MODEL --continuous-batching, all cores
 
-transformers takes texts, so it gets the prompts as text. Before and after, memory bandwidth and the rate of matrix
-products are measured: compare runs only where these agree, and numbers of one run rather than of two.
+transformers takes texts, so it gets the prompts as text. Before and after, memory bandwidth and the rate of
+matrix products are measured: compare runs only where these agree, and numbers of one run rather than of two.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ class System:
 
 
 CORES = os.cpu_count() or 1
-OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port} --max-model-len 2048"
-OURS += " --disable-access-log --kv-cache-memory-bytes 1G"
-VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port} --max-model-len 2048"
-HF = "transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype {dtype} --continuous-batching"
-HF += " --cb-num-blocks 64"
+OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
+OURS += " --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes 1G"
+VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port}"
+VLLM += " --max-model-len 2048"
+HF = "transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype {dtype}"
+HF += " --continuous-batching --cb-num-blocks 64"
 KV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 SYSTEMS = {
     "lockstep": System(OURS + " -dp 2 --no-enable-expert-parallel"),
@@ -164,7 +165,9 @@ def until_ready(name: str, child: subprocess.Popen[bytes], url: str, log: Path) 
             if response.status == 200:
                 return time.monotonic() - began
         time.sleep(0.3)
-    raise SystemExit(f"{name} did not become ready; its log ends with\n{log.read_text(errors='replace')[-2000:]}")
+    raise SystemExit(
+        f"{name} did not become ready; its log ends with\n{log.read_text(errors='replace')[-2000:]}"
+    )
 
 
 # ---- load
@@ -218,7 +221,11 @@ class Load:
             result = bench_serving.summary(request, concurrency, outcomes, time.perf_counter() - began)
         if result["failed"]:
             tell(f"{name}: {result['failed']} failed: {next(filter(None, result['errors']))}")
-        keys = {"tokens_per_second": "output_throughput", "ttft_ms": "p50_ttft_ms", "ttft_p99_ms": "p99_ttft_ms"}
+        keys = {
+            "tokens_per_second": "output_throughput",
+            "ttft_ms": "p50_ttft_ms",
+            "ttft_p99_ms": "p99_ttft_ms",
+        }
         keys |= {"itl_ms": "p50_itl_ms", "failed": "failed"}
         return {ours: result[theirs] for ours, theirs in keys.items()}
 
@@ -245,14 +252,18 @@ def bench_model(name: str, args: Args) -> dict[str, Any]:
         for system in systems:
             child, urls[system], log = stack.enter_context(started(system, model, args.dtype))
             page["start_seconds"][system] = round(until_ready(system, child, urls[system], log), 1)
-            asyncio.run(load.run(system, urls[system], "plain", 8, -1))  # what is made at first use is made now
+            asyncio.run(
+                load.run(system, urls[system], "plain", 8, -1)
+            )  # what is made at first use is made now
         for number in range(args.repeats):
             for cell in cells:
-                run = asyncio.run(load.run(cell.system, urls[cell.system], cell.workload, cell.concurrency, number))
+                run = asyncio.run(
+                    load.run(cell.system, urls[cell.system], cell.workload, cell.concurrency, number)
+                )
                 cell.runs.append(run | {"load_average": os.getloadavg()[0]})
                 speed, first = run["tokens_per_second"], run["ttft_ms"]
-                tell(f"{name} {number + 1}: {cell.workload} {cell.concurrency}: {cell.system}: {speed:.0f} tok/s, "
-                     f"TTFT {first:.0f} ms")  # fmt: skip
+                what = f"{name} {number + 1}: {cell.workload} {cell.concurrency}: {cell.system}"
+                tell(f"{what}: {speed:.0f} tok/s, TTFT {first:.0f} ms")
     page["calibration"].append(calibrate())
     print_model(name, args, cells, systems, page)
     page["cells"] = [
@@ -290,20 +301,28 @@ def calibrate() -> dict[str, float]:
 # ---- tables
 
 
-def print_model(name: str, args: Args, cells: Sequence[Cell], systems: Sequence[str], page: dict[str, Any]) -> None:
+def print_model(
+    name: str, args: Args, cells: Sequence[Cell], systems: Sequence[str], page: dict[str, Any]
+) -> None:
     before, after = page["calibration"]
-    print(f"\n{name}, {args.dtype}. Calibration before {before}, after {after}. Seconds to start: {page['start_seconds']}")
+    print(f"\n{name}, {args.dtype}. Calibration before {before}, after {after}.")
+    print(f"Seconds to start: {page['start_seconds']}")
     for workload in args.workloads:
         shared, own, answer = WORKLOADS[workload]
         of = {(c.system, c.concurrency): c for c in cells if c.workload == workload}
         prompt = f"{shared} shared + {own}" if shared else f"{own}"
-        print(f"\nPrompts of {prompt} tokens, answers of {answer}; median (lowest-highest) of {args.repeats}\n")
+        print(
+            f"\nPrompts of {prompt} tokens, answers of {answer}; median (lowest-highest) of {args.repeats}\n"
+        )
         rows = [
             [system]
             + [
                 text
                 for c in args.concurrency
-                for text in (spread(of[system, c].of("tokens_per_second")), spread(of[system, c].of("ttft_ms")))
+                for text in (
+                    spread(of[system, c].of("tokens_per_second")),
+                    spread(of[system, c].of("ttft_ms")),
+                )
             ]
             for system in systems
         ]
@@ -324,7 +343,11 @@ def print_model(name: str, args: Args, cells: Sequence[Cell], systems: Sequence[
 
 
 def ratios(
-    of: dict[tuple[str, int], Cell], ours: Sequence[str], others: Sequence[str], concurrency: int, repeats: int
+    of: dict[tuple[str, int], Cell],
+    ours: Sequence[str],
+    others: Sequence[str],
+    concurrency: int,
+    repeats: int,
 ) -> list[float]:
     """Per repeat: the best of ours over the best of the others."""
 
@@ -353,18 +376,24 @@ def plot(directory: Path, page: dict[str, Any]) -> None:
             figure, axes = pyplot.subplots(figsize=(8, 4))
             for place, system in enumerate(systems):
                 runs = [
-                    [run["tokens_per_second"] for run in cell["runs"]] for cell in cells if cell["system"] == system
+                    [run["tokens_per_second"] for run in cell["runs"]]
+                    for cell in cells
+                    if cell["system"] == system
                 ]
                 middle = [statistics.median(values) for values in runs]
                 spans = [[m - min(v) for m, v in zip(middle, runs, strict=True)],
                          [max(v) - m for m, v in zip(middle, runs, strict=True)]]  # fmt: skip
                 at = [number + 0.8 * place / len(systems) for number in range(len(counts))]
                 axes.bar(at, middle, 0.8 / len(systems), label=system, yerr=spans, capsize=2)
-            axes.set_xticks([number + 0.35 for number in range(len(counts))], [f"{count} at once" for count in counts])
+            axes.set_xticks(
+                [number + 0.35 for number in range(len(counts))], [f"{count} at once" for count in counts]
+            )
             axes.set_ylabel("output tokens/s")
             axes.set_title(f"{model['model']}, {model['dtype']}, {workload}")
             axes.legend(fontsize=8)
-            figure.savefig(directory / f"{model['model']}-{model['dtype']}-{workload}.svg", bbox_inches="tight")
+            figure.savefig(
+                directory / f"{model['model']}-{model['dtype']}-{workload}.svg", bbox_inches="tight"
+            )
             pyplot.close(figure)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the models of bench_peers.py: random weights in the shapes of real ones, with a tokenizer of their own.
+"""Make the models of bench_peers.py: random weights in the shapes of real ones, with their own tokenizer.
 
     python examples/make_bench_models.py build/models dense-small moe-small
 
@@ -7,8 +7,8 @@
     dense-0.5b    Qwen3, 449 M parameters, tied embeddings
     moe-small     Qwen3-MoE, 90 M parameters, 16 experts, 4 per token
 
-They compute as trained models of their shape would, and say nothing. The same seed gives the same weights. The
-tokenizer has 8192 entries and was trained on the sources of Python's standard library.
+They compute as trained models of their shape would, and say nothing. The same seed gives the same weights.
+The tokenizer has 8192 entries and was trained on the sources of Python's standard library.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def make(directory: Path, name: str, seed: int = 0) -> int:
             if weight.ndim == 1:
                 weight.fill_(1.0)
                 continue
-            # Wide enough that the likeliest token is clear: the usual 0.02 makes all nearly equal. Tied embeddings
-            # are output weights, too.
+            # Wide enough that the likeliest token is clear: the usual 0.02 makes all nearly equal.
+            # Tied embeddings are output weights, too.
             wide = "embed_tokens" in path and not config.tie_word_embeddings
             scale = 1.0 if wide else weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=random) * scale)

@@ -1,8 +1,9 @@
 """The exchange of rows and results between the experts of a group, as ``experts.hpp`` does it inside a step.
 
 Every member has an arena that the others map. Whether all members of a group can exchange like this (same
-kernels, same model) is known when the first step begins: each has written its signature into its arena before it
-gave the header of that step. If one has not, all go through :class:`parallel.expert_parallel.ExpertParallel`.
+kernels, same model) is known when the first step begins: each has written its signature into its arena
+before it gave the header of that step. If one has not, all go through
+:class:`parallel.expert_parallel.ExpertParallel`.
 """
 
 from __future__ import annotations
@@ -143,7 +144,10 @@ class Joined(Exchange):
         self._group = group
         self._members = group.arenas  # keeps the memory mapped
         self._place(
-            group.rank, [member.arena for member in self._members], placement.owners, placement.local_numbers()
+            group.rank,
+            [member.arena for member in self._members],
+            placement.owners,
+            placement.local_numbers(),
         )
         self.keep("counted", counted)
         self.record["crowded"] = group.is_crowded

@@ -112,18 +112,23 @@ class Program:
         self._cache, self._room = cache, 0
 
     def spread(self) -> None:
-        """Other instances hold experts, too, and what is not exchanged here is computed with these kernels."""
+        """Other instances hold experts, too; what is not exchanged here is computed with these kernels."""
         assert self._experts is not None
         self._experts.use_products(self._products)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on, experts are spread over this group; the modules hold those of this member."""
+        """From the next step on, experts are spread over this group; the modules hold this member's."""
         self._joined, self._room = None, 0
         self._lists.clear()
         if isinstance(group, SharedMemoryCommunicator) and self._shape is not None:
             assert self._experts is not None
             self._joined = Joined(
-                self._library, group, placement, self._shape, self._num_sparse, self._experts.tokens_per_expert
+                self._library,
+                group,
+                placement,
+                self._shape,
+                self._num_sparse,
+                self._experts.tokens_per_expert,
             )
 
     def serve(self) -> bool:

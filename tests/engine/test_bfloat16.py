@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +76,7 @@ def of_lockstep(ids: np.ndarray, dtype: torch.dtype, *, native: bool) -> torch.T
     else:
         own = TorchPagedAttention(model.layers, device=model.device, **shape)
     parts = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         positions = np.arange(start, stop)
         packed = PackedRows(
             np.array([start]), np.array([stop - start]), blocks, positions, int(stop - start == 1)

@@ -87,7 +87,9 @@ def run(program: Program, rows: Rows) -> torch.Tensor:
     return program.forward(packed, ids, everything(ids)).clone()
 
 
-def together(size: int, body: Callable[[int, SharedMemoryCommunicator], object], timeout: float = PATIENCE) -> None:
+def together(
+    size: int, body: Callable[[int, SharedMemoryCommunicator], object], timeout: float = PATIENCE
+) -> None:
     """One thread for each member of a new group."""
     store = HashStore()
 
@@ -105,7 +107,9 @@ def together(size: int, body: Callable[[int, SharedMemoryCommunicator], object],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_bits_do_not_depend_on_the_number_of_members(directory: Path, size: int, dtype: torch.dtype) -> None:
+def test_the_bits_do_not_depend_on_the_number_of_members(
+    directory: Path, size: int, dtype: torch.dtype
+) -> None:
     """Each member has the scenario's rows at other times, and now and then none; two groups, one after the other."""
     alone = Member(directory, 0, 1, dtype).program
     with torch.inference_mode():
@@ -162,7 +166,7 @@ def test_a_step_that_nobody_joins_ends_at_the_deadline(directory: Path) -> None:
             assert done.wait(PATIENCE)
             return
         began = time.monotonic()
-        with pytest.raises(CollectiveError, match="rank 1 did not come within 0.5 s") as caught:
+        with pytest.raises(CollectiveError, match="rank 1 did not come within") as caught:
             members[0].step(SCENARIO[0], [60, 0])
         done.set()
         assert (caught.value.rank, caught.value.evidence) == (1, "deadline")
