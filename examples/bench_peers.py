@@ -183,6 +183,7 @@ class Load:
         self._model, self._args = model, args
 
     async def run(self, name: str, url: str, workload: str, concurrency: int, number: int) -> dict[str, Any]:
+        """One run; ``number`` makes its prompts differ from all others', below 0: a short one."""
         shared, own, answer = WORKLOADS[workload]
         system = SYSTEMS[name]
         rng = random.Random(f"{self._args.seed} {workload} {concurrency} {number}")
@@ -191,7 +192,7 @@ class Load:
             return [rng.randrange(300, self._tokenizer.get_vocab_size()) for _ in range(count)]
 
         prefix = ids(shared)
-        requests = REQUESTS.get(concurrency, 2 * concurrency)
+        requests = REQUESTS.get(concurrency, 2 * concurrency) if number >= 0 else concurrency
         prompts: list[Any] = [prefix + ids(own) for _ in range(requests)]
         if system.texts:
             prompts = [self._tokenizer.decode(prompt) for prompt in prompts]
