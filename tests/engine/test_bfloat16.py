@@ -113,3 +113,40 @@ def test_float32_is_exact_on_the_native_path(ids: np.ndarray, exact: torch.Tenso
     median, mean = deviation(of_lockstep(ids, torch.float32, native=True), exact)
     assert median < 1e-5
     assert mean < 1e-3, "near-ties between experts may fall the other way"
+
+
+@pytest.mark.skipif(library.load() is None, reason="no AVX-512 with bfloat16, or no C++ compiler, here")
+def test_bits_do_not_depend_on_neighbours_chunks_or_threads(ids: np.ndarray) -> None:
+    """With AMX where there is some: a prompt alone on one thread, and in pieces beside others on two."""
+    kernels = library.load()
+    assert kernels is not None
+    model = load_model(
+        read_model_info(DIRECTORY), ModelConfig(), dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    decoder = recognise(model.module, model.layers, model.dtype)
+    blocks = np.arange(48, dtype=np.int32).reshape(3, 16)
+
+    def run(program: Program, rows: list[tuple[int, int, int]]) -> torch.Tensor:
+        requests, starts, counts = (np.array(column) for column in zip(*rows, strict=True))
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+        packed = PackedRows(starts, counts, blocks[requests], positions, int((counts == 1).sum()))
+        tokens = (ids[positions] + 17 * np.repeat(requests, counts)) % model.vocab_size
+        return program.forward(packed, tokens, np.arange(len(positions))).clone()
+
+    def fresh() -> Program:
+        program = Program(kernels, decoder)
+        program.use(NativeCache(model.layers, num_blocks=48, block_size=16, dtype=model.dtype))
+        return program
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = run(fresh(), [(0, 0, 101)])
+        torch.set_num_threads(2)
+        mixed = fresh()
+        first = run(mixed, [(0, 0, 37), (1, 0, 50)])[:37]
+        second = run(mixed, [(2, 0, 1), (1, 50, 5), (0, 37, 63)])[6:]
+        third = run(mixed, [(2, 1, 1), (0, 100, 1), (1, 55, 1)])[1:2]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat([first, second, third]), alone), "bit for bit"
