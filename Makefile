@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -27,8 +27,14 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
-	$(BIN)/python examples/bench_lockstep.py --output-json build/bench.json $(ARGS)
+bench: $(STAMP)  ## against other serving systems (examples/install_peers.sh first): about ten minutes
+	$(BIN)/python examples/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
+
+bench-lockstep: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
+	$(BIN)/python examples/bench_lockstep.py --output-json build/bench-lockstep.json $(ARGS)
+
+bench-overhead: $(STAMP)  ## CPU time of a step beside the model
+	$(BIN)/python examples/bench_overhead.py --output-json build/bench-overhead.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)

@@ -82,7 +82,8 @@ class ExpertParallel:
         self._products: Products = ExpertProducts()
         self._place(placement, rank)
         self._group: Communicator | None = None
-        self._sizes: Sequence[int] = ()
+        self.sizes: Sequence[int] = ()
+        """Tokens of each rank in this step."""
         self._ends: Sequence[int] = ()
         self.tokens_per_expert = np.zeros(len(placement.owners), dtype=np.int64)
         """Pairs computed here by expert, over all layers and steps."""
@@ -111,7 +112,7 @@ class ExpertParallel:
 
     def begin(self, sizes: Sequence[int]) -> None:
         """A step begins in which rank r has ``sizes[r]`` tokens in every layer."""
-        self._sizes, self._ends = sizes, list(accumulate(sizes))
+        self.sizes, self._ends = sizes, list(accumulate(sizes))
         self.times.reset()
 
     def forward(
@@ -143,7 +144,7 @@ class ExpertParallel:
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        gathered = group.all_gather(_pack(hidden, expert_ids), self._sizes)
+        gathered = group.all_gather(_pack(hidden, expert_ids), self.sizes)
         all_hidden, all_ids = _unpack(gathered, hidden)
         owners = self._owners[all_ids.reshape(-1)]
         mine = (owners == self.rank).nonzero()[0]

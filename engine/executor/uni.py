@@ -233,7 +233,7 @@ class UniExecutor:
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
-            if not step.rows:
+            if not step.rows and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
         return self._runner.run(step)
 
@@ -268,6 +268,8 @@ class UniExecutor:
             self.prepare(mine, self.spare_memory(), lambda: False)
         self._held.install(mine)
         self._model.experts.join(group, placement)
+        if self._program is not None:
+            self._program.join(group, placement)
 
     def prepare(self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See ``executor.base.SpreadExecutor``."""

@@ -16,7 +16,7 @@ from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
 from engine.attention.torch_paged import zeros
 from engine.kernels.packing import LANES
 
-QUERIES_PER_TASK = 8
+QUERIES_PER_TASK = 16
 """Tokens of a prompt whose attention one thread computes at a time."""
 
 

@@ -105,6 +105,9 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     if module.lm_head.bias is not None:
         raise NotUsual("an output layer with a bias")
     layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(base.layers, shapes, strict=True))
+    kinds = {(mlp.num_experts, mlp.top_k) for mlp in (layer.mlp for layer in layers) if isinstance(mlp, Moe)}
+    if len(kinds) > 1:
+        raise NotUsual("another number of experts in another layer")
     head = module.lm_head.weight
     norm, eps = _norm(base.norm, hidden)
     return Decoder(

@@ -12,7 +12,7 @@ import torch
 
 from engine.kernels.library import Library
 from engine.kernels.operations import Kind, Operations, StepArguments
-from engine.kernels.packing import gate_and_up, panels
+from engine.kernels.packing import SLACK, gate_and_up, panels
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,18 @@ class PackedExperts:
         """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
         count, hidden, width = down.shape
         return cls(gate_and_up(gate_up), panels(down, 32), count, hidden, width)
+
+    def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
+        """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from
+        ``begins[i]`` on, through ``middle`` [n, width] to ``out`` [n, hidden]. Rows and middle can be read
+        ``SLACK`` rows beyond."""
+        shared = {"extra": begins, "a": self.count}
+        operations.add(
+            Kind.EXPERTS_UP, into=rows, out=middle, weights=self.up, n=self.width, k=self.hidden, **shared
+        )
+        operations.add(
+            Kind.EXPERTS_DOWN, into=middle, out=out, weights=self.down, n=self.hidden, k=self.width, **shared
+        )
 
 
 class NativeExperts:
@@ -53,34 +65,14 @@ class NativeExperts:
         """Outputs [n, H] of rows [n, H], of which the first ``counts[0]`` go through the module's expert 0,
         and so on."""
         packed = self.packed(module)
-        rows = rows.contiguous()
-        begins = np.zeros(packed.count + 1 + len(rows), dtype=np.int64)
-        np.cumsum(counts, out=begins[1 : packed.count + 1])
-        begins[packed.count + 1 :] = np.arange(len(rows))  # they are in order
-        middle = rows.new_empty(len(rows), packed.width)
-        result = rows.new_empty(len(rows), packed.hidden)
+        number = len(rows)
+        begins = np.zeros(packed.count + 1, dtype=np.int64)
+        np.cumsum(counts, out=begins[1:])
+        inputs = rows.new_empty(number + SLACK, packed.hidden)
+        inputs[:number] = rows
+        middle = rows.new_empty(number + SLACK, packed.width)
+        result = rows.new_empty(number, packed.hidden)
         operations = Operations(2)
-        operations.add(
-            Kind.EXPERTS_UP,
-            into=rows,
-            out=middle,
-            weights=packed.up,
-            extra=begins,
-            n=packed.width,
-            k=packed.hidden,
-            a=packed.count,
-            b=1,
-        )
-        operations.add(
-            Kind.EXPERTS_DOWN,
-            into=middle,
-            out=result,
-            weights=packed.down,
-            extra=begins,
-            n=packed.hidden,
-            k=packed.width,
-            a=packed.count,
-            b=1,
-        )
+        packed.write(operations, inputs, middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
         return result

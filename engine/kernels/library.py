@@ -20,6 +20,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
+SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.hpp"))]
 NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
 COMPILE = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native", "-mprefer-vector-width=512"),
@@ -28,7 +29,7 @@ COMPILE = (
 COMPILE_TIMEOUT = 120.0
 """Seconds; it takes about four."""
 OFF = "LOCKSTEP_NATIVE_KERNELS"
-"""Environment variable: 0 keeps to torch's own operators."""
+"""Environment variable: 0 keeps to torch's own operators, avx512 does without AMX."""
 
 
 class Library:
@@ -44,13 +45,25 @@ class Library:
             ctypes.c_int64,
             ctypes.c_int64,
         ]
-        self._run.restype = None
+        self._run.restype = ctypes.c_int64
         self.operation_bytes = int(self._loaded.lockstep_operation_bytes())
         self.step_bytes = int(self._loaded.lockstep_step_bytes())
+        self.exchange_bytes = int(self._loaded.lockstep_exchange_bytes())
+        self._use_tiles = self._loaded.lockstep_use_tiles
+        self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
+        self.has_tiles = False
+        self.use_tiles(os.environ.get(OFF) != "avx512")
+        self.key = f"{path.stem} {self.has_tiles}"
+        """Names the source and the kind of CPU: instances with the same compute the same bits."""
 
-    def run(self, operations: int, count: int, step: int, element: int, threads: int) -> None:
-        """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16."""
-        self._run(operations, count, step, element, threads)
+    def use_tiles(self, wanted: bool) -> None:
+        """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without. Between two steps."""
+        self.has_tiles = self._use_tiles(int(wanted)) != 0
+
+    def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
+        """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16. False if
+        the step was given up."""
+        return int(self._run(operations, count, step, element, threads)) == 0
 
 
 def begin_build() -> None:
@@ -88,7 +101,7 @@ def _compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler was found (install g++)")
-    what = [SOURCE.read_text(), compiler, *COMPILE, *sorted(_cpu_flags())]
+    what = [*(source.read_text() for source in SOURCES), compiler, *COMPILE, *sorted(_cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
     directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "kernels"
     directory.mkdir(parents=True, exist_ok=True)

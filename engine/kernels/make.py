@@ -13,7 +13,6 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
-from engine.kernels.experts import NativeExperts
 from engine.kernels.program import Program
 from engine.weights import LoadedModel
 
@@ -55,10 +54,11 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         logger.info("native kernels: off for this model: results differ by %.2g", difference)
         return None
     if model.experts is not None:
-        model.experts.use_products(NativeExperts(kernels))
+        program.spread()
     program.let_go()
     _let_go(model)
-    logger.info("native kernels: on (prepared in %.1f s)", time.monotonic() - began)
+    tiles = ", with AMX" if kernels.has_tiles and model.dtype == torch.bfloat16 else ""
+    logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 
 

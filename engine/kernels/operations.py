@@ -26,10 +26,18 @@ _STEP = np.dtype(
         "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds"
     )]
 )  # fmt: skip
+EXCHANGE = np.dtype(
+    [(name, np.int64) for name in (
+        "rank", "size", "num_experts", "num_local", "top_k", "hidden", "rows_at", "ids_at", "places_at",
+        "results_at", "arenas", "owners", "numbers", "sizes", "rounds", "counted", "begins", "sources",
+        "gathered", "check", "crowded"
+    )]
+)  # fmt: skip
+"""See ``experts.hpp``."""
 
 
 class Kind(enum.IntEnum):
-    """In the order of ``step.cpp``, which says what each does with its fields."""
+    """In the order of ``contract.hpp``; each operation says what it does with its fields."""
 
     EMBED = 0
     NORM = 1
@@ -43,6 +51,10 @@ class Kind(enum.IntEnum):
     EXPERTS_DOWN = 9
     COMBINE = 10
     SELECT = 11
+    OFFER = 12
+    MEET = 13
+    RETURN = 14
+    HOME = 15
 
 
 class StepArguments:
@@ -82,16 +94,17 @@ class Operations:
         dtype: torch.dtype,
         begin: int = 0,
         end: int | None = None,
-    ) -> None:
-        """Run operations [begin, end) with as many threads as torch uses."""
+    ) -> bool:
+        """Run operations [begin, end) with as many threads as torch uses; False if an exchange gave up."""
         count = (self._count if end is None else end) - begin
         address = self._array.ctypes.data + begin * self._array.itemsize
-        library.run(address, count, step.array.ctypes.data, ELEMENT[dtype], torch.get_num_threads())
+        return library.run(address, count, step.array.ctypes.data, ELEMENT[dtype], torch.get_num_threads())
 
 
 def check(library: Library) -> None:
     """The layouts here are those of the compiled source."""
-    assert (library.operation_bytes, library.step_bytes) == (_OPERATION.itemsize, _STEP.itemsize)
+    compiled = library.operation_bytes, library.step_bytes, library.exchange_bytes
+    assert compiled == (_OPERATION.itemsize, _STEP.itemsize, EXCHANGE.itemsize)
 
 
 def _address(value: Any) -> Any:

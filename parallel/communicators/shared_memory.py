@@ -48,6 +48,8 @@ from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
 """Of each of the two slots and two letters of a member; memory is used as far as tensors fill them."""
+ARENA_BYTES = 1 << 30
+"""Of what each member has besides, for native code; memory is used as far as it is written."""
 
 _TWO_STEP_BYTES = 64 << 10  # tensors of more bytes are reduced in parts, if there are more than two members
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
@@ -67,6 +69,7 @@ class SharedMemoryCommunicator:
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
         slot_bytes: int = SLOT_BYTES,
+        arena_bytes: int = ARENA_BYTES,
     ) -> None:
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(
@@ -75,6 +78,8 @@ class SharedMemoryCommunicator:
         self.rank, self.size = rank, size
         self._timeout = timeout
         self._slot_bytes = slot_bytes
+        self.arena_bytes = arena_bytes
+        """Of the memory at each of :attr:`arenas`."""
         self._region_bytes = slot_bytes // size // 64 * 64  # of a slot, what is for one member
         self._peers = [peer for peer in range(size) if peer != rank]
         self._patience = Patience(crowded=size > usable_cores())
@@ -101,7 +106,7 @@ class SharedMemoryCommunicator:
 
     def _map(self, store: Store, patience: float) -> None:
         """Make this member's segment known and map those of the others."""
-        num_bytes = segment_bytes(self.size, self._slot_bytes)
+        num_bytes = segment_bytes(self.size, self._slot_bytes, self.arena_bytes)
         own = OwnSegment(num_bytes)
         try:
             said = exchange(
@@ -113,7 +118,7 @@ class SharedMemoryCommunicator:
             for member, address in enumerate(addresses):
                 others = member != self.rank
                 segment = open_segment(member, address, num_bytes, self._watch) if others else own
-                self._members.append(Slots(segment, self.size, self._slot_bytes))
+                self._members.append(Slots(segment, self.size, self._slot_bytes, self.arena_bytes))
             self.all_gather_ints([self.rank])  # whoever took part has mapped everything
         finally:
             own.conceal()
@@ -278,6 +283,38 @@ class SharedMemoryCommunicator:
         self._members.clear()
         self._watch.close()
 
+    # ---- for native code that exchanges by itself
+
+    @property
+    def arenas(self) -> list[Slots]:
+        """By rank, who has an arena: zeros at first, written by that member alone, read by all. It stays
+        mapped as long as the holder keeps these."""
+        return list(self._members)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are more members than cores."""
+        return self.size > usable_cores()
+
+    def begin_exchange(self, call: str) -> None:
+        """A call that waits by itself begins: its deadline is the communicator's.
+
+        Raises:
+            CollectiveError: the group is broken.
+        """
+        self._begin(call, 0)
+
+    def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
+        """To be called every few milliseconds while waiting for member ``rank``.
+
+        Raises:
+            CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
+                others.
+        """
+        blame = self._hopeless(rank)
+        if blame is not None and not has_arrived():  # it may have come before it went
+            self._fail(*blame)
+
     # ---- rounds
 
     def _begin(self, call: str, num_bytes: int) -> int:
@@ -336,9 +373,7 @@ class SharedMemoryCommunicator:
 
     def _check(self, rank: int, word: memoryview, target: int) -> None:
         """Raise if the wait for this word of member ``rank`` can no longer end well."""
-        blame = self._hopeless(rank)
-        if blame is not None and word[0] < target:  # it may have written the word before it went
-            self._fail(*blame)
+        self.check_exchange(rank, lambda: word[0] >= target)
 
     def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
         """Why a wait for member ``rank`` is in vain, whose fault it is, and how that is known."""

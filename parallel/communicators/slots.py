@@ -18,7 +18,7 @@ _PAGE_BYTES = 4096
 class Slots:
     """One member's segment. Words that different members wait for stand on different cache lines."""
 
-    def __init__(self, segment: Segment, size: int, slot_bytes: int) -> None:
+    def __init__(self, segment: Segment, size: int, slot_bytes: int, arena_bytes: int = 0) -> None:
         self.memory = segment.memory
         words = _Words(segment)
         self.counter = words.take(1)
@@ -43,6 +43,9 @@ class Slots:
         self.slot_addresses = address, address + slot_bytes
         self.letter_addresses = address + 2 * slot_bytes, address + 3 * slot_bytes
         """Of what it sends to one other."""
+        self.arena = address + 4 * slot_bytes
+        """Address of memory whose use is up to the group's owner: see the communicator."""
+        self.arena_bytes = arena_bytes
 
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """A slot as a tensor: [elements that fit]."""
@@ -98,9 +101,9 @@ class _Words:
         return self._words[first : first + number]
 
 
-def segment_bytes(size: int, slot_bytes: int) -> int:
+def segment_bytes(size: int, slot_bytes: int, arena_bytes: int = 0) -> int:
     """Of the segment of each member in a group of ``size``."""
-    return _words_bytes(size) + 4 * slot_bytes
+    return _words_bytes(size) + 4 * slot_bytes + arena_bytes
 
 
 def _words_bytes(size: int) -> int:

@@ -17,7 +17,7 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
-from engine.kernels.packing import gate_and_up, panels
+from engine.kernels.packing import SLACK, gate_and_up, panels
 from engine.kernels.program import Program
 from engine.weights import LoadedModel, load_model
 from tests.engine.tiny_models import make_tiny_model
@@ -34,6 +34,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def with_slack(x: torch.Tensor) -> torch.Tensor:
+    """The same, with what the kernels may read beyond its end."""
+    longer = torch.full((len(x) + SLACK, x.shape[1]), float("nan"), dtype=x.dtype)
+    longer[: len(x)] = x
+    return longer[: len(x)]
+
+
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     difference = (found.float() - expected.float()).norm() / expected.float().norm()
     assert float(difference) < TOLERANCE[dtype]
@@ -47,14 +54,14 @@ def run(kind: Kind, tokens: int, dtype: torch.dtype, **fields: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 3, 8, 21])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 21, 75])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 34), (8, 192)])
 def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight = random(tokens, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype)
     bias, before = random(outputs), random(tokens, outputs, dtype=dtype)
     expected = x.float() @ weight.float().T + bias
     wide = torch.empty(tokens, outputs)
-    shared = {"into": x, "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
+    shared = {"into": with_slack(x), "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
     run(Kind.LINEAR, tokens, dtype, out=wide, flags=AS_FLOAT, **shared)
     close(wide, expected, torch.float32)
     added = before.clone()

@@ -1,0 +1,283 @@
+// Norms, rotation, the KV cache, attention.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "contract.hpp"
+#include "products.hpp"
+
+namespace {
+
+template <class T>
+void norm_row(const typename T::Element* in, typename T::Element* out, const float* weights, int64_t width, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += LANES) {
+        __m512 x = T::load(in + i, lanes_of(int(width - i)));
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    float scale = 1.f / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        __mmask16 lanes = lanes_of(int(width - i));
+        __m512 x = _mm512_mul_ps(T::load(in + i, lanes), _mm512_set1_ps(scale));
+        T::store(out + i, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(lanes, weights + i)), lanes);
+    }
+}
+
+// Rotates one head by its position, after its norm if it has one.
+template <class T>
+void turn(typename T::Element* head, int64_t dim, const float* weights, float eps, const float* cosines, const float* sines) {
+    if (weights) norm_row<T>(head, head, weights, dim, eps);
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        __mmask16 lanes = lanes_of(int(half - i));
+        __m512 low = T::load(head + i, lanes), high = T::load(head + half + i, lanes);
+        __m512 c = _mm512_maskz_loadu_ps(lanes, cosines + i), s = _mm512_maskz_loadu_ps(lanes, sines + i);
+        T::store(head + i, _mm512_fmsub_ps(low, c, _mm512_mul_ps(high, s)), lanes);
+        T::store(head + half + i, _mm512_fmadd_ps(high, c, _mm512_mul_ps(low, s)), lanes);
+    }
+}
+
+// Where the block of 16 keys that holds a slot begins, for one KV head (in words of 32 bits).
+template <class T>
+int64_t block_words(int64_t slot, int64_t head, int64_t heads, int64_t dim, int64_t block_size) {
+    int64_t sub = block_size / LANES;
+    int64_t block = slot / block_size, within = slot % block_size / LANES;
+    return ((block * heads + head) * sub + within) * LANES * dim / T::PACK;
+}
+
+// in [tokens, (heads + 2 kv_heads) * dim]: norm and rotate queries and keys, store keys and values.
+// a heads, b kv_heads, c dim; extra: keys, out: values; more: norm weights of queries then keys, or none
+template <class T>
+void qkv(const Operation& op, const Step& step, int member, int size) {
+    using E = typename T::Element;
+    int64_t heads = op.a, kv_heads = op.b, dim = op.c, half = dim / 2, width = (heads + 2 * kv_heads) * dim;
+    auto* norms = static_cast<const float*>(op.more);
+    auto* all_keys = static_cast<uint32_t*>(const_cast<void*>(op.extra));
+    auto* all_values = static_cast<uint32_t*>(op.out);
+    auto [begin, end] = share(step.tokens, member, size);
+    for (int64_t token = begin; token < end; ++token) {
+        E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * width;
+        const float *c = step.cosines + token * half, *s = step.sines + token * half;
+        for (int64_t head = 0; head < heads; ++head) turn<T>(row + head * dim, dim, norms, float(op.number), c, s);
+        int64_t slot = step.slots[token], lane = slot % LANES;
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            E* key = row + (heads + head) * dim;
+            const E* value = row + (heads + kv_heads + head) * dim;
+            turn<T>(key, dim, norms ? norms + dim : nullptr, float(op.number), c, s);
+            int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
+            auto* keys = reinterpret_cast<E*>(all_keys + place);
+            auto* values = reinterpret_cast<E*>(all_values + place);
+            // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
+            // first key of a block comes first, except among the tokens of this step, which other threads store.
+            if (lane == 0) {
+                int64_t written = 1;
+                while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written)
+                    ++written;
+                for (int64_t later = written; later < LANES; ++later)
+                    for (int64_t i = 0; i < dim; ++i) values[(later / T::PACK * dim + i) * T::PACK + later % T::PACK] = E(0);
+            }
+            for (int64_t i = 0; i < dim; ++i) {
+                keys[(i / T::PACK * LANES + lane) * T::PACK + i % T::PACK] = key[i];
+                values[(lane / T::PACK * dim + i) * T::PACK + lane % T::PACK] = value[i];
+            }
+        }
+    }
+}
+
+// What a thread needs for the scores and weights of a tile; grows.
+class Room {
+    std::vector<uint32_t> words;
+
+   public:
+    uint32_t* of(int64_t number) {
+        if (int64_t(words.size()) < number + LANES) words.resize(size_t(number + LANES));
+        auto address = reinterpret_cast<uintptr_t>(words.data());
+        return reinterpret_cast<uint32_t*>((address + 63) / 64 * 64);
+    }
+};
+
+// One KV head against a few queries of one row: up to MOST query vectors at a time.
+template <class T, int MOST>
+struct Attended {
+    using E = typename T::Element;
+    int64_t dim, begin, blocks, length;  // keys begin ... begin + length of the row are looked at
+    int count = 0;
+    const E* queries[MOST];
+    E* outputs[MOST];
+    int64_t at[MOST];                    // positions of the queries
+    float inverse[MOST];
+    float* scores;                       // [MOST, length]
+    E* weights;                          // [MOST, length]
+
+    template <class Place>
+    void score(const uint32_t* keys, Place place, Room&) {
+        const uint32_t* inputs[MAX_ROWS];
+        for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(queries[i]);
+        for (int64_t block = 0; block < blocks; block += 2) {
+            int64_t next = std::min(block + 1, blocks - 1);
+            __m512 sum[MAX_ROWS][2];
+            clear(sum);
+            multiply<T>(count, sum, keys + place(block), keys + place(next), LANES, inputs, 0, dim / T::PACK);
+            for (int i = 0; i < count; ++i) {
+                _mm512_storeu_ps(scores + i * length + block * LANES, sum[i][0]);
+                _mm512_storeu_ps(scores + i * length + next * LANES, sum[i][next == block ? 0 : 1]);
+            }
+        }
+    }
+
+    void softmax(float factor, int64_t window) {
+        for (int i = 0; i < count; ++i) {
+            float* line = scores + i * length;
+            E* weight_line = weights + i * length;
+            int64_t seen = at[i] + 1 - begin, hidden = window > 0 ? std::max<int64_t>(0, at[i] - window + 1 - begin) : 0;
+            __m512 most = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(factor);
+            auto visible = [&](int64_t key) {
+                __mmask16 lanes = key >= seen ? __mmask16(0) : lanes_of(int(seen - key));
+                return key < hidden ? __mmask16(lanes & ~lanes_of(int(hidden - key))) : lanes;
+            };
+            int64_t end = std::min(length, (seen + LANES - 1) / LANES * LANES), key = hidden / LANES * LANES;
+            for (int64_t none = 0; none < key; none += LANES) T::store(weight_line + none, _mm512_setzero_ps(), 0xffff);
+            for (int64_t none = end; none < length; none += LANES) T::store(weight_line + none, _mm512_setzero_ps(), 0xffff);
+            for (int64_t k = key; k < end; k += LANES)
+                most = _mm512_mask_max_ps(most, visible(k), most, _mm512_mul_ps(_mm512_loadu_ps(line + k), scale));
+            __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
+            for (int64_t k = key; k < end; k += LANES) {
+                __m512 weight = exp_ps(_mm512_fmsub_ps(_mm512_loadu_ps(line + k), scale, peak));
+                weight = _mm512_maskz_mov_ps(visible(k), weight);
+                total = _mm512_add_ps(total, weight);
+                T::store(weight_line + k, weight, __mmask16(0xffff));
+            }
+            inverse[i] = 1.f / _mm512_reduce_add_ps(total);
+        }
+    }
+
+    template <class Place>
+    void weigh(const uint32_t* values, Place place) {
+        const uint32_t* inputs[MAX_ROWS];
+        for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(weights + i * length);
+        for (int64_t column = 0; column < dim; column += 2 * LANES) {
+            __m512 sum[MAX_ROWS][2];
+            clear(sum);
+            for (int64_t block = 0; block < blocks; ++block) {
+                const uint32_t* panel = values + place(block) + column;
+                multiply<T>(count, sum, panel, column + LANES < dim ? panel + LANES : panel, dim, inputs, block * LANES / T::PACK, LANES / T::PACK);
+            }
+            for (int i = 0; i < count; ++i)
+                for (int half = 0; half < 2 && column + half * LANES < dim; ++half)
+                    T::store(outputs[i] + column + half * LANES,
+                             _mm512_mul_ps(sum[i][half], _mm512_set1_ps(inverse[i])), __mmask16(0xffff));
+        }
+    }
+};
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+
+// The same with tiles: a block of keys is a tile as it lies, and so are 16 columns of a block of values.
+struct AttendedInTiles : Attended<BFloat16, TILE> {
+    static constexpr TileShapes SHAPES{{64, 64, 64, 64, 64, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
+
+    static bool fits(int64_t dim) { return use_tiles<BFloat16>() && dim % (2 * TILE) == 0; }
+
+    template <class Place>
+    void score(const uint32_t* keys, Place place, Room& query_room) {
+        auto* query_rows = reinterpret_cast<E*>(query_room.of(TILE * dim / 2));
+        for (int i = 0; i < count; ++i) std::memcpy(query_rows + i * dim, queries[i], size_t(dim) * sizeof(E));
+        for (int64_t block = 0; block < blocks; block += 2) {
+            const uint32_t *one = keys + place(block), *two = keys + place(std::min(block + 1, blocks - 1));
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t step = 0; step < dim / 2; step += TILE) {
+                _tile_loadd(4, query_rows + 2 * step, dim * 2);
+                _tile_loadd(6, one + step * LANES, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(6, two + step * LANES, 64);
+                _tile_dpbf16ps(1, 4, 6);
+            }
+            _tile_stored(0, scores + block * LANES, length * 4);
+            if (block + 1 < blocks) _tile_stored(1, scores + (block + 1) * LANES, length * 4);
+        }
+    }
+
+    template <class Place>
+    void weigh(const uint32_t* values, Place place) {
+        alignas(64) float sums[TILE * 2 * LANES];
+        for (int64_t column = 0; column < dim; column += 2 * LANES) {
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t block = 0; block < blocks; ++block) {
+                const uint32_t* panel = values + place(block) + column;
+                _tile_loadd(5, weights + block * LANES, length * 2);
+                _tile_loadd(7, panel, dim * 4);
+                _tile_dpbf16ps(0, 5, 7);
+                _tile_loadd(7, panel + LANES, dim * 4);
+                _tile_dpbf16ps(1, 5, 7);
+            }
+            _tile_stored(0, sums, 8 * LANES);
+            _tile_stored(1, sums + LANES, 8 * LANES);
+            for (int i = 0; i < count; ++i)
+                for (int half = 0; half < 2; ++half)
+                    BFloat16::store(outputs[i] + column + half * LANES,
+                                    _mm512_mul_ps(_mm512_load_ps(sums + (2 * i + half) * LANES), _mm512_set1_ps(inverse[i])),
+                                    __mmask16(0xffff));
+        }
+    }
+};
+
+#endif
+
+template <class T, class Tile, int MOST>
+void attend_task(const Operation& op, const Step& step, const int32_t* task, int64_t kv_head) {
+    using E = typename T::Element;
+    thread_local Room score_room, query_room;
+    int64_t heads = op.a, kv_heads = op.b, dim = op.c, window = op.d, group = heads / kv_heads;
+    int64_t width = (heads + 2 * kv_heads) * dim, row = task[0], first = task[1], queries = task[2];
+    int64_t position = step.starts[row] + first, last = position + queries - 1;
+    Tile tile;
+    tile.dim = dim;
+    tile.begin = window > 0 ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
+    tile.blocks = (last - tile.begin) / LANES + 1, tile.length = tile.blocks * LANES;
+    const int32_t* table = step.tables + row * step.table_width;
+    auto place = [&](int64_t block) {
+        int64_t key = tile.begin + block * LANES;
+        int64_t slot = int64_t(table[key / step.block_size]) * step.block_size + key % step.block_size;
+        return block_words<T>(slot, kv_head, kv_heads, dim, step.block_size);
+    };
+    tile.scores = reinterpret_cast<float*>(score_room.of(2 * MOST * tile.length));
+    tile.weights = reinterpret_cast<E*>(tile.scores + MOST * tile.length);
+    for (int64_t base = 0; base < queries * group; base += MOST) {
+        tile.count = int(std::min<int64_t>(MOST, queries * group - base));
+        for (int i = 0; i < tile.count; ++i) {
+            int64_t query = (base + i) / group, head = kv_head * group + (base + i) % group;
+            int64_t token = step.offsets[row] + first + query;
+            tile.queries[i] = static_cast<const E*>(op.in) + token * width + head * dim;
+            tile.outputs[i] = static_cast<E*>(op.out) + (token * heads + head) * dim;
+            tile.at[i] = position + query;
+        }
+        tile.score(static_cast<const uint32_t*>(op.extra), place, query_room);
+        tile.softmax(float(op.number), window);
+        tile.weigh(op.weights, place);
+    }
+}
+
+// in: what qkv left; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
+template <class T>
+void attend(const Operation& op, const Step& step, Team& team) {
+    int64_t total = step.num_tasks * op.b;
+    auto tasks = [&](auto body) {
+        for (int64_t task = team.take(1); task < total; task = team.take(1)) body(step.tasks + 3 * (task / op.b), task % op.b);
+    };
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+    if constexpr (T::PACK == 2) {
+        if (AttendedInTiles::fits(op.c)) {
+            TileScope shapes(AttendedInTiles::SHAPES);
+            tasks([&](auto* task, int64_t head) { attend_task<T, AttendedInTiles, TILE>(op, step, task, head); });
+            return;
+        }
+    }
+#endif
+    tasks([&](auto* task, int64_t head) { attend_task<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, step, task, head); });
+}
+
+}  // namespace

@@ -1,0 +1,80 @@
+// What the caller passes, and the team of threads that goes through it.
+
+#pragma once
+
+#include <immintrin.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace {
+
+constexpr int SPINS = 2000;    // before a waiting thread offers its core to others
+
+struct Team {
+    int size;
+    std::atomic<int> arrived{0};
+    std::atomic<int> phase{0};
+    std::atomic<int64_t> next{0};  // tasks handed out in this phase
+    std::atomic<bool> failed{false};  // the step cannot come to its end
+
+    explicit Team(int threads) : size(threads) {}
+
+    // All threads have passed all that is before it; the task counter starts again.
+    void wait() {
+        if (size == 1) {
+            next.store(0, std::memory_order_relaxed);
+            return;
+        }
+        int mine = phase.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            next.store(0, std::memory_order_relaxed);
+            phase.store(mine + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase.load(std::memory_order_acquire) == mine;)
+            if (++spins < SPINS) _mm_pause(); else sched_yield();
+    }
+    int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
+};
+
+struct Share { int64_t begin, end; };
+Share share(int64_t total, int member, int size) { return {total * member / size, total * (member + 1) / size}; }
+
+enum Kind : int64_t {
+    EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
+    OFFER, MEET, RETURN, HOME
+};
+
+struct Operation {
+    int64_t kind;
+    const void* in;
+    void* out;
+    const uint32_t* weights;
+    const void* more;      // bias, norm weights, second weights ...
+    const void* extra;
+    int64_t n, k;
+    int64_t flags;
+    double number;
+    int64_t a, b, c, d;
+};
+constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4;
+
+struct Step {
+    int64_t tokens, selected, num_tasks, table_width, block_size;
+    const int64_t* ids;
+    const int64_t* slots;        // [tokens] where each token's key and value go
+    const int64_t* chosen;       // [selected] tokens whose logits are wanted
+    const float* cosines;        // [tokens, half]
+    const float* sines;
+    const int64_t* starts;       // [rows] position of a row's first token
+    const int64_t* counts;       // [rows]
+    const int64_t* offsets;      // [rows] index of a row's first token in the step
+    const int32_t* tables;       // [rows, table_width]
+    const int32_t* tasks;        // [num_tasks, 3] row, first query, queries
+    double* seconds;             // [kinds] time spent is added here, if given
+};
+
+}  // namespace

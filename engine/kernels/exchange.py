@@ -1,0 +1,208 @@
+"""The exchange of rows and results between the experts of a group, as ``experts.hpp`` does it inside a step.
+
+Every member has an arena that the others map. Whether all members of a group can exchange like this (same
+kernels, same model) is known when the first step begins: each has written its signature into its arena
+before it gave the header of that step. If one has not, all go through
+:class:`parallel.expert_parallel.ExpertParallel`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.kernels.library import Library
+from engine.kernels.operations import EXCHANGE
+from engine.kernels.packing import SLACK
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.placement import Placement
+
+_WORDS_BYTES = 4096
+_SIGNATURE = 32
+"""Which word of an arena; the first ones count layers."""
+_ALIGNMENT = 64
+_Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Shape(NamedTuple):
+    """What the expert layers of a model have in common."""
+
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: torch.dtype
+
+
+class Layout(NamedTuple):
+    """How an arena for so many rows, over all members, is cut; in bytes."""
+
+    rows_at: int
+    ids_at: int
+    places_at: int
+    results_at: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, shape: Shape, rows: int) -> Layout:
+        row_bytes = shape.hidden * shape.dtype.itemsize
+        parts = ((rows + SLACK) * row_bytes, rows * shape.top_k * 8, rows * shape.top_k * 8)
+        ends = [_WORDS_BYTES]
+        for part in (*parts, (rows * shape.top_k + SLACK) * row_bytes):
+            ends.append(-(-(ends[-1] + part) // _ALIGNMENT) * _ALIGNMENT)
+        return cls(*ends)
+
+    @classmethod
+    def room(cls, shape: Shape, num_bytes: int) -> int:
+        """Rows that fit."""
+        each = cls.of(shape, 1 << 20).num_bytes / (1 << 20)
+        rows = int((num_bytes - 2 * _WORDS_BYTES) / each) - 2 * SLACK
+        return max(0, rows)
+
+
+class Exchange:
+    """The expert layers of a group of one, or the part that groups have in common."""
+
+    def __init__(self, shape: Shape, rows: int, num_local: int | None = None) -> None:
+        """``rows``: of all members, at most, in a step. ``num_local``: experts computed here."""
+        self.shape, self.rows = shape, rows
+        self.layout = Layout.of(shape, rows)
+        self.num_local = shape.num_experts if num_local is None else num_local
+        self.record = np.zeros((), dtype=EXCHANGE)
+        """What the kernels are given; all that it points to is kept here."""
+        self._kept: dict[str, Any] = {}
+        self.begins = self.keep("begins", np.zeros(self.num_local + 1, dtype=np.int64))
+        self.record["top_k"], self.record["hidden"] = shape.top_k, shape.hidden
+        self.record["num_experts"], self.record["num_local"] = shape.num_experts, self.num_local
+        for name in ("rows_at", "ids_at", "places_at", "results_at"):
+            self.record[name] = getattr(self.layout, name)
+        self.keep("rounds", np.zeros(1, dtype=np.int64))
+
+    def keep(self, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Let the field point to this array."""
+        assert array.flags.c_contiguous
+        self._kept[name] = array
+        self.record[name] = array.ctypes.data
+        return array
+
+    def make_room(self, rows: int) -> torch.Tensor:
+        """Scratch for steps of so many rows over all members; returns the gathered rows."""
+        pairs = rows * self.shape.top_k
+        self.keep("sources", np.zeros(pairs, dtype=np.int64))
+        gathered = torch.zeros(pairs + SLACK, self.shape.hidden, dtype=self.shape.dtype)
+        self._kept["gathered"] = gathered
+        self.record["gathered"] = gathered.data_ptr()
+        return gathered
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """A step with so many rows of each member comes."""
+        self._kept["sizes"][:] = sizes
+
+    @property
+    def own(self) -> int:
+        """Address of this member's arena."""
+        address: int = self._kept["arenas"][int(self.record["rank"])]
+        return int(address)
+
+    def _place(self, rank: int, arenas: Sequence[int], owners: Sequence[int], numbers: Sequence[int]) -> None:
+        self.record["rank"], self.record["size"] = rank, len(arenas)
+        self.keep("arenas", np.array(arenas, dtype=np.int64))
+        self.keep("sizes", np.zeros(len(arenas), dtype=np.int64))
+        self.keep("owners", np.array(owners, dtype=np.int64))
+        self.keep("numbers", np.array(numbers, dtype=np.int64))
+
+
+class Alone(Exchange):
+    """All experts are here, and nobody else's rows."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        super().__init__(shape, rows)
+        self._arena = torch.zeros(self.layout.num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        address = -(-self._arena.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._place(0, [address], [0] * shape.num_experts, range(shape.num_experts))
+
+
+class Joined(Exchange):
+    """One member of a group over shared memory."""
+
+    def __init__(
+        self,
+        library: Library,
+        group: SharedMemoryCommunicator,
+        placement: Placement,
+        shape: Shape,
+        num_layers: int,
+        counted: np.ndarray[Any, Any],
+    ) -> None:
+        """``counted``: pairs computed here so far by expert, counted on."""
+        room = Layout.room(shape, group.arena_bytes)
+        super().__init__(shape, room, len(placement.experts_of(group.rank)))
+        self._group = group
+        self._members = group.arenas  # keeps the memory mapped
+        self._place(
+            group.rank,
+            [member.arena for member in self._members],
+            placement.owners,
+            placement.local_numbers(),
+        )
+        self.keep("counted", counted)
+        self.record["crowded"] = group.is_crowded
+        self._check = _Check(self._on_check)
+        self.record["check"] = ctypes.cast(self._check, ctypes.c_void_p).value
+        self._awaited = (0, 0)
+        self._error: BaseException | None = None
+        self._agreed: bool | None = None
+        self._signature = _signature(library.key, *shape, num_layers)
+        if room > 0:
+            self._signature_of(group.rank).value = self._signature
+
+    def __repr__(self) -> str:
+        return f"<Joined rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
+
+    def can(self, sizes: Sequence[int]) -> bool:
+        """Whether a step with these sizes goes this way: known after its headers, and the same to all."""
+        if self._agreed is None:
+            self._agreed = all(
+                self._signature_of(rank).value == self._signature for rank in range(self._group.size)
+            )
+        return self._agreed and sum(sizes) <= self.rows
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """See :class:`Exchange`.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: the group is broken.
+        """
+        super().begin(sizes)
+        self._awaited = (0, 0)
+        self._group.begin_exchange("an expert layer")
+
+    def fail(self) -> BaseException:
+        """Why the step was given up."""
+        assert self._error is not None
+        return self._error
+
+    def _on_check(self, rank: int, word: int, target: int) -> int:
+        """Called by the kernels now and then while they wait until the word of member ``rank`` is ``target``;
+        1: give up."""
+        try:
+            if self._awaited != (word, target):
+                self._awaited = (word, target)
+                self._group.begin_exchange("an expert layer")  # each wait has the time that a collective has
+            self._group.check_exchange(rank, lambda: ctypes.c_int64.from_address(word).value >= target)
+        except BaseException as error:  # noqa: BLE001 (raised by the caller: it may not pass through the kernels)
+            self._error = error
+            return 1
+        return 0
+
+    def _signature_of(self, rank: int) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(self._members[rank].arena + 8 * _SIGNATURE)
+
+
+def _signature(*facts: object) -> int:
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    return int.from_bytes(digest[:7], "little") + 1

@@ -1,0 +1,228 @@
+// A mixture of experts: routing, the products of the experts held here, and the exchange with other instances.
+//
+// Every member of a group has an arena that the others can read: the rows and choices of its own tokens, and the
+// results of what its experts computed for anybody. In a layer each member offers its rows, waits for those of the
+// others (MEET), sorts all pairs of its experts, computes them, returns the results, waits for all others'
+// (HOME) and sums a token's results in the order of its choices. Who has come HOME has been served by all, so its
+// rows may be overwritten; who MEETs again has taken its results, so those may be: one arena each is enough.
+// A group of one does the same without waiting.
+
+#pragma once
+
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+#include "contract.hpp"
+#include "products.hpp"
+
+namespace {
+
+constexpr int64_t OFFERED = 0, RETURNED = 16;  // words of an arena: layers so far; on cache lines of their own
+constexpr double CHECK_SECONDS = 0.01;         // how often a waiting member asks whether the wait still makes sense
+constexpr double ALONE_SECONDS = 20e-6;        // looking again at once, before the core is offered to others
+constexpr double YIELD_SECONDS = 2e-3;         // offering it, before sleep
+constexpr double SHORTEST_SLEEP = 50e-6, LONGEST_SLEEP = 1e-3;
+
+struct Exchange {
+    int64_t rank, size, num_experts, num_local, top_k, hidden;
+    int64_t rows_at, ids_at, places_at, results_at;  // bytes from the beginning of each arena
+    char* const* arenas;      // [size]
+    const int64_t* owners;    // [num_experts]
+    const int64_t* numbers;   // [num_experts] of each expert among those of its owner
+    const int64_t* sizes;     // [size] rows of each member in this step
+    int64_t* rounds;          // layers so far, in all steps
+    int64_t* counted;         // [num_experts] pairs computed here so far, or none
+    int64_t* begins;          // [num_local + 1] first pair of each expert
+    const void** sources;     // [pairs] rows of the sorted pairs
+    void* gathered;           // [pairs, hidden]
+    int64_t (*check)(int64_t rank, const int64_t* word, int64_t target);  // not 0: give up
+    int64_t crowded;          // more members than cores
+};
+
+// Until the word is at least target; false if that will not be.
+bool await(const Exchange& exchange, int64_t rank, const int64_t* word, int64_t target) {
+    using Clock = std::chrono::steady_clock;
+    auto arrived = [&] { return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= target; };
+    if (arrived()) return true;
+    auto began = Clock::now();
+    double next_check = CHECK_SECONDS;
+    for (;;) {
+        for (int spin = 0; spin < 32; ++spin) {
+            if (arrived()) return true;
+            _mm_pause();
+        }
+        double waited = std::chrono::duration<double>(Clock::now() - began).count();
+        if (waited >= next_check) {
+            if (exchange.check(rank, word, target) != 0) return false;
+            next_check = waited + CHECK_SECONDS;
+        }
+        if (waited >= YIELD_SECONDS) {
+            double pause = std::min(std::max(waited / 8, SHORTEST_SLEEP), LONGEST_SLEEP);
+            timespec length{0, long(pause * 1e9)};
+            nanosleep(&length, nullptr);
+        } else if (exchange.crowded || waited >= ALONE_SECONDS) {
+            sched_yield();
+        }
+    }
+}
+
+// extra: the exchange. This member's rows are in its arena (OFFER), or its results (RETURN).
+void publish(const Operation& op, int64_t which) {
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    auto* words = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank]);
+    if (which == OFFERED) ++*exchange.rounds;
+    __atomic_store_n(words + which, *exchange.rounds, __ATOMIC_RELEASE);
+}
+
+// extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
+void meet(const Operation& op, int64_t which, Team& team) {
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    for (int64_t rank = 0; rank < exchange.size; ++rank)
+        if (!await(exchange, rank, reinterpret_cast<const int64_t*>(exchange.arenas[rank]) + which, *exchange.rounds)) {
+            team.failed.store(true, std::memory_order_relaxed);
+            return;
+        }
+}
+
+// in: logits as float [tokens, n]; out: weights [tokens, k] as float; extra: ids [tokens, k] int64.
+// Softmax over all, the k largest in descending order, divided by their sum if ADD.
+template <class T>
+void route(const Operation& op, const Step& step, int member, int size) {
+    auto [begin, end] = share(step.tokens, member, size);
+    auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra));
+    for (int64_t token = begin; token < end; ++token) {
+        const float* logits = static_cast<const float*>(op.in) + token * op.n;
+        float* weights = static_cast<float*>(op.out) + token * op.k;
+        int64_t* chosen = ids + token * op.k;
+        float peak = -INFINITY, total = 0.f, sum = 0.f;
+        for (int64_t expert = 0; expert < op.n; ++expert) peak = std::max(peak, T::rounded(logits[expert]));
+        for (int64_t expert = 0; expert < op.n; ++expert) total += std::exp(T::rounded(logits[expert]) - peak);
+        for (int64_t place = 0; place < op.k; ++place) {
+            int64_t best = -1;
+            for (int64_t expert = 0; expert < op.n; ++expert) {
+                if (std::find(chosen, chosen + place, expert) != chosen + place) continue;
+                if (best < 0 || T::rounded(logits[expert]) > T::rounded(logits[best])) best = expert;
+            }
+            chosen[place] = best;
+            weights[place] = std::exp(T::rounded(logits[best]) - peak) / total;
+            sum += weights[place];
+        }
+        for (int64_t place = 0; place < op.k; ++place)
+            weights[place] = T::rounded(op.flags & ADD ? weights[place] / sum : weights[place]);
+    }
+}
+
+// extra: the exchange. Sorts the pairs of all members whose experts are here by expert, says in the arena where the
+// result of each will be, and copies their rows together.
+template <class T>
+void sort_pairs(const Operation& op, Team& team, int member, int size) {
+    using E = typename T::Element;
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    int64_t *begins = exchange.begins, k = exchange.top_k;
+    auto for_pairs = [&](auto body) {
+        int64_t number = 0;
+        for (int64_t home = 0; home < exchange.size; ++home) {
+            auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[home] + exchange.ids_at);
+            for (int64_t pair = 0; pair < exchange.sizes[home] * k; ++pair, ++number)
+                if (exchange.owners[ids[pair]] == exchange.rank) body(home, pair, number, ids[pair]);
+        }
+    };
+    if (member == 0) {
+        std::fill(begins, begins + exchange.num_local + 1, 0);
+        for_pairs([&](int64_t, int64_t, int64_t, int64_t expert) {
+            ++begins[exchange.numbers[expert] + 1];
+            if (exchange.counted != nullptr) ++exchange.counted[expert];
+        });
+        for (int64_t expert = 0; expert < exchange.num_local; ++expert) begins[expert + 1] += begins[expert];
+        thread_local std::vector<int64_t> next;
+        next.assign(begins, begins + exchange.num_local);
+        auto* places = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank] + exchange.places_at);
+        for_pairs([&](int64_t home, int64_t pair, int64_t number, int64_t expert) {
+            int64_t place = next[exchange.numbers[expert]]++;
+            places[number] = place;
+            exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * exchange.hidden * sizeof(E);
+        });
+    }
+    if (size > 1) team.wait();
+    auto [begin, end] = share(begins[exchange.num_local], member, size);
+    for (int64_t pair = begin; pair < end; ++pair)
+        std::memcpy(static_cast<E*>(exchange.gathered) + pair * exchange.hidden, exchange.sources[pair], exchange.hidden * sizeof(E));
+}
+
+// Calls body(expert, panel, first row, rows) for all experts that have any, shared out among the threads.
+template <class Body>
+void for_experts(const int64_t* begins, int64_t num_experts, int64_t panels, Team& team, Body body) {
+    int64_t total = num_experts * panels;
+    for (int64_t task = team.take(1); task < total; task = team.take(1)) {
+        int64_t expert = task / panels, rows = begins[expert + 1] - begins[expert];
+        if (rows > 0) body(expert, task % panels, begins[expert], rows);
+    }
+}
+
+// out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
+// extra: first row of each expert; a: experts
+template <class T>
+void experts_up(const Operation& op, Team& team) {
+    using E = typename T::Element;
+    int64_t steps = op.k / T::PACK, panels = (op.n + LANES - 1) / LANES, words = steps * LANES;
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, panels, team,
+                [&](int64_t expert, int64_t panel, int64_t first, int64_t rows) {
+        const uint32_t* gate = op.weights + (expert * 2 * panels + panel) * words;
+        gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words,
+                       static_cast<E*>(op.out) + first * op.n, panel * LANES, op.n);
+    });
+}
+
+// out [rows, n] = in [rows, k] x weights of its expert
+template <class T>
+void experts_down(const Operation& op, Team& team) {
+    using E = typename T::Element;
+    int64_t steps = op.k / T::PACK, pairs = (op.n + 2 * LANES - 1) / (2 * LANES), words = steps * LANES;
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team,
+                [&](int64_t expert, int64_t pair, int64_t first, int64_t rows) {
+        const uint32_t* a = op.weights + (expert * pairs + pair) * 2 * words;
+        int64_t column = 2 * pair * LANES;
+        __mmask16 low = lanes_of(int(op.n - column)), high = lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)));
+        E* out = static_cast<E*>(op.out) + first * op.n + column;
+        products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, [&](int64_t row, __m512 one, __m512 two) {
+            T::store(out + row * op.n, one, low);
+            T::store(out + row * op.n + LANES, two, high);
+        });
+    });
+}
+
+// out [tokens, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.
+// extra: the exchange
+template <class T>
+void combine(const Operation& op, const Step& step, int member, int size) {
+    using E = typename T::Element;
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    auto* weights = static_cast<const float*>(op.in);
+    auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
+    int64_t before = 0;
+    for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
+    auto [begin, end] = share(step.tokens, member, size);
+    thread_local std::vector<const E*> rows;
+    rows.resize(op.k);
+    for (int64_t token = begin; token < end; ++token) {
+        for (int64_t choice = 0; choice < op.k; ++choice) {
+            int64_t pair = token * op.k + choice;
+            const char* arena = exchange.arenas[exchange.owners[ids[pair]]];
+            int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
+            rows[choice] = reinterpret_cast<const E*>(arena + exchange.results_at) + place * op.n;
+        }
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            __mmask16 lanes = lanes_of(int(op.n - i));
+            __m512 sum = _mm512_setzero_ps();
+            for (int64_t choice = 0; choice < op.k; ++choice)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
+            E* to = static_cast<E*>(op.out) + token * op.n + i;
+            T::store(to, _mm512_add_ps(sum, T::load(to, lanes)), lanes);
+        }
+    }
+}
+
+}  // namespace

