@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -29,6 +29,13 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 
 bench: $(STAMP)  ## against other serving systems (examples/install_peers.sh first): about ten minutes
 	$(BIN)/python examples/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
+
+bench-collectives: $(STAMP)  ## gloo and shared memory side by side, 64 bytes to 4 MB, 2 and 4 members
+	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
+
+bench-kv-room: $(STAMP)  ## what -tp and -pp do to the room for the KV cache, and to throughput
+	$(BIN)/python examples/make_bench_models.py build/models dense-small
+	$(BIN)/python examples/bench_kv_room.py --model build/models/dense-small --worker-memory 70M --output-json build/bench-kv-room.json $(ARGS)
 
 bench-lockstep: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
 	$(BIN)/python examples/bench_lockstep.py --output-json build/bench-lockstep.json $(ARGS)
