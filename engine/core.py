@@ -12,12 +12,13 @@ from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.messages import Delta, LockstepCounters, Refused, Report, Submit
-from engine.pace import Alone, Pace
+from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
 from engine.split import StepSplit
 from engine.step import Step, StepResult
+from parallel.communicators.base import CollectiveError
 
 Peer = bytes
 
@@ -57,15 +58,20 @@ class EngineCore:
         self._arrivals = 0
         self._unfinished: Step | None = None
         """A step that was scheduled and did not run to its end, because the group broke or changed."""
-        self._steps: deque[Step] = deque()
+        self._steps: deque[tuple[Step, Agreement]] = deque()
         """Under way in a pipeline, oldest first."""
+        self._again: deque[Step] = deque()
+        """To run in the pipeline before anything else is scheduled: they did not come to their end."""
+        self._finished_at = 0.0
+        """When the newest result of the pipeline came, or its first step began."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._unfinished is not None or bool(self._steps)
+        under_way = any(step.rows for step, _ in self._steps)
+        return self.scheduler.has_work or self._unfinished is not None or bool(self._again) or under_way
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
@@ -125,18 +131,59 @@ class EngineCore:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         return self._take_in(step, result)
 
+    def run_again(self) -> None:
+        """Another group has taken the place of the one before: what is under way in a pipeline was lost with
+        it, and is the first to run in the new one."""
+        if self._steps:
+            self._steps.clear()
+            self._again = deque(self.scheduler.restart())
+
     def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
-        """Fill the pipeline, then wait for the step that is furthest."""
+        """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
+        for all."""
+        try:
+            pauses = self._fill_pipeline()
+            deltas: dict[Peer, list[Delta]] = defaultdict(list)
+            for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
+                for peer, of_peer in self._finish_oldest().items():
+                    deltas[peer] += of_peer
+        except CollectiveError:
+            self._steps.clear()
+            self._again = deque(self.scheduler.restart())
+            raise
+        return deltas
+
+    def _fill_pipeline(self) -> bool:
+        """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all
+        agree on it, some without any rows of this instance. Returns whether no further one follows."""
         while len(self._steps) < self._executor.in_flight:
-            step = self.scheduler.schedule()
-            if step is None:
-                break
-            self._executor.begin(step)
-            self._steps.append(step)
-        if not self._steps:
-            return {}
+            step = self._again.popleft() if self._again else self.scheduler.schedule() or Step([], [])
+            agreement = self.pace.agree(
+                step.num_tokens,
+                queued_prefill=self.scheduler.num_waiting_tokens,
+                longest=max((row.start + row.count for row in step.rows), default=0),
+                in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
+            )
+            if not agreement.runs:
+                if step.rows:
+                    self._again.appendleft(step)
+                if agreement.pauses:
+                    self._split.slept(agreement)
+                return agreement.pauses
+            if not self._steps:
+                self._finished_at = time.perf_counter()
+            self._executor.begin(step, agreement.sizes)
+            self._steps.append((step, agreement))
+        return False
+
+    def _finish_oldest(self) -> dict[Peer, list[Delta]]:
         result = self._executor.finish()
-        return self._take_in(self._steps.popleft(), result)
+        began, self._finished_at = self._finished_at, time.perf_counter()
+        step, agreement = self._steps.popleft()
+        times = self._executor.expert_times()
+        if times is not None and agreement.sizes:
+            self._split.stepped(agreement, step.num_tokens, self._finished_at - began, times)
+        return self._take_in(step, result)
 
     def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
         deltas: dict[Peer, list[Delta]] = defaultdict(list)

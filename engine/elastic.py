@@ -174,14 +174,16 @@ class Elastic:
         if self._pace is not None:
             self._pace.on_wake(wake)
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+    def agree(
+        self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0
+    ) -> Agreement:
         assert self._pace is not None, "turn() says whether there is a group"
-        agreement = self._pace.agree(num_tokens, queued_prefill, longest, self.ready_epoch)
+        agreement = self._pace.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
         self.times.stepped(time.monotonic())
         if agreement.switches_to:
             with self._lock:
                 self._carry_out(self._recovery.switched(agreement.switches_to))
-        elif agreement.sizes and not agreement.runs:
+        elif agreement.waits_for_change:
             time.sleep(PENDING_PAUSE)
         return agreement
 

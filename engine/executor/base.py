@@ -71,8 +71,9 @@ class Executor(Protocol):
         """
         ...
 
-    def begin(self, step: Step) -> None:
-        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all."""
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all.
+        ``sizes`` as for :meth:`execute`."""
         ...
 
     def finish(self) -> StepResult:

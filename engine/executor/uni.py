@@ -237,9 +237,9 @@ class UniExecutor:
                 self._pass_expert_layers(self._model)
         return self._runner.run(step)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``. Nobody else computes, so the step is done when this returns."""
-        self._results.append(self.execute(step))
+        self._results.append(self.execute(step, sizes))
 
     def finish(self) -> StepResult:
         """See ``executor.base.Executor``."""

@@ -80,7 +80,7 @@ class SimulatedExecutor:
         self._write(step)
         return StepResult([self._sample(row.slot, row.start, row.count, row.sample) for row in step.rows])
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """Computed at once, answered later."""
         assert len(self._results) < self.in_flight
         self._results.append(self.execute(step))
