@@ -141,10 +141,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     store: str = ""
     """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
-    experts: tuple[int, ...] = ()
-    """The experts that it holds, ascending."""
+    experts: tuple[tuple[int, ...], ...] = ()
+    """The experts that it holds, ascending, by tensor-parallel rank: whole ones are on one rank each."""
     max_experts: int = 0
-    """How many it has room for; 0: any number."""
+    """How many each of its ranks has room for; 0: any number."""
     epoch: Epoch = 0
     """Of the group that it steps in; 0: none."""
     ready_epoch: Epoch = 0
@@ -267,7 +267,10 @@ class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     """The members, by rank; ranks may have gaps, a member's number in the group is its place here. Empty
     when all who are left leave."""
     owners: tuple[int, ...] = ()
-    """Who owns each expert: its place in ``peers``."""
+    """Who owns each expert: the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``, in
+    every pipeline stage."""
+    ranks: Annotated[int, Meta(ge=1)] = 1
+    """Tensor-parallel ranks of each member."""
     leavers: tuple[str, ...] = ()
     """Instances that are in the group before this one, and leave in good order when this one begins."""
     broken: int = 0

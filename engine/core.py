@@ -62,6 +62,8 @@ class EngineCore:
         """Under way in a pipeline, oldest first."""
         self._again: deque[Step] = deque()
         """To run in the pipeline before anything else is scheduled: they did not come to their end."""
+        self._deltas: dict[Peer, list[Delta]] = defaultdict(list)
+        """Of steps of the pipeline that ended before one after them failed."""
         self._finished_at = 0.0
         """When the newest result of the pipeline came, or its first step began."""
 
@@ -70,8 +72,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        under_way = any(step.rows for step, _ in self._steps)
-        return self.scheduler.has_work or self._unfinished is not None or bool(self._again) or under_way
+        kept = self._unfinished is not None or self._again or self._deltas
+        return self.scheduler.has_work or bool(kept) or any(step.rows for step, _ in self._steps)
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
@@ -143,15 +145,15 @@ class EngineCore:
         for all."""
         try:
             pauses = self._fill_pipeline()
-            deltas: dict[Peer, list[Delta]] = defaultdict(list)
             for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
-                for peer, of_peer in self._finish_oldest().items():
-                    deltas[peer] += of_peer
+                for peer, deltas in self._finish_oldest().items():
+                    self._deltas[peer] += deltas
         except CollectiveError:
             self._steps.clear()
             self._again = deque(self.scheduler.restart())
             raise
-        return deltas
+        deltas_of_all, self._deltas = self._deltas, defaultdict(list)
+        return deltas_of_all
 
     def _fill_pipeline(self) -> bool:
         """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all

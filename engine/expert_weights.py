@@ -21,7 +21,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from engine.checkpoint import CheckpointError, weight_files
+from engine.checkpoint import CheckpointError, ReadingStopped, weight_files
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -77,10 +77,6 @@ def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == module.num_experts
     ]
-
-
-class ReadingStopped(Exception):
-    """What was being read is not wanted any more."""
 
 
 def read_experts(

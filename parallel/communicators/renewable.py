@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel.communicators.base import CollectiveError, Communicator
 
@@ -16,64 +16,86 @@ class RenewableCommunicator:
     :class:`parallel.communicators.base.Communicator`. All groups have the same size and place this member
     alike."""
 
-    def __init__(self, group: Communicator) -> None:
-        self._group = group
+    def __init__(self, group: Communicator, *, blames: bool = True) -> None:
+        """Without ``blames``, errors name no member: for a group inside an instance, whose members mean
+        nothing to the others."""
+        self.group = group
+        self._blames = blames
 
     def __repr__(self) -> str:
-        return f"<RenewableCommunicator {self._group!r}>"
+        return f"<{type(self).__name__} {self.group!r}>"
 
     def renew(self, group: Communicator) -> Communicator:
         """Use another group from the next call on; returns the one before. Between two calls."""
-        assert (group.rank, group.size) == (self._group.rank, self._group.size)
-        before, self._group = self._group, group
+        assert (group.rank, group.size) == (self.rank, self.size)
+        before, self.group = self.group, group
         return before
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.group, name)(*arguments)
+        except CollectiveError as error:
+            if not self._blames:
+                error.rank = None
+            raise
 
     # ---- the contract
 
     @property
     def rank(self) -> int:
-        return self._group.rank
+        return self.group.rank
 
     @property
     def size(self) -> int:
-        return self._group.size
+        return self.group.size
 
     @property
     def processes(self) -> dict[int, int]:
-        return self._group.processes
+        return self.group.processes
 
     @property
     def on_broken(self) -> Callable[[CollectiveError], None] | None:
-        return self._group.on_broken
+        return self.group.on_broken
+
+    @on_broken.setter
+    def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
+        self.group.on_broken = call
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return self._group.all_gather_ints(row)
+        rows: list[list[int]] = self._call("all_gather_ints", row)
+        return rows
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, sizes)
+        whole: torch.Tensor = self._call("all_gather", part, sizes)
+        return whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(whole, sizes)
+        part: torch.Tensor = self._call("reduce_scatter", whole, sizes)
+        return part
 
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
-        return self._group.all_to_all(outgoing, send_sizes, receive_sizes)
+        incoming: torch.Tensor = self._call("all_to_all", outgoing, send_sizes, receive_sizes)
+        return incoming
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._group.all_reduce(tensor)
+        total: torch.Tensor = self._call("all_reduce", tensor)
+        return total
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        return self._group.broadcast(tensor, source)
+        given: torch.Tensor = self._call("broadcast", tensor, source)
+        return given
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._group.send(tensor, to)
+        self._call("send", tensor, to)
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        return self._group.receive(like, source)
+        letter: torch.Tensor = self._call("receive", like, source)
+        return letter
 
     def abort(self) -> None:
-        self._group.abort()
+        self.group.abort()
 
     def close(self) -> None:
-        self._group.close()
+        self.group.close()

@@ -77,7 +77,7 @@ class Mesh:
         form = self.forms[name]
         place = [peer.instance for peer in form.peers].index(name)
         experts = tuple(expert for expert, owner in enumerate(form.owners) if owner == place)
-        self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
+        self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=(experts,))
 
     def all_enter(self, names: str, state: State = State.READY) -> None:
         for name in names:

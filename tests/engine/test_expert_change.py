@@ -17,7 +17,7 @@ from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor.base import Executor
 from engine.expert_change import HeldExperts
-from engine.expert_weights import ExpertShare, ReadingStopped, expert_modules
+from engine.expert_weights import ExpertShare, expert_modules
 from engine.messages import Submit
 from engine.pace import Agreement
 from engine.sampling import SamplingParams
