@@ -275,9 +275,7 @@ class Epochs:
 def _shortage(settings: Settings, members: list[Record]) -> str:
     """What is missing until the experts fit on some instances; "" if they do."""
     num_experts = settings.num_experts
-    limits = [
-        member.max_experts * settings.tensor_parallel_size or num_experts for member in members
-    ]
+    limits = [member.max_experts * settings.tensor_parallel_size or num_experts for member in members]
     missing = num_experts - sum(limits)
     if missing <= 0:
         return ""

@@ -175,9 +175,7 @@ class Elastic:
         if self._pace is not None:
             self._pace.on_wake(wake)
 
-    def agree(
-        self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0
-    ) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         assert self._pace is not None, "turn() says whether there is a group"
         agreement = self._pace.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
         self.times.stepped(time.monotonic())
@@ -275,7 +273,12 @@ class Elastic:
             watch.close()
 
     def _lost(
-        self, preparation: Preparation[Communicator], ranks: Iterable[int | None], evidence: str, by: str, reason: str
+        self,
+        preparation: Preparation[Communicator],
+        ranks: Iterable[int | None],
+        evidence: str,
+        by: str,
+        reason: str,
     ) -> None:
         with self._lock:
             if self._current is preparation:

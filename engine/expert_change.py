@@ -32,7 +32,7 @@ class HeldExperts:
         self._directory = directory
         self._layers = expert_modules(model)
         self.experts = tuple(experts)
-        self.bytes_per_expert = sum(
+        self.bytes_per_expert: int = sum(
             parameter[0].nbytes if len(parameter) else 0
             for module in self._layers.values()
             for _, parameter in expert_parameters(module)

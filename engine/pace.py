@@ -80,9 +80,7 @@ class Pace(Protocol):
         """A peer wants a step."""
         ...
 
-    def agree(
-        self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0
-    ) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         """Settle the next step, this instance having scheduled ``num_tokens``, with ``in_flight`` steps of
         its own under way.
 
@@ -123,9 +121,7 @@ class Alone:
     def on_wake(self, wake: Wake) -> None:
         return
 
-    def agree(
-        self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0
-    ) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         return Agreement(runs=num_tokens > 0)
 
     def failed(self, error: CollectiveError) -> None:

@@ -72,7 +72,7 @@ class _BlockTables:
         self._admitted.add(slot)
 
     def extend(self, rows: Sequence[Row]) -> None:
-        """Where a row's blocks go follows from its start, so a row that is run again puts them there again."""
+        """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
         for row in rows:
             if row.new_blocks:
                 begin = 0 if row.slot in self._admitted else -(-row.start // self._block_size)

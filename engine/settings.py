@@ -144,11 +144,14 @@ def _spreads(device: DeviceConfig, info: ModelInfo, size: int, load_format: str)
             logger.warning("-ep ignored: %s", why)
         return False
     try:
-        place(info.num_experts, size, device.expert_placement_strategy)
+        place(info.num_experts, size * device.tensor_parallel_size, device.expert_placement_strategy)
     except ValueError as error:
         if asked:
             raise CheckpointError(str(error)) from error
-        problem = f"there are {info.num_experts} experts for {size} instances"
+        owners = f"{size} instances" + (
+            f" of {device.tensor_parallel_size} ranks each" if device.tensor_parallel_size > 1 else ""
+        )
+        problem = f"there are {info.num_experts} experts for {owners}"
     else:
         problem = "" if asked else _why_whole(device, info, load_format)
     if problem:
@@ -161,7 +164,7 @@ def _why_whole(device: DeviceConfig, info: ModelInfo, load_format: str) -> str:
     if load_format == "dummy":
         return "random weights are not spread"
     if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
-        return "instances are sharded themselves (-tp, -pp)"
+        return "instances are sharded themselves (-tp, -pp), and -ep does not ask for it"
     return why_experts_stay_whole(info)
 
 

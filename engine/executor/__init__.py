@@ -30,9 +30,12 @@ def make_executor(
         rank: of the instance.
     """
     if config.device.uses_processes:
+        if place is not None:
+            from engine.executor.spread_mp import SpreadMpExecutor
+
+            return SpreadMpExecutor(config, info, threads, cores, rank, place)
         from engine.executor.mp import MpExecutor
 
-        assert place is None, "-ep with -tp or -pp is refused with the settings"
         return MpExecutor(config, info, threads, cores, rank)
     from engine.executor.uni import UniExecutor
 

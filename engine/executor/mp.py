@@ -68,20 +68,22 @@ END_TIMEOUT = 5.0
 
 
 class _Process:
-    """A worker process and this end of its channel."""
+    """A worker process and this end of its channels."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, num_channels: int = 1) -> None:
         self.name = name
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=_environment(threads),
-                start_new_session=True,
-            )
-        self.channel = Channel(ours)
+        pairs = [socket.socketpair() for _ in range(num_channels)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        self.child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.worker", *map(str, descriptors)],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env=_environment(threads),
+            start_new_session=True,
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        self.channel, *self.more_channels = [Channel(ours) for ours, _ in pairs]
         self.inbox: deque[FromWorker] = deque()
         """What it has said and nobody has asked for yet."""
         self.pidfd = os.pidfd_open(self.child.pid)
@@ -125,6 +127,8 @@ class MpExecutor:
     """Implements ``executor.base.Executor`` with processes of this host."""
 
     needs_tokens = True
+    num_channels = 1
+    """To each worker."""
 
     def __init__(
         self, config: EngineConfig, info: ModelInfo, threads: int, cores: Sequence[int] = (), rank: int = 0
@@ -135,8 +139,11 @@ class MpExecutor:
         self._rank = rank
         self._threads = threads
         self._cores = tuple(cores)
+        self._place: tuple[int, int] | None = None
+        """(place, of how many) among the instances over which experts are spread at first, if they are."""
         self._workers: list[_Process] = []
         self._kv: list[KVSpec] = []
+        self._expert_bytes: list[int] = []
         self._on_cpu = True
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -174,6 +181,7 @@ class MpExecutor:
                 facts.kv.bytes_per_token,
             )  # fmt: skip
         self._kv = [each.facts.kv for each in loaded]
+        self._expert_bytes = [each.expert_bytes for each in loaded]
         self._on_cpu = loaded[0].facts.device == "cpu"
         self._serves = True
         return _combined([each.facts for each in loaded])
@@ -182,7 +190,7 @@ class MpExecutor:
         stages, ranks = self._layout
         places = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
         for stage, rank in places:  # all first, since they spend seconds on imports
-            worker = _Process(f"Worker_{self._rank}_PP{stage}_TP{rank}", self._threads)
+            worker = _Process(f"Worker_{self._rank}_PP{stage}_TP{rank}", self._threads, self.num_channels)
             self._workers.append(worker)
             self._poll.register(worker.channel, select.POLLIN)
             self._poll.register(worker.pidfd, select.POLLIN)
@@ -198,6 +206,7 @@ class MpExecutor:
                     rank=rank,
                     threads=self._threads,
                     cores=self._cores_of(number),
+                    place=self._place,
                 ),
             )
 
@@ -227,10 +236,10 @@ class MpExecutor:
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
         """See ``executor.base.Executor``."""
-        self.begin(step)
+        self.begin(step, sizes)
         return self.finish()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
         self._send_all(Execute(step))
 

@@ -20,6 +20,8 @@ class RenewableCommunicator:
         """Without ``blames``, errors name no member: for a group inside an instance, whose members mean
         nothing to the others."""
         self.group = group
+        self.rank, self.size = group.rank, group.size
+        self.processes = group.processes
         self._blames = blames
 
     def __repr__(self) -> str:
@@ -28,7 +30,7 @@ class RenewableCommunicator:
     def renew(self, group: Communicator) -> Communicator:
         """Use another group from the next call on; returns the one before. Between two calls."""
         assert (group.rank, group.size) == (self.rank, self.size)
-        before, self.group = self.group, group
+        before, self.group, self.processes = self.group, group, group.processes
         return before
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -40,18 +42,6 @@ class RenewableCommunicator:
             raise
 
     # ---- the contract
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def processes(self) -> dict[int, int]:
-        return self.group.processes
 
     @property
     def on_broken(self) -> Callable[[CollectiveError], None] | None:

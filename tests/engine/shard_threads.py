@@ -121,7 +121,7 @@ class ThreadedShards:
     def join(self, groups: list[list[ThreadCommunicator]], placement: Placement) -> None:
         """Reach the experts of other instances; ``groups``: all members' ends by stage."""
         assert self._place is not None
-        stages, ranks = self._layout
+        _, ranks = self._layout
         for number, worker in enumerate(self.workers):
             stage, rank = divmod(number, ranks)
             member = groups[stage][self._place[0] * ranks + rank]

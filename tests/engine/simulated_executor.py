@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 
 from engine.messages import TokenLogprobs
 from engine.step import Sampled, Step, StepResult
@@ -39,7 +40,13 @@ class SimulatedExecutor:
     """Checks every step while it runs it."""
 
     def __init__(
-        self, *, block_size: int, max_tokens: int, max_rows: int, in_flight: int = 1, checks_reads: bool = True
+        self,
+        *,
+        block_size: int,
+        max_tokens: int,
+        max_rows: int,
+        in_flight: int = 1,
+        checks_reads: bool = True,
     ) -> None:
         """Without ``checks_reads`` a row may read what is not its context, as one of an aborted request may
         when its step is run again; what it writes and samples then shows it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoint import CheckpointError, read_model_info
+from engine.checkpoint import CheckpointError, ReadingStopped, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor

@@ -169,9 +169,7 @@ class Mesh:
             model=ModelConfig(model=str(directory), dtype="float32"),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
-            device=DeviceConfig(
-                expert_placement_strategy=layout.strategy, all2all_backend=layout.backend
-            ),
+            device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
         )
         self.info = read_model_info(directory)
         self.placement = place(self.info.num_experts, layout.dp * layout.tp, layout.strategy)

@@ -57,7 +57,9 @@ class ForgetsLostExperts(Epochs):
 
 class ForgetsThatRoomIsLimited(Epochs):
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
-        return cover(settings.num_experts, [next(iter(member.experts), ()) for member in members], [0] * len(members))
+        return cover(
+            settings.num_experts, [next(iter(member.experts), ()) for member in members], [0] * len(members)
+        )
 
 
 class FormsAtOnceAfterARestart(Epochs):
