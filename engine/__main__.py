@@ -182,6 +182,7 @@ class Instance:
             except NoGroup as error:
                 raise Ended(process.EXIT_FAILED, str(error)) from error
             except WorkerLost as error:
+                membership.leave()  # at once: the others need not wait until all is closed here
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 if self._spread is not None:

@@ -274,3 +274,10 @@ def test_spread_experts_give_the_same_tokens(
     assert sum(each.prefix_cache_hits for each in counters) > 0
     if shape.dp > 1:
         assert sum(pace.empty_steps for pace in mesh.paces) > 0, "nobody took part without tokens"
+
+
+def test_a_stage_without_experts_takes_part(tmp_path: Path) -> None:
+    """DeepSeek-V3's first layer is dense: here it is a stage of its own."""
+    directory = make_tiny_model(tmp_path, "deepseek_v3")
+    alone, _ = run_instances(directory, Layout(1))
+    assert run_instances(directory, Layout(2, pp=2, split=(1, 2)))[0] == alone

@@ -92,6 +92,13 @@ def test_what_waits_is_told_but_only_what_is_scheduled_counts() -> None:
     assert decide([waiting, waiting]) == Sleep()
 
 
+def test_nobody_sleeps_while_tokens_are_under_way_in_a_pipeline() -> None:
+    """Their instance schedules more when they come out; until then the others keep it company."""
+    idle, piped = Header(epoch=0, step=4, num_tokens=0), Header(epoch=0, step=4, num_tokens=0, in_flight=2)
+    assert decide([idle, piped]) == Run((0, 0))
+    assert decide([idle, idle]) == Sleep()
+
+
 @pytest.mark.parametrize(("epoch", "step"), [(0, 1), (1, 0), (1, 1)])
 def test_headers_of_different_steps_are_refused(epoch: int, step: int) -> None:
     with pytest.raises(LockstepError, match=r"headers of different steps: \[\(0, 0\), "):
