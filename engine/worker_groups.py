@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from coordinator import process
 from coordinator.messages import Form
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.group_messages import (
@@ -161,6 +163,9 @@ class WorkerGroups:
                 self._do(self._decoder.decode(self._control.receive(0.0)))
         except ChannelClosed:
             self.close()  # the engine is gone, and the steps have nothing to wait for
+        except Exception:
+            logger.exception("the worker fails: it cannot follow its instance any more")
+            os._exit(process.EXIT_FAILED)  # noticed by the engine, whatever the thread of the steps does
 
     def _do(self, message: ToGroups) -> None:
         match message:

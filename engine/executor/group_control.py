@@ -35,6 +35,8 @@ COUNTS_INTERVAL = 1.0
 """Seconds between two questions for counts, while steps are computed."""
 LOOK_INTERVAL = 0.05
 """Seconds after which somebody who waits for workers looks whether it is still wanted."""
+SILENCE_TIMEOUT = 20.0
+"""Seconds after which a worker that does not answer a plain question is lost: it is stopped, or hangs."""
 MOST_EPOCHS = 8
 """Of so many newest ones answers are kept."""
 
@@ -56,6 +58,10 @@ class GroupControl:
         self._asks = False
         self.counts: list[Counts | None] = [None] * len(self._channels)
         """The newest of each worker."""
+        self._asked_at = 0.0
+        self._heard_at = [0.0] * len(self._channels)
+        self.silent: int | None = None
+        """The number of a worker that does not answer."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="groups", daemon=True)
         self._thread.start()
@@ -93,13 +99,21 @@ class GroupControl:
         """Have :attr:`counts` renewed soon."""
         self._asks = True
 
+    def ask_who_lives(self) -> None:
+        """Who has not said anything ``SILENCE_TIMEOUT`` later, while answers are collected, is lost."""
+        with self._changed:
+            self._asked_at = time.monotonic()
+        self.tell(TellCounts())
+
     def close(self) -> None:
         """Workers hear nothing more."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         os.eventfd_write(self._wake, 1)
-        self._thread.join(COUNTS_INTERVAL)
+        self._thread.join(2 * COUNTS_INTERVAL)
+        if not self._thread.is_alive():
+            os.close(self._wake)
         with self._sending:
             for channel in self._channels:
                 channel.close()
@@ -121,7 +135,11 @@ class GroupControl:
                     return [found[worker] for worker in range(len(self._channels))]
                 if self._ended:
                     raise CollectiveError("a worker of this instance is gone", None, "aborted")
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - self._asked_at > SILENCE_TIMEOUT:
+                    late = (worker for worker, at in enumerate(self._heard_at) if at < self._asked_at)
+                    self.silent = next(late, None)
+                if self.silent is not None or now > deadline:
                     raise CollectiveError("a worker of this instance does not answer", None, "deadline")
                 self._changed.wait(LOOK_INTERVAL)
 
@@ -153,6 +171,7 @@ class GroupControl:
         while (payload := self._channels[worker].take()) is not None:
             message = self._decoder.decode(payload)
             with self._changed:
+                self._heard_at[worker] = time.monotonic()
                 if isinstance(message, Counts):
                     self.counts[worker] = message
                 else:

@@ -154,6 +154,14 @@ class SpreadMpExecutor(MpExecutor):
             os.eventfd_read(self._interrupt)
         super()._take_in(ready)
 
+    def check(self) -> None:
+        """See ``executor.base.Executor``."""
+        super().check()
+        silent = self._groups.silent
+        if silent is not None:
+            self._serves = False
+            raise WorkerLost(f"{self._workers[silent]} does not answer: it is stopped, or hangs")
+
     # ---- epochs
 
     @property
@@ -163,6 +171,7 @@ class SpreadMpExecutor(MpExecutor):
 
     def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See ``executor.base.SpreadExecutor``. The workers go on to form their groups."""
+        self._groups.ask_who_lives()
         self._groups.tell(PrepareGroups(form, place, max(0, free_bytes) // len(self._workers)))
         read = self._groups.collect(form.epoch, ExpertsRead, READING_TIMEOUT, should_stop)
         ranks = self._config.device.tensor_parallel_size
