@@ -40,6 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Instances among which the experts are spread at first; 0 without expert parallelism."""
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
+    pipeline_split: str = ""
+    """Layers of each pipeline stage, as in 10,12,10, where experts are spread: then a stage must be the same on
+    all. Empty: balanced, or of no concern."""
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -53,6 +56,7 @@ AGREED = {
     "vocab_size": "vocabulary",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
+    "pipeline_split": "--pipeline-split",
     "enable_expert_parallel": "-ep",
     "expert_placement_strategy": "--expert-placement-strategy",
     "all2all_backend": "--all2all-backend",

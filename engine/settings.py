@@ -91,6 +91,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             pipeline_parallel_size=settings.pipeline_parallel_size,
+            pipeline_split=settings.pipeline_split or config.device.pipeline_split,
             enable_expert_parallel=settings.enable_expert_parallel,
             expert_placement_strategy=settings.expert_placement_strategy,
             all2all_backend=settings.all2all_backend,
@@ -124,6 +125,7 @@ def _expert_settings(device: DeviceConfig, info: ModelInfo, size: int, load_form
         "all2all_backend": device.all2all_backend,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
+        "pipeline_split": (device.pipeline_split or "") if spread else "",
     }
 
 

@@ -45,6 +45,10 @@ def test_experts_are_spread_over_the_ranks_of_sharded_instances_if_asked() -> No
     asked = msgspec.structs.replace(sharded, enable_expert_parallel=True)
     settings = resolve(EngineConfig(device=asked), 4)[1]
     assert (settings.enable_expert_parallel, settings.num_experts) == (True, 8)
+    split = msgspec.structs.replace(asked, pipeline_split="2,4")
+    settings = resolve(EngineConfig(device=split), 2)[1]
+    assert settings.pipeline_split == "2,4", "a stage's experts are exchanged with the same stage elsewhere"
+    assert adopt(EngineConfig(), settings).device.split == (2, 4)
     with pytest.raises(CheckpointError, match="8 experts cannot be spread over 10 ranks: use at most 8"):
         resolve(EngineConfig(device=asked), 5)
 
