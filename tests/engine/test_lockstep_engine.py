@@ -67,7 +67,6 @@ LAYOUTS = {
     "dp4_round_robin": Layout(4, strategy="round_robin"),
     "dp2_tp2": Layout(2, tp=2),
     "dp2_pp2": Layout(2, pp=2, strategy="round_robin"),
-    "dp2_tp2_pp2": Layout(2, tp=2, pp=2, backend="all_to_all"),
 }
 
 
@@ -276,8 +275,12 @@ def test_spread_experts_give_the_same_tokens(
         assert sum(pace.empty_steps for pace in mesh.paces) > 0, "nobody took part without tokens"
 
 
-def test_a_stage_without_experts_takes_part(tmp_path: Path) -> None:
-    """DeepSeek-V3's first layer is dense: here it is a stage of its own."""
-    directory = make_tiny_model(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize(
+    ("family", "split"), [("deepseek_v3", (1, 2)), ("gpt_oss", None), ("qwen3_moe", None)]
+)
+def test_ranks_and_stages_together(family: str, split: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """DeepSeek-V3's first layer is dense: it is a stage of its own, without experts."""
+    directory = make_tiny_model(tmp_path, family)
     alone, _ = run_instances(directory, Layout(1))
-    assert run_instances(directory, Layout(2, pp=2, split=(1, 2)))[0] == alone
+    layout = Layout(2, tp=2, pp=2, backend="all_to_all", split=split)
+    assert run_instances(directory, layout)[0] == alone

