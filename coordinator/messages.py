@@ -41,8 +41,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
     pipeline_split: str = ""
-    """Layers of each pipeline stage, as in 10,12,10, where experts are spread: then a stage must be the same on
-    all. Empty: balanced, or of no concern."""
+    """Layers of each pipeline stage, like 10,12,10, where experts are spread: then a stage must be the same
+    on all. Empty: balanced, or of no concern."""
     max_num_batched_tokens: int
     max_num_seqs: int
 
