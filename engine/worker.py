@@ -194,8 +194,10 @@ class Worker:
                 self._execute(executor, message)
             case Join(epoch):
                 assert self._spread is not None
-                self._spread.join(epoch)
+                joined = self._spread.join(epoch)
                 self._send(Joined(epoch))
+                if not joined:
+                    self._send(Broken(epoch, None, "aborted", "the groups of this epoch were given up"))
             case FreeMemory():
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):

@@ -122,8 +122,8 @@ class WorkerGroups:
 
     # ---- in the thread of the steps
 
-    def join(self, epoch: int) -> None:
-        """Steps use the groups of this epoch from now on. If they were given up meanwhile, steps fail."""
+    def join(self, epoch: int) -> bool:
+        """Steps use the groups of this epoch from now on; False if they were given up meanwhile."""
         assert self._executor is not None
         with self._lock:
             preparation = self._preparations.pop(epoch, None)
@@ -131,7 +131,7 @@ class WorkerGroups:
             if preparation is None or prepared is None:
                 self._current.abort()
                 self.is_broken = True
-                return
+                return False
             before, self._current = self._current, prepared
             self._place = self._places.pop(epoch)
             self.is_broken = False
@@ -141,6 +141,7 @@ class WorkerGroups:
         form, experts = preparation.form, prepared.experts
         assert experts is not None
         self._executor.join(experts, Placement(form.owners, len(form.peers) * form.ranks))
+        return True
 
     def fail(self, error: CollectiveError) -> tuple[int | None, str]:
         """A step did not come to its end; the place of the instance to blame, if any, and how that is known.
