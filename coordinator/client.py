@@ -144,14 +144,15 @@ class Membership:
         phase: str | None = None,
         address: str | None = None,
         store: str | None = None,
-        experts: Iterable[int] | None = None,
+        experts: Iterable[Iterable[int]] | None = None,
         max_experts: int | None = None,
         ready_epoch: int | None = None,
     ) -> None:
         """Say something new about this instance; sent at once."""
         standing = self._standing
         standing.store = store or standing.store
-        standing.experts = standing.experts if experts is None else tuple(sorted(experts))
+        if experts is not None:
+            standing.experts = tuple(tuple(sorted(of_rank)) for of_rank in experts)
         standing.max_experts = standing.max_experts if max_experts is None else max_experts
         standing.ready_epoch = standing.ready_epoch if ready_epoch is None else ready_epoch
         standing.state = state or standing.state

@@ -135,7 +135,7 @@ class Epochs:
             return ""
         if not self._gone() and self._failed < self.form.epoch:
             return ""
-        return _shortage(settings.num_experts, self._candidates())
+        return _shortage(settings, self._candidates())
 
     def stragglers(self, now: float) -> list[Record]:
         """Newcomers that have held the forming of a group up for too long."""
@@ -160,7 +160,7 @@ class Epochs:
             return None
         members = self._members(settings)
         leavers = [record for record in self._records.values() if record.state is State.DRAINED]
-        if _shortage(settings.num_experts, members) and (members or not leavers):
+        if _shortage(settings, members) and (members or not leavers):
             return None
         again = self.form is not None and not self._gone() and not self._is_well()
         in_a_row = again and now - self._formed_at < 2 * MAX_BACK_OFF
@@ -171,6 +171,7 @@ class Epochs:
             store=members[0].store if members else "",
             peers=[member.group_peer() for member in members],
             owners=self._placement(settings, members).owners if members else (),
+            ranks=settings.tensor_parallel_size,
             leavers=tuple(record.instance for record in leavers),
             broken=self._broken,
             token=self._rules.token,
@@ -214,7 +215,7 @@ class Epochs:
         if self._is_well():
             return candidates
         survivors = [record for record in candidates if record.epoch > 0]
-        fit = survivors and not _shortage(settings.num_experts, survivors)
+        fit = survivors and not _shortage(settings, survivors)
         return survivors if fit else candidates
 
     def _adoption_ends(self, now: float) -> bool:
@@ -259,18 +260,22 @@ class Epochs:
         return {record.instance: record for record in self._records.values()}
 
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
-        room = [member.max_experts for member in members]
-        if self.form is None and settings.num_experts >= len(members):
+        """Over all tensor-parallel ranks of all members."""
+        ranks = settings.tensor_parallel_size
+        room = [member.max_experts for member in members for _ in range(ranks)]
+        if self.form is None and settings.num_experts >= len(room):
             dealt = settings.expert_placement_strategy == "round_robin"
-            first = place(settings.num_experts, len(members), "round_robin" if dealt else "linear")
+            first = place(settings.num_experts, len(room), "round_robin" if dealt else "linear")
             if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
                 return first
-        return cover(settings.num_experts, [member.experts for member in members], room)
+        held = [of_rank for member in members for of_rank in [*member.experts, *[()] * ranks][:ranks]]
+        return cover(settings.num_experts, held, room)
 
 
-def _shortage(num_experts: int, members: list[Record]) -> str:
+def _shortage(settings: Settings, members: list[Record]) -> str:
     """What is missing until the experts fit on some instances; "" if they do."""
-    limits = [member.max_experts or num_experts for member in members]
+    num_experts = settings.num_experts
+    limits = [member.max_experts * settings.tensor_parallel_size or num_experts for member in members]
     missing = num_experts - sum(limits)
     if missing <= 0:
         return ""

@@ -183,8 +183,10 @@ class Membership:
             )
         num_experts = self._settings.num_experts if self._settings is not None else 0
         others = sum(rank != message.rank for rank in self._records)
-        if self._spreads and 0 < num_experts <= others:
-            return f"the model's {num_experts} experts are spread over as many instances: one more gets none"
+        ranks = self._settings.tensor_parallel_size if self._settings is not None else 1
+        if self._spreads and 0 < num_experts < (others + 1) * ranks:
+            spread = "as many instances" if ranks == 1 else f"{others} instances of {ranks} ranks each"
+            return f"the model's {num_experts} experts are spread over {spread}: one more gets none"
         if message.settings is None or self._settings is None:
             return None
         unknown = NEEDS_SIZE if message.size is None else frozenset[str]()

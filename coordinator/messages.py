@@ -41,6 +41,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Instances among which the experts are spread at first; 0 without expert parallelism."""
     num_experts: int = 0
     """Routed experts of a layer that are spread; 0 if none are."""
+    pipeline_split: str = ""
+    """Layers of each pipeline stage, like 10,12,10, where experts are spread: then a stage must be the same
+    on all. Empty: balanced, or of no concern."""
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -54,6 +57,7 @@ AGREED = {
     "vocab_size": "vocabulary",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
+    "pipeline_split": "--pipeline-split",
     "enable_expert_parallel": "-ep",
     "expert_placement_strategy": "--expert-placement-strategy",
     "all2all_backend": "--all2all-backend",
@@ -81,7 +85,7 @@ def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str]
 
 
 def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value) or "not given"
 
 
 class State(enum.StrEnum):
@@ -162,10 +166,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     store: str = ""
     """host:port where this instance would host the rendezvous of a group, if it can."""
     load: Load
-    experts: tuple[int, ...] = ()
-    """The experts that it holds, ascending."""
+    experts: tuple[tuple[int, ...], ...] = ()
+    """The experts that it holds, ascending, by tensor-parallel rank: whole ones are on one rank each."""
     max_experts: int = 0
-    """How many it has room for; 0: any number."""
+    """How many each of its ranks has room for; 0: any number."""
     epoch: Epoch = 0
     """Of the group that it steps in; 0: none."""
     ready_epoch: Epoch = 0
@@ -288,7 +292,10 @@ class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     """The members, by rank; ranks may have gaps, a member's number in the group is its place here. Empty
     when all who are left leave."""
     owners: tuple[int, ...] = ()
-    """Who owns each expert: its place in ``peers``."""
+    """Who owns each expert: the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``, in
+    every pipeline stage."""
+    ranks: Annotated[int, Meta(ge=1)] = 1
+    """Tensor-parallel ranks of each member."""
     leavers: tuple[str, ...] = ()
     """Instances that are in the group before this one, and leave in good order when this one begins."""
     broken: int = 0

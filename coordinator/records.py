@@ -73,7 +73,7 @@ class Record:
     address: str = ""
     store: str = ""
     load: Load = field(default_factory=Load)
-    experts: tuple[int, ...] = ()
+    experts: tuple[tuple[int, ...], ...] = ()
     max_experts: int = 0
     epoch: int = 0
     """Of the group that it steps in."""

@@ -38,7 +38,7 @@ class Standing:
         self.state = State.LOADING
         self.phase = "starting"
         self.address = self.store = ""
-        self.experts: tuple[int, ...] = ()
+        self.experts: tuple[tuple[int, ...], ...] = ()
         self.max_experts = self.ready_epoch = 0
         self.welcome: Welcome | None = None
         """None before the coordinator has answered, and again when it does not know this instance."""

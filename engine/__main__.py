@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -36,6 +36,7 @@ from engine.trace import write_chrome_trace
 from parallel.topology import threads_per_worker
 
 if TYPE_CHECKING:
+    from engine.executor.base import SpreadExecutor
     from engine.spread import Spread
 
 logger = logging.getLogger("engine")
@@ -194,6 +195,7 @@ class Instance:
             except NoGroup as error:
                 raise Ended(process.EXIT_FAILED, str(error)) from error
             except WorkerLost as error:
+                membership.leave()  # at once: the others need not wait until all is closed here
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 if self._spread is not None:
@@ -221,14 +223,12 @@ class Instance:
             logger.error("the trace could not be written: %s", error)
 
     def _spread_experts(self, membership: Membership, executor: Executor, server: Server) -> Spread:
-        from engine.executor.uni import UniExecutor
         from engine.spread import Spread  # loads torch.distributed
 
-        assert isinstance(executor, UniExecutor), "-ep with -tp or -pp is refused with the settings"
         return Spread(
             self._name,
             membership,
-            executor,
+            cast("SpreadExecutor", executor),
             server,
             host=self._listen_address(),
             device=self._config.device,

@@ -46,6 +46,10 @@ class CheckpointError(ValueError):
     """A model that cannot be served. The message says what is wrong and what to do."""
 
 
+class ReadingStopped(Exception):
+    """What was being read is not wanted any more."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """The facts of a checkpoint that do not need its weights."""
 

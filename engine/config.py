@@ -142,9 +142,9 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool | None,
         flag(
             "-ep",
-            help="Spread the experts of a mixture-of-experts model over all instances, which then step in "
-            "lockstep (default: on where it can be done, if -dp is more than 1). Without it each instance "
-            "holds all experts and steps by itself.",
+            help="Spread the experts of a mixture-of-experts model over the workers of all instances, which "
+            "then step in lockstep (default: on where it can be done, if -dp is more than 1 and -tp and -pp "
+            "are not). Without it each instance holds all experts and steps by itself.",
         ),
     ] = None
     expert_placement_strategy: Annotated[
@@ -169,11 +169,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"--distributed-executor-backend uni runs one worker, -tp {self.tensor_parallel_size} -pp "
                 f"{self.pipeline_parallel_size} needs {self.num_workers}: use mp, or leave the flag out"
-            )
-        if self.num_workers > 1 and self.enable_expert_parallel:
-            raise ValueError(
-                "-ep with -tp or -pp above 1 is not built yet: instances that are sharded inside hold all "
-                "experts"
             )
         if self.pipeline_split is not None:
             try:

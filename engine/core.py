@@ -15,12 +15,13 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.grammar_compiler import GrammarCompiler
 from engine.messages import Capacity, Delta, LockstepCounters, Refused, Report, Submit
-from engine.pace import Alone, Pace
+from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Outcome, Scheduler, SchedulerRules
 from engine.split import StepSplit
 from engine.step import Masks, Step, StepResult
+from parallel.communicators.base import CollectiveError
 
 Peer = bytes
 
@@ -66,15 +67,22 @@ class EngineCore:
         self._tracing = tracing
         self._unfinished: Step | None = None
         """A step that was scheduled and did not run to its end, because the group broke or changed."""
-        self._steps: deque[Step] = deque()
+        self._steps: deque[tuple[Step, Agreement]] = deque()
         """Under way in a pipeline, oldest first."""
+        self._again: deque[Step] = deque()
+        """To run in the pipeline before anything else is scheduled: they did not come to their end."""
+        self._deltas: dict[Peer, list[Delta]] = defaultdict(list)
+        """Of steps of the pipeline that ended before one after them failed."""
+        self._finished_at = 0.0
+        """When the newest result of the pipeline came, or its first step began."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._unfinished is not None or bool(self._steps)
+        kept = self._unfinished is not None or self._again or self._deltas
+        return self.scheduler.has_work or bool(kept) or any(step.rows for step, _ in self._steps)
 
     @property
     def is_empty(self) -> bool:
@@ -161,21 +169,61 @@ class EngineCore:
             self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
         return self._take_in(step, result)
 
+    def run_again(self) -> None:
+        """Another group has taken the place of the one before: what is under way in a pipeline was lost with
+        it, and is the first to run in the new one."""
+        if self._steps:
+            self._steps.clear()
+            self._again = deque(map(self._masked, self.scheduler.restart()))
+
     def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
-        """Fill the pipeline, then wait for the step that is furthest."""
+        """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
+        for all."""
+        try:
+            pauses = self._fill_pipeline()
+            for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
+                for peer, deltas in self._finish_oldest().items():
+                    self._deltas[peer] += deltas
+        except CollectiveError:
+            self._steps.clear()
+            self._again = deque(map(self._masked, self.scheduler.restart()))
+            raise
+        deltas_of_all, self._deltas = self._deltas, defaultdict(list)
+        return deltas_of_all
+
+    def _fill_pipeline(self) -> bool:
+        """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all
+        agree on it, some without any rows of this instance. Returns whether no further one follows."""
         while len(self._steps) < self._executor.in_flight:
-            step = self._schedule()
-            if step is None:
-                break
-            self._executor.begin(step)
-            self._steps.append(step)
-        if not self._steps:
-            return {}
+            step = self._again.popleft() if self._again else self._schedule() or Step([], [])
+            agreement = self.pace.agree(
+                step.num_tokens,
+                queued_prefill=self.scheduler.num_waiting_tokens,
+                longest=max((row.start + row.count for row in step.rows), default=0),
+                in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
+            )
+            if not agreement.runs:
+                if step.rows:
+                    self._again.appendleft(step)
+                if agreement.pauses:
+                    self._split.slept(agreement)
+                return agreement.pauses
+            if not self._steps:
+                self._finished_at = time.perf_counter()
+            self._executor.begin(step, agreement.sizes)
+            self._steps.append((step, agreement))
+        return False
+
+    def _finish_oldest(self) -> dict[Peer, list[Delta]]:
         result = self._executor.finish()
-        return self._take_in(self._steps.popleft(), result)
+        began, self._finished_at = self._finished_at, time.perf_counter()
+        step, agreement = self._steps.popleft()
+        times = self._executor.expert_times()
+        if times is not None and agreement.sizes:
+            self._split.stepped(agreement, step.num_tokens, self._finished_at - began, times)
+        return self._take_in(step, result)
 
     def _schedule(self) -> Step | None:
-        """The next step, with masks for the rows that follow a grammar."""
         step = self.scheduler.schedule()
         if step is None:
             return None
@@ -183,6 +231,10 @@ class EngineCore:
         for admit in step.admits:
             request = self.scheduler.at(admit.slot)
             request.admitted_at = request.admitted_at or now
+        return self._masked(step)
+
+    def _masked(self, step: Step) -> Step:
+        """The step, with masks for the rows that follow a grammar."""
         rows, bits = [], []
         for index, row in enumerate(step.rows):
             request = self.scheduler.at(row.slot)

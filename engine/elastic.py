@@ -30,10 +30,11 @@ from engine.recovery import (
     Report,
     Turn,
     Wait,
-    owned,
+    names,
 )
 from engine.recovery_times import Change, RecoveryTimes
 from parallel.communicators.base import CollectiveError
+from parallel.communicators.renewable import RenewableCommunicator
 from parallel.communicators.segments import Watch
 from parallel.lockstep import Wake
 from parallel.placement import Placement
@@ -99,9 +100,9 @@ class Elastic:
         self._keys = keys
         self._lock = threading.RLock()
         self._recovery = Recovery(instance)
-        self._preparations: dict[int, Preparation] = {}
+        self._preparations: dict[int, Preparation[Communicator]] = {}
         self._form_at: dict[int, float] = {}
-        self._current: Preparation | None = None
+        self._current: Preparation[Communicator] | None = None
         self._pace: InLockstep | None = None
         self._problem: str | None = None
         self._fenced = False
@@ -174,14 +175,14 @@ class Elastic:
         if self._pace is not None:
             self._pace.on_wake(wake)
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         assert self._pace is not None, "turn() says whether there is a group"
-        agreement = self._pace.agree(num_tokens, queued_prefill, longest, self.ready_epoch)
+        agreement = self._pace.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
         self.times.stepped(time.monotonic())
         if agreement.switches_to:
             with self._lock:
                 self._carry_out(self._recovery.switched(agreement.switches_to))
-        elif agreement.sizes and not agreement.runs:
+        elif agreement.waits_for_change:
             time.sleep(PENDING_PAUSE)
         return agreement
 
@@ -222,7 +223,7 @@ class Elastic:
         if group is None:  # broken again in this very moment
             return
         self._retire()
-        self._executor.join(group, Placement(form.owners, len(form.peers)))
+        self._executor.join(group, Placement(form.owners, len(form.peers) * form.ranks))
         others = [peer.address for peer in form.peers if peer.instance != self._instance]
         self._pace = InLockstep(group, form.epoch, others, self._keys)
         self._waits = False
@@ -253,7 +254,7 @@ class Elastic:
 
     # ---- losses
 
-    def _watch(self, preparation: Preparation, group: Communicator) -> None:
+    def _watch(self, preparation: Preparation[Communicator], group: Communicator) -> None:
         """Until the group is replaced: notice at once when a process of it ends, also while all sleep."""
         group.on_broken = lambda error: self._lost(
             preparation, [error.rank], error.evidence, "a connection", str(error)
@@ -272,7 +273,12 @@ class Elastic:
             watch.close()
 
     def _lost(
-        self, preparation: Preparation, ranks: Iterable[int | None], evidence: str, by: str, reason: str
+        self,
+        preparation: Preparation[Communicator],
+        ranks: Iterable[int | None],
+        evidence: str,
+        by: str,
+        reason: str,
     ) -> None:
         with self._lock:
             if self._current is preparation:
@@ -319,9 +325,10 @@ class Elastic:
     # ---- in the background
 
     def _read_experts(self, form: Form, should_stop: Callable[[], bool]) -> int:
-        return self._executor.prepare(sorted(owned(form, self._instance)), self._free_bytes(), should_stop)
+        place = names(form).index(self._instance)
+        return self._executor.prepare(form, place, self._free_bytes(), should_stop)
 
-    def _on_prepared(self, preparation: Preparation) -> None:
+    def _on_prepared(self, preparation: Preparation[Communicator]) -> None:
         epoch, error = preparation.form.epoch, preparation.error
         if error is None:
             with self._lock:
@@ -331,7 +338,7 @@ class Elastic:
         self._mesh.changed()
         self._wake_loop()
 
-    def _on_not_prepared(self, preparation: Preparation, error: Exception) -> None:
+    def _on_not_prepared(self, preparation: Preparation[Communicator], error: Exception) -> None:
         """Report it. An instance that has no group yet ends if it can be in none; the others try again,
         as often as the coordinator says."""
         form = preparation.form
@@ -367,6 +374,8 @@ def _what_for(form: Form, recovery: Recovery) -> str:
 
 
 def _transport(group: Communicator) -> str:
+    if isinstance(group, RenewableCommunicator):
+        group = group.group
     return {"GlooCommunicator": "gloo", "SharedMemoryCommunicator": "shared_memory"}.get(
         type(group).__name__, type(group).__name__
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint import CheckpointError
-from engine.expert_weights import ReadingStopped, expert_modules, expert_parameters, read_experts
+from engine.checkpoint import CheckpointError, ReadingStopped
+from engine.expert_weights import expert_modules, expert_parameters, read_experts
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class HeldExperts:
         self._directory = directory
         self._layers = expert_modules(model)
         self.experts = tuple(experts)
-        self.bytes_per_expert = sum(
+        self.bytes_per_expert: int = sum(
             parameter[0].nbytes if len(parameter) else 0
             for module in self._layers.values()
             for _, parameter in expert_parameters(module)
@@ -56,7 +56,10 @@ class HeldExperts:
         read_experts(self._model, self._directory, self.experts[:1])
 
     def max_experts(self, free_bytes: int) -> int:
-        """How many of each layer fit, with so much memory beside what is held."""
+        """How many of each layer fit, with so much memory beside what is held; 0: any number, as in a stage
+        without expert layers."""
+        if not self.bytes_per_expert:
+            return 0
         return len(self.experts) + max(0, free_bytes) // (self.bytes_per_expert * self.copies)
 
     def prepare(

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from engine.checkpoint import CheckpointError, weight_files
+from engine.checkpoint import CheckpointError, ReadingStopped, weight_files
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -47,6 +47,29 @@ def expert_modules(model: Any) -> dict[str, Any]:
     }
 
 
+def spread_modules(model: Any) -> dict[str, Any]:
+    """:func:`expert_modules` of a model whose experts are to be spread.
+
+    Raises:
+        CheckpointError: this family has none that could be.
+    """
+    layers = expert_modules(model)
+    if not layers:
+        raise CheckpointError(
+            f"{type(model).__name__}: its experts do not go through transformers' experts interface, so they "
+            "cannot be spread over instances: use --no-enable-expert-parallel"
+        )
+    return layers
+
+
+def keep_experts(module: Any, count: int) -> None:
+    """Leave an experts module with room for so many experts."""
+    for name, parameter in expert_parameters(module):
+        local = parameter.new_empty(count, *parameter.shape[1:])
+        setattr(module, name, torch.nn.Parameter(local, requires_grad=False))
+    module.num_experts = count
+
+
 def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
     """Those of an experts module that have a row per expert, by name."""
     return [
@@ -54,10 +77,6 @@ def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == module.num_experts
     ]
-
-
-class ReadingStopped(Exception):
-    """What was being read is not wanted any more."""
 
 
 def read_experts(
@@ -72,7 +91,7 @@ def read_experts(
     """
     layers = expert_modules(model)
     wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
-    found = _Reader(model, layers, experts).read_experts(directory, should_stop)
+    found = ExpertReader(model, layers, experts).read_experts(directory, should_stop)
     for name in wanted:
         if name not in found or found[name].shape[0] != len(experts):
             raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
@@ -88,18 +107,13 @@ def only_experts_of(model_class: Any, config: Any, share: ExpertShare) -> Iterat
     """
     with torch.device("meta"):
         whole = model_class(config)
-    layers = expert_modules(whole)
-    if not layers:
-        raise CheckpointError(
-            f"{model_class.__name__}: its experts do not go through transformers' experts interface, so they "
-            "cannot be spread over instances: use --no-enable-expert-parallel"
-        )
+    layers = spread_modules(whole)
     kinds = {type(module) for module in layers.values()}
     originals = {kind: kind.__init__ for kind in kinds}
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield _Reader(whole, layers, share.experts).read(Path(config._name_or_path))
+        yield ExpertReader(whole, layers, share.experts).read(Path(config._name_or_path))
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -110,15 +124,12 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
 
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for name, parameter in expert_parameters(self):
-            local = parameter.new_empty(len(share.experts), *parameter.shape[1:])
-            setattr(self, name, torch.nn.Parameter(local, requires_grad=False))
-        self.num_experts = len(share.experts)
+        keep_experts(self, len(share.experts))
 
     return initialise
 
 
-class _Reader:
+class ExpertReader:
     """Decides tensor by tensor what of a checkpoint is needed for some experts of a model, which may hold
     any number of them itself."""
 
@@ -140,7 +151,7 @@ class _Reader:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
                     if self._target(name)[0] in self._expert_parameters:
-                        self._take(opened, name, tensors)
+                        self.take(opened, name, tensors)
                     else:
                         tensors[name] = opened.get_tensor(name)
         return tensors
@@ -154,7 +165,7 @@ class _Reader:
                     if should_stop():
                         raise ReadingStopped
                     if self._target(name)[0] in self._expert_parameters:
-                        self._take(opened, name, tensors)
+                        self.take(opened, name, tensors)
         return self._convert(tensors)
 
     def _target(self, name: str) -> tuple[str, str | None]:
@@ -181,7 +192,8 @@ class _Reader:
                 converted[name] = value[0] if isinstance(value, list) else value
         return converted
 
-    def _take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Read the experts' part of one tensor of a file, which is of an experts module's parameter."""
         match = ONE_EXPERT.search(name)
         if match is None:
             tensors[name] = self._slices(opened.get_slice(name))

@@ -47,6 +47,10 @@ class Agreement(msgspec.Struct, frozen=True):
     """Seconds spent waiting for the others' headers."""
     switches_to: int = 0
     """The epoch that all enter instead of this step; 0: none."""
+    pauses: bool = False
+    """No step follows for now: all sleep, or enter another group."""
+    waits_for_change: bool = False
+    """Nobody has tokens, here or under way, and yet nobody sleeps: a change of the group is pending."""
 
 
 class Pace(Protocol):
@@ -76,8 +80,9 @@ class Pace(Protocol):
         """A peer wants a step."""
         ...
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
-        """Settle the next step, this instance having scheduled ``num_tokens``.
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        """Settle the next step, this instance having scheduled ``num_tokens``, with ``in_flight`` steps of
+        its own under way.
 
         Raises:
             parallel.communicators.base.CollectiveError: a peer is lost.
@@ -116,7 +121,7 @@ class Alone:
     def on_wake(self, wake: Wake) -> None:
         return
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         return Agreement(runs=num_tokens > 0)
 
     def failed(self, error: CollectiveError) -> None:
@@ -158,25 +163,33 @@ class InLockstep:
     def on_wake(self, wake: Wake) -> None:
         self._lockstep.on_wake(wake)
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int, ready_epoch: int) -> Agreement:
+    def agree(
+        self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int, ready_epoch: int
+    ) -> Agreement:
         """See :class:`Pace`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as there
-        are some while a change is pending, is not computed."""
+        are some while a change is pending or a pipeline is full, is not computed."""
         header = self._lockstep.header(
-            num_tokens, queued_prefill=queued_prefill, longest=longest, ready_epoch=ready_epoch
+            num_tokens,
+            queued_prefill=queued_prefill,
+            longest=longest,
+            ready_epoch=ready_epoch,
+            in_flight=in_flight,
         )
         began = time.perf_counter()
         rows = self.group.all_gather_ints(header.ints())
         waited = time.perf_counter() - began
-        decision: Decision = self._lockstep.advance([Header.of(row) for row in rows])
+        headers = [Header.of(row) for row in rows]
+        decision: Decision = self._lockstep.advance(headers)
         if self._lockstep.outstanding_wake is None:
             self._waker.end()
         match decision:
             case Run(sizes):
-                return Agreement(runs=any(sizes), sizes=sizes, waited=waited)
+                pending = not any(sizes) and not any(each.in_flight for each in headers)
+                return Agreement(any(sizes), sizes, waited, waits_for_change=pending)
             case Sleep():
-                return Agreement(runs=False, waited=waited)
+                return Agreement(runs=False, waited=waited, pauses=True)
             case Switch(switches_to):
-                return Agreement(runs=False, waited=waited, switches_to=switches_to)
+                return Agreement(runs=False, waited=waited, switches_to=switches_to, pauses=True)
 
     def close(self) -> None:
         self._waker.close()

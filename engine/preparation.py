@@ -5,22 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
 from coordinator.messages import Form
+from engine.checkpoint import ReadingStopped
 
-if TYPE_CHECKING:
-    from parallel.communicators.base import Communicator
+
+class Closable(Protocol):
+    """What a group can do, or several in one."""
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Group = TypeVar("Group", bound=Closable)
 
 ReadExperts = Callable[[Form, Callable[[], bool]], int]
 """Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
-Connect = Callable[[Form, Callable[[], bool]], "Communicator"]
+Connect = Callable[[Form, Callable[[], bool]], Group]
 """Form a form's group."""
 
 
-class Preparation:
+class Preparation(Generic[Group]):
     """The work for one :class:`coordinator.messages.Form`, in a thread of its own. :meth:`abandon` ends it
     soon; a thread that hangs in a store whose host is stopped stays behind, and disturbs nobody."""
 
@@ -28,13 +37,13 @@ class Preparation:
         self,
         form: Form,
         read_experts: ReadExperts,
-        connect: Connect,
-        on_end: Callable[[Preparation], None],
+        connect: Connect[Group],
+        on_end: Callable[[Preparation[Group]], None],
     ) -> None:
         """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`); not if
         the preparation was abandoned before."""
         self.form = form
-        self.group: Communicator | None = None
+        self.group: Group | None = None
         self.error: Exception | None = None
         self.num_read = 0
         self.read_at = self.formed_at = 0.0
@@ -63,8 +72,6 @@ class Preparation:
             threading.Thread(target=group.close, name="closing", daemon=True).start()
 
     def _run(self) -> None:
-        from engine.expert_weights import ReadingStopped  # loads torch
-
         try:
             self.num_read = self._read_experts(self.form, self._stopped.is_set)
             self.read_at = time.monotonic()

@@ -239,11 +239,20 @@ def names(form: Form) -> list[str]:
 
 
 def owned(form: Form | None, instance: str) -> frozenset[int]:
-    """The experts of an instance in a group."""
+    """The experts of an instance in a group, on whichever of its ranks."""
     if form is None or instance not in names(form):
         return frozenset()
     place = names(form).index(instance)
-    return frozenset(expert for expert, owner in enumerate(form.owners) if owner == place)
+    return frozenset(expert for expert, owner in enumerate(form.owners) if owner // form.ranks == place)
+
+
+def owned_by_rank(form: Form, place: int) -> list[list[int]]:
+    """The experts of the member at this place, ascending, by tensor-parallel rank."""
+    first = place * form.ranks
+    return [
+        [expert for expert, owner in enumerate(form.owners) if owner == first + rank]
+        for rank in range(form.ranks)
+    ]
 
 
 def _ends(form: Form, group: Form) -> bool:

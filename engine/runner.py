@@ -61,37 +61,28 @@ class _Slot:
 class _BlockTables:
     """Block tables of all slots, one row each; grows as slots and contexts do."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
         self.blocks = np.zeros((1, MIN_TABLE_WIDTH), dtype=np.int32)
-        self._lengths = np.zeros(1, dtype=np.int64)
-        # Where each slot's last row began and how many blocks it had then: a row that begins at the
-        # same place again is that row run again, and its blocks go to the same places.
-        self._last_starts = np.full(1, -1, dtype=np.int64)
-        self._lengths_before = np.zeros(1, dtype=np.int64)
+        self._block_size = block_size
+        self._admitted: set[int] = set()
+        """Slots whose next row brings the whole table."""
 
     def clear(self, slot: int) -> None:
         while slot >= len(self.blocks):
             self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
-            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
-            self._lengths_before = np.concatenate([self._lengths_before, np.zeros_like(self._lengths)])
-            self._last_starts = np.concatenate([self._last_starts, np.full_like(self._last_starts, -1)])
-        self._lengths[slot] = 0
-        self._last_starts[slot] = -1
+        self._admitted.add(slot)
 
-    def extend(self, rows: Sequence[Row], slots: Int64s, starts: Int64s) -> None:
-        again = self._last_starts[slots] == starts
-        lengths = np.where(again, self._lengths_before[slots], self._lengths[slots])
-        self._lengths[slots] = lengths
-        self._lengths_before[slots] = lengths
-        self._last_starts[slots] = starts
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
         for row in rows:
             if row.new_blocks:
-                begin = self._lengths[row.slot]
+                begin = 0 if row.slot in self._admitted else -(-row.start // self._block_size)
                 end = begin + len(row.new_blocks)
                 while end > self.blocks.shape[1]:
                     self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
                 self.blocks[row.slot, begin:end] = row.new_blocks
-                self._lengths[row.slot] = end
+        if self._admitted:
+            self._admitted.difference_update(row.slot for row in rows)
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class ModelRunner:
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         """When steps were computed here, waiting for other stages not included."""
         self._slots: dict[int, _Slot] = {}
-        self._tables = _BlockTables()
+        self._tables = _BlockTables(block_size)
         shard = model.stage.shard
         self._shard = shard
         self._vocabulary: VocabularyShard | None = None
@@ -162,7 +153,7 @@ class ModelRunner:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
-        self._tables.extend(rows, slots, starts)
+        self._tables.extend(rows)
         longer = counts != 1
         num_single = int(longer.argmax()) if longer.any() else len(rows)
         input_ids = np.concatenate(

@@ -47,6 +47,15 @@ class Outcome(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None
 
 
+class _UnderWay(msgspec.Struct, frozen=True):
+    """A step that was scheduled and not yet answered."""
+
+    step: Step
+    requests: list[Request]
+    tables: list[list[int]]
+    """Their blocks: also of those that are aborted meanwhile."""
+
+
 class Scheduler:
     """Owns the requests of an instance and the block pool."""
 
@@ -58,7 +67,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
-        self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self._in_flight: deque[_UnderWay] = deque()
         self._waiting_tokens = 0
         self._waiting_uncached = 0
         self._waiting_blocks = 0
@@ -221,19 +230,26 @@ class Scheduler:
         requests = [self._by_slot[row.slot] for row in rows]
         for request in requests:
             request.num_in_flight += 1
-        self._in_flight.append((step, requests))
+        self._in_flight.append(_UnderWay(step, requests, [request.blocks for request in requests]))
         return step
+
+    def restart(self) -> list[Step]:
+        """The steps under way, oldest first, to be run again by workers that may have done any part of them:
+        each row brings along all that is known of its request. (A slot may have another request by now, if
+        the row's was aborted; what the row fills may be a known prefix of others all the same.)"""
+        self._in_flight = deque(_made_anew(each) for each in self._in_flight)
+        return [each.step for each in self._in_flight]
 
     def update(self, step: Step, result: StepResult) -> list[Outcome]:
         """Take in what the oldest step under way sampled; returns the requests that got a token."""
         outcomes: list[Outcome] = []
         if not step.rows:
             return outcomes
-        scheduled, requests = self._in_flight.popleft()
-        assert scheduled.rows is step.rows, "steps are answered in order"
-        for request in requests:
+        oldest = self._in_flight.popleft()
+        assert oldest.step.rows is step.rows, "steps are answered in order"
+        for request in oldest.requests:
             request.num_in_flight -= 1
-        for row, request, sampled in zip(step.rows, requests, result.sampled, strict=True):
+        for row, request, sampled in zip(step.rows, oldest.requests, result.sampled, strict=True):
             if request.slot != row.slot:
                 continue  # aborted while the step ran; its slot may be another's by now
             if sampled.prompt_logprobs and request.prompt_logprobs is not None:
@@ -362,14 +378,7 @@ class Scheduler:
             self._prompt_tokens += request.num_prompt
             self._cache_queries += request.num_prompt
             self._cache_hits += request.num_cached
-        return Admit(
-            slot=request.slot,
-            token_ids=request.token_ids[:],
-            num_prompt=request.num_prompt,
-            params=request.params,
-            seed=request.seed,
-            stop_ids=tuple(sorted(request.stop_ids)),
-        )
+        return _admit(request, request.slot)
 
     # ---- changes of state
 
@@ -435,3 +444,27 @@ class Scheduler:
             self._promises.keep(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
+
+
+def _admit(request: Request, slot: int) -> Admit:
+    return Admit(
+        slot=slot,
+        token_ids=request.token_ids[:],
+        num_prompt=request.num_prompt,
+        params=request.params,
+        seed=request.seed,
+        stop_ids=tuple(sorted(request.stop_ids)),
+    )
+
+
+def _made_anew(under_way: _UnderWay) -> _UnderWay:
+    """The same step, as if all its requests were admitted by it."""
+    rows = under_way.step.rows
+    step = Step(
+        admits=[_admit(request, row.slot) for row, request in zip(rows, under_way.requests, strict=True)],
+        rows=[
+            msgspec.structs.replace(row, new_blocks=table[:])
+            for row, table in zip(rows, under_way.tables, strict=True)
+        ],
+    )
+    return msgspec.structs.replace(under_way, step=step)

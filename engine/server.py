@@ -28,7 +28,7 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )
-from engine.recovery import End, Wait
+from engine.recovery import End, Enter, Wait
 from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
 
@@ -141,6 +141,8 @@ class Server:
             turn = self._core.pace.turn()  # 2. is there a group to step in?
             if isinstance(turn, End):
                 break
+            if isinstance(turn, Enter):
+                self._core.run_again()
             steps = not isinstance(turn, Wait) and self._wants_step()
             if steps:
                 self._step()  # 3. one forward pass; its tokens, one message per router

@@ -91,6 +91,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
             config.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             pipeline_parallel_size=settings.pipeline_parallel_size,
+            pipeline_split=settings.pipeline_split or config.device.pipeline_split,
             enable_expert_parallel=settings.enable_expert_parallel,
             expert_placement_strategy=settings.expert_placement_strategy,
             all2all_backend=settings.all2all_backend,
@@ -125,6 +126,7 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
         "all2all_backend": device.all2all_backend,
         "data_parallel_size": size if spread else 0,
         "num_experts": info.num_experts if spread else 0,
+        "pipeline_split": (device.pipeline_split or "") if spread else "",
     }
 
 
@@ -146,11 +148,14 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
             logger.warning("-ep ignored: %s", why)
         return False
     try:
-        place(info.num_experts, size, device.expert_placement_strategy)
+        place(info.num_experts, size * device.tensor_parallel_size, device.expert_placement_strategy)
     except ValueError as error:
         if asked:
             raise CheckpointError(str(error)) from error
-        problem = f"there are {info.num_experts} experts for {size} instances"
+        owners = f"{size} instances" + (
+            f" of {device.tensor_parallel_size} ranks each" if device.tensor_parallel_size > 1 else ""
+        )
+        problem = f"there are {info.num_experts} experts for {owners}"
     else:
         problem = "" if asked else _why_whole(config, info)
     if problem:
@@ -166,7 +171,7 @@ def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
     if config.workers_elsewhere:
         return "workers of an instance may be on several hosts (--nnodes, ray)"
     if device.tensor_parallel_size * device.pipeline_parallel_size > 1:
-        return "instances are sharded themselves (-tp, -pp)"
+        return "instances are sharded themselves (-tp, -pp), and -ep does not ask for it"
     return why_experts_stay_whole(info)
 
 

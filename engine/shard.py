@@ -8,12 +8,14 @@ any other, from the tensors that :mod:`engine.shard_weights` reads for it.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from engine.checkpoint import CheckpointError
+from engine.expert_weights import ExpertShare, expert_modules, keep_experts, spread_modules
 from parallel.communicators.base import Communicator
 from parallel.pipeline_parallel import balanced_split, check_split, layers_of
 from parallel.tensor_parallel import CutModel, TensorRank, cut_model
@@ -152,6 +154,8 @@ class ShardedClass:
     shard: Shard
     layers: range
     plan: dict[str, str]
+    share: ExpertShare | None = None
+    """The experts that are held here, whole, where they are spread over instances."""
     done: CutModel = field(default_factory=CutModel)
     ties_head: bool = False
     """Whether this worker's output layer is the embedding of another stage."""
@@ -169,8 +173,11 @@ class ShardedClass:
         return Stage(self.shard, self.layers, first, last)
 
 
-def sharded_class(model_class: Any, config: Any, shard: Shard) -> ShardedClass:
-    """Prepare to make the shard of a model.
+def sharded_class(
+    model_class: Any, config: Any, shard: Shard, share: ExpertShare | None = None
+) -> ShardedClass:
+    """Prepare to make the shard of a model. With ``share``, its experts are not cut: those of the share are
+    kept whole, of the layers of this stage.
 
     Raises:
         CheckpointError: this family cannot be cut so; the message says why and what to do.
@@ -183,7 +190,10 @@ def sharded_class(model_class: Any, config: Any, shard: Shard) -> ShardedClass:
         whole = model_class(config)
     name = model_class.__name__
     layers = _layers_of_stage(name, whole, shard)
-    result = ShardedClass(whole, None, shard, layers, tensor_plan(name, whole) if shard.size > 1 else {})
+    plan = tensor_plan(name, whole) if shard.size > 1 else {}
+    if share is not None:
+        plan = _without_experts(plan, whole)
+    result = ShardedClass(whole, None, shard, layers, plan, share)
     tied = whole.get_output_embeddings() is not None and bool(whole.all_tied_weights_keys)
     result.ties_head = tied and shard.is_last and not shard.is_first
 
@@ -221,6 +231,16 @@ def tensor_plan(name: str, whole: Any) -> dict[str, str]:
     if not any(".self_attn." in path for path in plan):
         logger.warning("%s: its tensor-parallel plan leaves attention whole on every worker", name)
     return plan
+
+
+def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
+    """A plan that leaves experts alone."""
+    experts = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in spread_modules(whole)}
+    return {
+        path: style
+        for path, style in plan.items()
+        if path not in experts and path.rpartition(".")[0] not in experts
+    }
 
 
 def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
@@ -261,6 +281,9 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
         _keep_stage(model, shard, sharded.layers)
     if shard.size > 1:
         sharded.done = cut_model(model, sharded.plan, TensorRank(shard.rank, shard.size, shard.ranks))
+    if sharded.share is not None:
+        for module in expert_modules(model).values():
+            keep_experts(module, len(sharded.share.experts))
 
 
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:

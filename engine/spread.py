@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from coordinator.client import COMPLAINT_INTERVAL, Membership
 from coordinator.keys import MeshKeys
@@ -15,6 +16,7 @@ from engine.executor.base import SpreadExecutor
 from engine.pace import NoGroup
 from engine.rendezvous import Rendezvous
 from engine.server import Server
+from parallel.communicators.base import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ def first_share(rank: int, settings: Settings) -> tuple[int, int]:
     size = settings.data_parallel_size
     if rank < size:
         return rank, size
-    return rank % settings.num_experts, min(rank + 1, settings.num_experts)
+    most = settings.num_experts // settings.tensor_parallel_size
+    return rank % most, min(rank + 1, most)
 
 
 class Spread:
@@ -59,7 +62,7 @@ class Spread:
             name,
             executor,
             self,
-            connect=lambda form, should_stop: self._meeting.connect(form, name, should_stop),
+            connect=self._connect,
             free_bytes=self._free_bytes,
             wake_loop=server.wake,
             keys=keys,
@@ -73,6 +76,11 @@ class Spread:
             experts=executor.experts_held(),
             max_experts=self._max_experts(),
         )
+
+    def _connect(self, form: Form, should_stop: Callable[[], bool]) -> Communicator:
+        """First the instances, then what else the workers need."""
+        group = self._meeting.connect(form, self._name, should_stop)
+        return self._executor.connect(form, group, should_stop)
 
     def look(self) -> None:
         """Once a turn: whether the others come in time.

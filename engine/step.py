@@ -34,8 +34,8 @@ class Row(msgspec.Struct, frozen=True):
     start: int
     count: int
     new_blocks: list[int]
-    """Appended to the slot's block table before the step (for an admitted slot: the whole table). A row
-    that begins where the slot's previous row began is that row run again: its blocks take the same places."""
+    """Of an admitted slot: the whole table. Else those that its table lacks for this row, which stand behind
+    the ceil(start / block size) that it needed before; so a row that is run again puts them there again."""
     sample: bool
     """Whether the last position is the newest token, so that the next one is sampled. The worker
     appends the sampled token to the slot's ids by itself."""

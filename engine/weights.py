@@ -31,6 +31,8 @@ from engine.shard_weights import random_shard, read_shard
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
 from parallel.placement import place
+from parallel.sliced_experts import SlicedExpertParallel
+from parallel.tensor_parallel import TensorRank
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """How transformers' MoE layers multiply: tokens sorted by expert, one product per expert that has any.
@@ -130,7 +132,7 @@ def load_model(
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
-    sharded = None if shard.is_whole else sharded_class(model_class, config, shard)
+    sharded = None if shard.is_whole else sharded_class(model_class, config, shard, share)
     try:
         if sharded is not None:
             with _LOADING:
@@ -150,10 +152,10 @@ def load_model(
     module = module.to(device).eval().requires_grad_(False)
     experts, expert_layers = None, ()
     if share is not None:
-        experts, expert_layers = _spread_experts(module, share, dispatch)
+        experts, expert_layers = _spread_experts(module, share, dispatch, shard)
     elif sharded is not None and sharded.done.whole_experts:
         placement = place(info.num_experts, shard.size, "linear")
-        _spread_experts(module, ExpertShare(placement, shard.rank), dispatch)
+        _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     wanted = settings.max_model_len or -1
@@ -169,12 +171,19 @@ def load_model(
 
 
 def _spread_experts(
-    module: Any, share: ExpertShare, dispatch: Dispatch
+    module: Any, share: ExpertShare, dispatch: Dispatch, shard: Shard
 ) -> tuple[ExpertParallel, tuple[Any, ...]]:
-    """Let the expert layers go through one :class:`ExpertParallel`."""
+    """Let the expert layers go through one :class:`ExpertParallel`, of which each tensor-parallel rank of
+    the shard dispatches its slice of the tokens."""
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
     local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
-    experts = ExpertParallel(share.placement, share.rank, dispatch, local_experts)
+    if shard.size > 1:
+        ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+        experts: ExpertParallel = SlicedExpertParallel(
+            share.placement, share.rank, dispatch, local_experts, ranks
+        )
+    else:
+        experts = ExpertParallel(share.placement, share.rank, dispatch, local_experts)
     layers = tuple(expert_modules(module).values())
     for layer in layers:
         setattr(layer, EXPERTS_ATTRIBUTE, experts)

@@ -1,4 +1,5 @@
-"""``python -m engine.worker FD``: one shard of a model in a process of its own, at the end of a channel.
+"""``python -m engine.worker FD [FD]``: one shard of a model in a process of its own, at the end of a channel.
+Where experts are spread, a second one is for the groups of an epoch (:mod:`engine.worker_groups`).
 
 Started by :mod:`engine.executor.mp`, never by hand. The worker does what it is told, in order, and knows
 nothing of requests. It ends with its engine: the kernel kills it when the engine dies (PR_SET_PDEATHSIG),
@@ -26,6 +27,7 @@ from engine.executor.messages import (
     Allocate,
     Allocated,
     Begin,
+    Broken,
     Computed,
     Execute,
     Failed,
@@ -34,6 +36,8 @@ from engine.executor.messages import (
     FreeMemory,
     FromWorker,
     Hosting,
+    Join,
+    Joined,
     Loaded,
     Meet,
     Phase,
@@ -48,6 +52,7 @@ from parallel.communicators.base import CollectiveError
 if TYPE_CHECKING:
     from engine.executor.uni import UniExecutor
     from engine.shard import Shard
+    from engine.worker_groups import WorkerGroups
     from parallel.communicators import Backend
     from parallel.communicators.base import Communicator
 
@@ -60,8 +65,10 @@ LOOK_SECONDS = 1e-3
 class Worker:
     """One worker, from its first message to the end of its engine."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, control: Channel | None = None) -> None:
         self._channel = channel
+        self._control = control
+        self._spread: WorkerGroups | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._groups: list[Communicator] = []
@@ -90,6 +97,8 @@ class Worker:
         finally:
             for group in self._groups:
                 group.abort()
+            if self._spread is not None:
+                self._spread.close()
 
     # ---- start
 
@@ -99,12 +108,26 @@ class Worker:
 
         shard = self._meet(begin)
         executor = UniExecutor(
-            begin.config, begin.info, begin.threads, shard=shard, before_first_run=self._wait_for_others
+            begin.config,
+            begin.info,
+            begin.threads,
+            self._place(begin),
+            shard=shard,
+            before_first_run=self._wait_for_others,
         )
         facts = executor.load(lambda text: self._send(Phase(text)))
         layers = executor.layers
-        self._send(Loaded(facts, (layers.start, layers.stop)))
+        if self._spread is not None:
+            self._spread.serve(executor)
+        self._send(Loaded(facts, (layers.start, layers.stop), executor.expert_bytes))
         return executor
+
+    def _place(self, begin: Begin) -> tuple[int, int] | None:
+        """Among the workers of a stage, over all instances."""
+        if begin.place is None:
+            return None
+        (place, size), ranks = begin.place, begin.config.device.tensor_parallel_size
+        return place * ranks + begin.rank, size * ranks
 
     def _meet(self, begin: Begin) -> Shard:
         """Form this worker's two groups: the ranks of its stage, and the stages of its rank."""
@@ -132,6 +155,8 @@ class Worker:
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group
+        if self._control is not None:
+            self._renew(begin, self._control, formed)
         return Shard(
             stage=begin.stage,
             num_stages=device.pipeline_parallel_size,
@@ -143,6 +168,21 @@ class Worker:
             device=begin.number,
         )
 
+    def _renew(self, begin: Begin, control: Channel, formed: dict[str, Communicator | None]) -> None:
+        """The groups change with every epoch, and the layers keep what they get now."""
+        from engine.worker_groups import Axis, WorkerGroups
+        from parallel.communicators.renewable import RenewableCommunicator
+
+        axes: tuple[Axis, ...] = ("tp", "pp")
+        inside = {
+            axis: RenewableCommunicator(group, blames=False)
+            for axis in axes
+            if (group := formed[axis]) is not None
+        }
+        for axis, renewable in inside.items():
+            formed[axis] = renewable
+        self._spread = WorkerGroups(control, begin, inside, choose_transport(begin.hosts))
+
     def _wait_for_others(self) -> None:
         """Reading takes one worker longer than another; only what follows is under the groups' deadlines."""
         self._send(Read())
@@ -153,10 +193,14 @@ class Worker:
 
     def _serve(self, executor: UniExecutor, begin: Begin, message: ToWorker) -> None:
         match message:
-            case Execute(step):
-                result = executor.execute(step)
-                if executor.answers:
-                    self._send(Computed(result))
+            case Execute():
+                self._execute(executor, message)
+            case Join(epoch):
+                assert self._spread is not None
+                joined = self._spread.join(epoch)
+                self._send(Joined(epoch))
+                if not joined:
+                    self._send(Broken(epoch, None, "aborted", "the groups of this epoch were given up"))
             case FreeMemory():
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
@@ -170,6 +214,21 @@ class Worker:
                 executor.set_threads(threads)
             case _:
                 raise AssertionError(f"{begin.name} was told {message!r} while it serves")
+
+    def _execute(self, executor: UniExecutor, message: Execute) -> None:
+        spread = self._spread
+        if spread is not None and (spread.is_broken or spread.epoch != message.epoch):
+            return  # the engine knows, or is about to: this step comes again
+        try:
+            result = executor.execute(message.step, message.sizes)
+        except CollectiveError as error:
+            if spread is None or not spread.epoch:
+                raise
+            suspect, evidence = spread.fail(error)
+            self._send(Broken(spread.epoch, suspect, evidence, str(error)))
+            return
+        if executor.answers:
+            self._send(Computed(result, executor.expert_times() if spread is not None else None))
 
     def _receive(self) -> ToWorker:
         return self._decoder.decode(self._channel.receive(LOOK_SECONDS))
@@ -199,9 +258,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the engine, which may still need its workers
         signal.signal(number, signal.SIG_IGN)
     process.die_with_parent()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channels = [Channel(socket.socket(fileno=int(descriptor))) for descriptor in sys.argv[1:]]
     try:
-        Worker(channel).run()
+        Worker(*channels).run()
     except ChannelClosed:
         return 0
     except Exception:  # noqa: BLE001 (said already, to the engine and in the log)

@@ -38,8 +38,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """Longest context of its rows, in tokens."""
     ready_epoch: int = 0
     """The newest epoch that it is ready to switch to; its current one when none is pending."""
-    leaving: int = 0
-    """1 when it is about to leave the world."""
+    in_flight: int = 0
+    """Its earlier steps, with tokens, that are still under way: more may come of them at any moment."""
 
     def ints(self) -> tuple[int, ...]:
         """The header as ``HEADER_INTS`` integers."""
@@ -58,7 +58,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Sleep(msgspec.Struct, frozen=True):
-    """Nobody has work: the step is empty, and nobody begins the next one before a wake."""
+    """Nobody has work, nor any under way: the step is empty, and nobody begins the next one before a wake."""
 
 
 class Switch(msgspec.Struct, frozen=True):
@@ -81,6 +81,7 @@ def decide(headers: Sequence[Header]) -> Decision:
     """What happens at the step that all these headers (one per rank, in rank order) name.
 
     A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
+    So do tokens under way in a pipeline, of which more will come: the steps until then are empty, too.
     All must name the same epoch: who is ready for a later one may have given up the one before it.
 
     Raises:
@@ -92,7 +93,7 @@ def decide(headers: Sequence[Header]) -> Decision:
     ready = [header.ready_epoch for header in headers]
     if min(ready) == max(ready) > first.epoch:
         return Switch(ready[0])
-    if max(ready) > first.epoch or any(header.num_tokens for header in headers):
+    if max(ready) > first.epoch or any(header.num_tokens or header.in_flight for header in headers):
         return Run(tuple(header.num_tokens for header in headers))
     return Sleep()
 
@@ -124,7 +125,13 @@ class Lockstep:
         return f"<Lockstep rank {self.rank}/{self.size} epoch {self.epoch} step {self.step} {state}>"
 
     def header(
-        self, num_tokens: int, *, queued_prefill: int = 0, longest: int = 0, ready_epoch: int | None = None
+        self,
+        num_tokens: int,
+        *,
+        queued_prefill: int = 0,
+        longest: int = 0,
+        ready_epoch: int | None = None,
+        in_flight: int = 0,
     ) -> Header:
         """What to tell the others for the next step."""
         assert self.awake, "a sleeping instance begins no step"
@@ -135,6 +142,7 @@ class Lockstep:
             queued_prefill=queued_prefill,
             longest=longest,
             ready_epoch=self.epoch if ready_epoch is None else ready_epoch,
+            in_flight=in_flight,
         )
 
     def advance(self, headers: Sequence[Header]) -> Decision:

@@ -90,6 +90,14 @@ class TensorRank:
         columns = [piece.view(rows, -1) for piece in gathered.split([rows * width for width in widths])]
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
 
+    def all_gather_rows(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]."""
+        if self.group is None or not sum(sizes):
+            return part.new_zeros(sum(sizes), *part.shape[1:])
+        if part.device.type == "cpu":
+            return self.group.all_gather(part, sizes)
+        return self.group.all_gather(part.cpu(), sizes).to(part.device)
+
     def even(self, total: int) -> tuple[int, int]:
         """This rank's range of ``total`` things, as equal as can be."""
         sizes = even_sizes(total, self.size)

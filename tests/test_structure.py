@@ -20,6 +20,7 @@ COMPUTES = {
     "parallel.communicators.slots",
     "parallel.expert_parallel",
     "parallel.expert_products",
+    "parallel.sliced_experts",
     "parallel.tensor_parallel",
 }
 """The only modules below the engine that load torch; nothing imports them but the engine, or a call."""

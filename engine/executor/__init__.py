@@ -45,9 +45,14 @@ def make_executor(
         executor.base.CannotStart: Ray is asked for and missing.
     """
     if config.device.uses_processes:
+        if place is not None:
+            from engine.executor.ends import LocalCrew
+            from engine.executor.spread_mp import SpreadMpExecutor
+
+            spread_crew = LocalCrew(worker_names(config, rank), threads, SpreadMpExecutor.num_channels)
+            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place)
         from engine.executor.mp import MpExecutor
 
-        assert place is None, "-ep with -tp or -pp is refused with the settings"
         crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
         return MpExecutor(config, info, crew, threads, cores)
     from engine.executor.uni import UniExecutor

@@ -11,6 +11,7 @@ from engine.step import ModelFacts, Step, StepResult
 from engine.trace import Span
 
 if TYPE_CHECKING:
+    from coordinator.messages import Form
     from parallel.communicators.base import Communicator
     from parallel.placement import Placement
 
@@ -75,8 +76,9 @@ class Executor(Protocol):
         """
         ...
 
-    def begin(self, step: Step) -> None:
-        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all."""
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all.
+        ``sizes`` as for :meth:`execute`."""
         ...
 
     def finish(self) -> StepResult:
@@ -113,13 +115,17 @@ class SpreadExecutor(Executor, Protocol):
     """One of an instance whose experts are spread over the mesh, and may be dealt out anew."""
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on hold the experts of ``group.rank`` in this placement, and reach those of
-        other instances through this group. What was not prepared is read now."""
+        """From the next step on hold this instance's experts in this placement, and reach those of others
+        through this group, which :meth:`connect` gave. What was not prepared is read now.
+
+        Raises:
+            WorkerLost: a worker does not follow.
+        """
         ...
 
-    def prepare(self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """Get ready to hold these experts, in a background thread while steps run; returns how many had to
-        be read.
+    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        """Get ready to hold the experts of a form's member at ``place``, in a background thread while steps
+        run; returns how many had to be read.
 
         Args:
             free_bytes: memory that may be used beside what is held.
@@ -127,16 +133,24 @@ class SpreadExecutor(Executor, Protocol):
 
         Raises:
             engine.checkpoint.CheckpointError: they do not fit, or cannot be read any more.
-            engine.expert_weights.ReadingStopped: ``should_stop`` said so.
+            engine.checkpoint.ReadingStopped: ``should_stop`` said so.
+            parallel.communicators.base.CollectiveError: workers cannot form their groups.
         """
         ...
 
-    def experts_held(self) -> list[int]:
-        """The experts that are here, of each layer; empty if they are not spread."""
+    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+        """After :meth:`prepare`, in the same thread: ``group`` is formed among the instances; form what else
+        the workers need in its epoch. The result stands for all of it: who aborts or closes it ends all.
+        Raises as :meth:`prepare` does, and leaves nothing open then."""
+        ...
+
+    def experts_held(self) -> list[list[int]]:
+        """The experts that are here, of each layer, by tensor-parallel rank."""
         ...
 
     def max_experts(self, free_bytes: int) -> int:
-        """How many experts of each layer fit, with so much memory beside what is held."""
+        """How many experts of each layer fit on each rank, with so much memory beside what is held; 0: any
+        number."""
         ...
 
     def spare_memory(self) -> int:

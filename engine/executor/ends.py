@@ -99,22 +99,30 @@ def told(status: int) -> str:
 
 
 class LocalWorker(WorkerEnd):
-    """A child process. The kernel kills it when this one dies."""
+    """A child process, at one channel or more. The kernel kills it when this one dies."""
 
     def __init__(
-        self, name: str, threads: int, host: str = "", address: str = LOOPBACK, number: int = 0
+        self,
+        name: str,
+        threads: int,
+        host: str = "",
+        address: str = LOOPBACK,
+        number: int = 0,
+        num_channels: int = 1,
     ) -> None:
         super().__init__(name, host, address, number)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=_environment(threads),
-                start_new_session=True,
-            )
-        self.channel = Channel(ours)
+        pairs = [socket.socketpair() for _ in range(num_channels)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        self.child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.worker", *map(str, descriptors)],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env=_environment(threads),
+            start_new_session=True,
+        )
+        for _, theirs in pairs:
+            theirs.close()
+        self.channel, *self.more_channels = [Channel(ours) for ours, _ in pairs]
         self.ended = os.pidfd_open(self.child.pid)
 
     def __str__(self) -> str:
@@ -197,15 +205,18 @@ class RelayedWorker(WorkerEnd):
 class LocalCrew:
     """All workers are processes of this host."""
 
-    def __init__(self, names: list[str], threads: int) -> None:
+    def __init__(self, names: list[str], threads: int, num_channels: int = 1) -> None:
+        """``num_channels``: to each worker."""
         self._names = names
         self._threads = threads
+        self._num_channels = num_channels
 
     def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
         """See ``Crew``."""
         progress("starting workers")
         for number, name in enumerate(self._names):  # all first, since they spend seconds on imports
-            workers.append(LocalWorker(name, self._threads, number=number))
+            worker = LocalWorker(name, self._threads, number=number, num_channels=self._num_channels)
+            workers.append(worker)
 
     def threads_of(self, worker: WorkerEnd) -> int | None:
         """See ``Crew``."""

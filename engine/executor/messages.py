@@ -8,6 +8,7 @@ import msgspec
 
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
+from engine.executor.base import ExpertTimes
 from engine.step import ModelFacts, Step, StepResult
 from engine.trace import Span
 
@@ -35,6 +36,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Where each worker of the instance runs, by stage, then rank; equal names can share memory."""
     number: int = 0
     """Among the workers of its host."""
+    place: tuple[int, int] | None = None
+    """(place, of how many) among the instances over which experts are spread at first, if they are."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
@@ -62,6 +65,16 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     """Compute a step. All workers get all steps, in the same order."""
 
     step: Step
+    sizes: tuple[int, ...] = ()
+    """Where experts are spread: the tokens of every instance in this step."""
+    epoch: int = 0
+    """And the epoch in whose groups it was agreed on: in any other one it is left out."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The steps that follow go through the groups of this epoch (:mod:`engine.executor.group_messages`)."""
+
+    epoch: int
 
 
 class SetThreads(msgspec.Struct, frozen=True, tag="set_threads"):
@@ -75,7 +88,7 @@ class TellSpans(msgspec.Struct, frozen=True, tag="tell_spans"):
     """Say when you computed."""
 
 
-ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | SetThreads | TellSpans
+ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | SetThreads | TellSpans
 
 # ---- worker -> engine
 
@@ -102,6 +115,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     facts: ModelFacts
     layers: tuple[int, int]
     """Numbers of its layers: [first, stop)."""
+    expert_bytes: int = 0
+    """Of one expert in all its layers, where experts are spread."""
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):
@@ -118,6 +133,25 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
     """The result of the oldest step that was not answered yet; from one worker of the last stage only."""
 
     result: StepResult
+    times: ExpertTimes | None = None
+    """Where experts are spread: how long their part took on this worker."""
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """A step did not come to its end, since a group of its epoch is broken: no other step of that epoch is
+    computed here."""
+
+    epoch: int
+    suspect: int | None
+    """The place of the instance that is to blame, where one is."""
+    evidence: str
+    text: str
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """What this worker says from now on is of this epoch."""
+
+    epoch: int
 
 
 class Spans(msgspec.Struct, frozen=True, tag="spans"):
@@ -134,4 +168,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     text: str
 
 
-FromWorker = Hosting | Phase | Read | Loaded | Free | Allocated | Computed | Spans | Failed
+FromWorker = Hosting | Phase | Read | Loaded | Free | Allocated | Computed | Broken | Joined | Spans | Failed

@@ -74,8 +74,11 @@ class MpExecutor:
         self._crew = crew
         self._threads = threads
         self._cores = tuple(cores)
+        self._place: tuple[int, int] | None = None
+        """(place, of how many) among the instances over which experts are spread at first, if they are."""
         self._workers: list[WorkerEnd] = []
         self._kv: list[KVSpec] = []
+        self._expert_bytes: list[int] = []
         self._on_cpu = True
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -118,6 +121,7 @@ class MpExecutor:
                 facts.kv.bytes_per_token,
             )  # fmt: skip
         self._kv = [each.facts.kv for each in loaded]
+        self._expert_bytes = [each.expert_bytes for each in loaded]
         self._on_cpu = loaded[0].facts.device == "cpu"
         self._serves = True
         return _combined([each.facts for each in loaded])
@@ -146,6 +150,7 @@ class MpExecutor:
                     address=worker.address,
                     hosts=hosts,
                     number=worker.number,
+                    place=self._place,
                 ),
             )
 
@@ -179,10 +184,10 @@ class MpExecutor:
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
         """See ``executor.base.Executor``."""
-        self.begin(step)
+        self.begin(step, sizes)
         return self.finish()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
         self._send_all(Execute(step))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coordinator.messages import Form
 from engine.attention import make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, PackedRows
 from engine.checkpoint import DTYPE_NAMES, CheckpointError, ModelInfo
@@ -23,6 +24,7 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.memory import available_memory
+from engine.recovery import owned_by_rank
 from engine.runner import ModelRunner
 from engine.shard import WHOLE, Shard
 from engine.step import KVSpec, ModelFacts, Step, StepResult
@@ -237,9 +239,9 @@ class UniExecutor:
                 self._pass_expert_layers(self._model)
         return self._runner.run(step)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``. Nobody else computes, so the step is done when this returns."""
-        self._results.append(self.execute(step))
+        self._results.append(self.execute(step, sizes))
 
     def finish(self) -> StepResult:
         """See ``executor.base.Executor``."""
@@ -265,20 +267,30 @@ class UniExecutor:
         assert self._held is not None
         mine = placement.experts_of(group.rank)
         if not self._held.is_prepared(mine):
-            self.prepare(mine, self.spare_memory(), lambda: False)
+            self._held.prepare(mine, self.spare_memory())
         self._held.install(mine)
         self._model.experts.join(group, placement)
         if self._program is not None:
             self._program.join(group, placement)
 
-    def prepare(self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See ``executor.base.SpreadExecutor``."""
         assert self._held is not None, "experts are not spread"
+        experts = owned_by_rank(form, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
-    def experts_held(self) -> list[int]:
-        """See ``executor.base.SpreadExecutor``."""
-        return list(self._held.experts) if self._held is not None else []
+    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+        """See ``executor.base.SpreadExecutor``. One group carries headers and tokens."""
+        return group
+
+    def experts_held(self) -> list[list[int]]:
+        """See ``executor.base.SpreadExecutor``; of a shard, of its own rank alone."""
+        return [list(self._held.experts)] if self._held is not None else []
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert in all layers that are computed here."""
+        return self._held.bytes_per_expert if self._held is not None else 0
 
     def max_experts(self, free_bytes: int) -> int:
         """See ``executor.base.SpreadExecutor``."""

@@ -73,7 +73,7 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
             "names no address that others could connect to; choose",
         ),
         (["--instance-address", "::", "--insecure-mesh"], "--instance-address :: names no address"),
-        (["-tp", "2", "-ep"], "-ep with -tp or -pp above 1 is not built yet"),
+        (["-tp", "2", "--distributed-executor-backend", "uni"], "uni runs one worker, -tp 2 -pp 1 needs 2"),
         (["--max-model-len", "8q"], "--max-model-len must be a number like 8192, 8k or 8K, not '8q'"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--max-num-batched-tokens", "4"], "must be at least --max-num-seqs 128"),

@@ -26,6 +26,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.records import Instruction, Note, Rules
+from engine.recovery import owned_by_rank
 from tests.coordinator.test_membership import EXPERTS, register, to
 
 SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
@@ -35,7 +36,13 @@ NAMES = "abcdefgh"
 class Mesh:
     """A real membership, and the instances around it as what they said last."""
 
-    def __init__(self, size: int = 3, room: int = 0, **rules: float) -> None:
+    def __init__(self, size: int = 3, room: int = 0, ranks: int = 1, **rules: float) -> None:
+        """``ranks``: tensor-parallel ones of each instance."""
+        self.settings = SPREAD
+        if ranks > 1:
+            self.settings = msgspec.structs.replace(
+                SPREAD, data_parallel_size=size, tensor_parallel_size=ranks
+            )
         self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
         self.membership = Membership(self.rules)
         self.membership.tick(0.0)
@@ -58,7 +65,9 @@ class Mesh:
         rank = NAMES.index(name) if rank is None else rank
         before = len(self.sent.get(name, []))
         self._take(
-            self.membership.handle(name.encode(), register(name, rank, settings=SPREAD, **fields), self.now)
+            self.membership.handle(
+                name.encode(), register(name, rank, settings=self.settings, **fields), self.now
+            )
         )
         return self.sent[name][before]
 
@@ -76,7 +85,7 @@ class Mesh:
         """It steps in the group that it was told last."""
         form = self.forms[name]
         place = [peer.instance for peer in form.peers].index(name)
-        experts = tuple(expert for expert, owner in enumerate(form.owners) if owner == place)
+        experts = tuple(map(tuple, owned_by_rank(form, place)))
         self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
 
     def all_enter(self, names: str, state: State = State.READY) -> None:
@@ -547,3 +556,45 @@ def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
     assert mesh.ranks() == [0, 1, 2]
     assert "instance 3 taken out: did not prepare epoch 2 in time" in mesh.notes
     assert {members(form) for _, form in mesh.new_forms()} >= {"abc"}
+
+
+# ---- instances of several tensor-parallel ranks
+
+
+def test_experts_are_placed_on_ranks_and_stay_there() -> None:
+    """Eight experts on two instances of two ranks; one dies, and a newcomer takes its place."""
+    mesh = Mesh(size=2, ranks=2)
+    mesh.begin("ab")
+    form = mesh.forms["a"]
+    assert (form.ranks, form.owners) == (2, (0, 0, 1, 1, 2, 2, 3, 3))
+    mesh.lost("a", 1, "b", Evidence.EXITED)
+    form = mesh.forms["a"]
+    assert (members(form), form.owners) == ("a", (0, 0, 1, 1, 0, 1, 0, 1)), "each rank keeps its own"
+    mesh.enters("a")
+    assert mesh.beats["a"].experts == ((0, 1, 4, 6), (2, 3, 5, 7))
+    mesh.register("c")
+    mesh.says("c")
+    form = mesh.forms["c"]
+    assert members(form) == "ac"
+    assert [form.owners.count(owner) for owner in range(4)] == [2, 2, 2, 2]
+    kept = [owner for expert, owner in enumerate(form.owners) if expert in (0, 1, 4, 6)]
+    assert kept.count(0) == 2, "the first rank keeps what it may"
+
+
+def test_room_is_that_of_each_rank() -> None:
+    mesh = Mesh(size=2, room=3, ranks=2)
+    mesh.begin("ab")
+    mesh.lost("a", 1, "b", Evidence.EXITED)
+    assert mesh.membership.view().waiting_for == "1 more instance: the 8 experts do not fit on 1"
+
+
+def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
+    mesh = Mesh(size=2, ranks=3)
+    mesh.begin("ab")
+    settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
+    message = register("c", None, settings=settings)
+    (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
+    assert isinstance(answer, Refused)
+    assert answer.reason == (
+        "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
+    )

@@ -48,10 +48,10 @@ def standing() -> Standing:
 
 
 def test_it_says_all_that_is_known_of_it(standing: Standing) -> None:
-    standing.experts, standing.max_experts, standing.ready_epoch = (1, 2), 6, 5
+    standing.experts, standing.max_experts, standing.ready_epoch = ((1, 2),), 6, 5
     message = heartbeat(standing)
     assert (message.state, message.epoch, message.ready_epoch) == (State.READY, 5, 5)
-    assert (message.experts, message.max_experts) == ((1, 2), 6)
+    assert (message.experts, message.max_experts) == (((1, 2),), 6)
 
 
 def test_a_probe_is_answered_at_once(standing: Standing) -> None:

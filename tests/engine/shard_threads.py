@@ -17,7 +17,8 @@ from engine.executor.base import Progress
 from engine.executor.uni import UniExecutor
 from engine.shard import Shard
 from engine.step import ModelFacts, Step, StepResult
-from tests.parallel.thread_group import thread_group
+from parallel.placement import Placement
+from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
 TIMEOUT = 60.0
 
@@ -63,8 +64,12 @@ class ThreadedShards:
         pp: int = 1,
         split: tuple[int, ...] | None = None,
         depth: int | None = None,
+        place: tuple[int, int] | None = None,
     ) -> None:
+        """``place``: (number, of how many) among the instances over which experts are spread, if they are."""
         self.in_flight = depth or pp
+        self._place = place
+        self._layout = pp, tp
         ranks = [thread_group(tp) for _ in range(pp)]
         stages = [thread_group(pp) for _ in range(tp)]
         self.workers = [
@@ -73,6 +78,7 @@ class ThreadedShards:
                     config,
                     info,
                     1,
+                    None if place is None else (place[0] * tp + rank, place[1] * tp),
                     shard=Shard(stage, pp, rank, tp, split, ranks[stage][rank], stages[rank][stage]),
                 )
             )
@@ -100,20 +106,26 @@ class ThreadedShards:
         self._all(lambda executor: executor.allocate(num_blocks))
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        self.begin(step)
+        self.begin(step, sizes)
         return self.finish()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         for worker in self.workers:
-            worker.begin(lambda executor=worker.executor: executor.execute(step))  # type: ignore[misc]
+            worker.begin(lambda executor=worker.executor: executor.execute(step, sizes))  # type: ignore[misc]
 
     def finish(self) -> StepResult:
         results = [worker.finish() for worker in self.workers]
         result: StepResult = results[self._answering]
         return result
 
-    def join(self, group: Any) -> None:
-        raise NotImplementedError
+    def join(self, groups: list[list[ThreadCommunicator]], placement: Placement) -> None:
+        """Reach the experts of other instances; ``groups``: all members' ends by stage."""
+        assert self._place is not None
+        _, ranks = self._layout
+        for number, worker in enumerate(self.workers):
+            stage, rank = divmod(number, ranks)
+            member = groups[stage][self._place[0] * ranks + rank]
+            worker.executor.join(member, placement)
 
     def check(self) -> None:
         return

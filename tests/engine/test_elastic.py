@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from coordinator.messages import Evidence, Form, Lost, Peer
+from engine.checkpoint import ReadingStopped
 from engine.elastic import Elastic
-from engine.expert_weights import ReadingStopped
 from engine.pace import NoGroup
-from engine.recovery import End, Wait
+from engine.recovery import End, Wait, owned_by_rank
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement, place
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
@@ -66,13 +66,13 @@ class Weights:
         self.joined: list[tuple[int, Placement]] = []
         self.is_slow = False
 
-    def prepare(self, experts: list[int], free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         is_slow, self.is_slow = self.is_slow, False
         while is_slow and not self.finishes.is_set():
             if should_stop():
                 raise ReadingStopped
             time.sleep(0.001)
-        return len(set(experts) - set(self.held))
+        return len(set(owned_by_rank(form, place)[0]) - set(self.held))
 
     def join(self, group: Communicator, placement: Placement) -> None:
         self.held = placement.experts_of(group.rank)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoint import CheckpointError, read_model_info
+from coordinator.messages import Form
+from engine.checkpoint import CheckpointError, ReadingStopped, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor.base import Executor
 from engine.expert_change import HeldExperts
-from engine.expert_weights import ExpertShare, ReadingStopped, expert_modules
+from engine.expert_weights import ExpertShare, expert_modules
 from engine.messages import Submit
 from engine.pace import Agreement
 from engine.sampling import SamplingParams
@@ -123,8 +124,9 @@ class March:
     def regroup(self, ranks: Sequence[int], owners: Sequence[int]) -> None:
         """These go on, with the experts at ``owners`` (indices into ranks)."""
         placement = Placement(tuple(owners), len(ranks))
+        form = Form(epoch=1, store="", peers=[], owners=placement.owners)
         for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
-            self.executors[rank].prepare(placement.experts_of(group.rank), PLENTY, lambda: False)
+            self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
             self.executors[rank].join(group, placement)
             self._cores[rank].pace = Marching(group)  # type: ignore[assignment]
         self._ranks = list(ranks)
@@ -187,7 +189,7 @@ def test_three_two_and_three_instances_give_the_same_tokens(
     owners = [2, 1, 0, 0, 2, 1, 0, 1][:num_experts]
     march.regroup([0, 1, 2], owners)
     for rank in range(3):
-        assert march.executors[rank].experts_held() == [e for e, o in enumerate(owners) if o == rank]
+        assert march.executors[rank].experts_held() == [[e for e, o in enumerate(owners) if o == rank]]
     for index in range(NUM_REQUESTS // 2, NUM_REQUESTS):
         march.submit(index, index % 3)
     march.steps(60)

@@ -88,6 +88,9 @@ class _Counting:
         counting, taken = self, self._file.get_slice(name)
 
         class Slice:
+            def get_shape(self) -> Any:
+                return taken.get_shape()
+
             def __getitem__(self, item: Any) -> Any:
                 return counting._note(name, taken[item])
 
@@ -99,14 +102,19 @@ class _Counting:
         return tensor
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
+    """The bytes of experts that a module takes out of files from now on, piece by piece."""
     taken: list[int] = []
-    original = expert_weights.safe_open
+    original = module.safe_open
     monkeypatch.setattr(
-        expert_weights, "safe_open", lambda *args, **kwargs: _Counting(original(*args, **kwargs), taken)
+        module, "safe_open", lambda *args, **kwargs: _Counting(original(*args, **kwargs), taken)
     )
     return taken
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return counting(monkeypatch, expert_weights)
 
 
 def test_expert_bytes_are_one_share_in_memory_and_from_disk(

@@ -8,9 +8,11 @@ that instances take part without tokens, sleep and wake.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,57 @@ import transformers
 from engine.checkpoint import read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.executor import make_executor
-from engine.executor.base import Executor
+from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.pace import Agreement
 from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, Run, Sleep, Wake
 from parallel.placement import place
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
 FAMILIES = ["deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 NUM_REQUESTS = 24
 BLOCK_SIZE = 4
+NUM_BLOCKS = 22
+"""Of each instance: so few that requests are preempted."""
 ROUTER = b"router"
+SHARED = [random.Random(99).randrange(3, VOCAB) for _ in range(17)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One configuration of the table."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    strategy: Any = "linear"
+    backend: Any = "allgather_reducescatter"
+    split: tuple[int, ...] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.tp * self.pp > 1
+
+
+LAYOUTS = {
+    "dp1": Layout(1),
+    "dp2": Layout(2),
+    "dp2_round_robin_all_to_all": Layout(2, strategy="round_robin", backend="all_to_all"),
+    "dp3_all_to_all": Layout(3, backend="all_to_all"),
+    "dp4_round_robin": Layout(4, strategy="round_robin"),
+    "dp2_tp2": Layout(2, tp=2),
+    "dp2_pp2": Layout(2, pp=2, strategy="round_robin"),
+}
 
 
 def prompt(index: int) -> list[int]:
+    """A third of them have a common beginning."""
     rng = random.Random(index)
-    return [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
+    return (SHARED if index % 3 == 0 else []) + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))]
 
 
 def length(index: int) -> int:
@@ -72,6 +105,15 @@ def reference(directory: Path) -> list[list[int]]:
     return outputs
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_turns() -> Iterator[None]:
+    """Threads that compute in turns, as these workers do, else wait 5 ms for each."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(interval)
+
+
 class ThreadPace:
     """:class:`engine.pace.InLockstep` with wakes that are calls."""
 
@@ -99,44 +141,73 @@ class ThreadPace:
         with self._lock:
             self.lockstep.on_wake(wake)
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
-        header = self.lockstep.header(num_tokens, queued_prefill=queued_prefill, longest=longest)
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        header = self.lockstep.header(
+            num_tokens, queued_prefill=queued_prefill, longest=longest, in_flight=in_flight
+        )
         rows = self._group.all_gather_ints(header.ints())
         with self._lock:
             decision = self.lockstep.advance([Header.of(row) for row in rows])
         match decision:
             case Run(sizes):
                 self.empty_steps += num_tokens == 0
-                return Agreement(runs=True, sizes=sizes)
+                return Agreement(runs=any(sizes), sizes=sizes)
             case Sleep():
                 self.sleeps += 1
-        return Agreement(runs=False)
+        return Agreement(runs=False, pauses=True)
 
     def close(self) -> None:
         return
 
 
-def run_instances(
-    directory: Path, size: int, strategy: Any, backend: Any
-) -> tuple[dict[int, list[int]], list[ThreadPace], list[Executor]]:
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype="float32"),
-        cache=CacheConfig(block_size=BLOCK_SIZE),
-        scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
-        device=DeviceConfig(expert_placement_strategy=strategy, all2all_backend=backend),
-    )
-    info = read_model_info(directory)
-    peers: list[ThreadPace] = []
-    executors, cores = [], []
-    for member in thread_group(size):
-        executor = make_executor(config, info, 1, (member.rank, size))
-        executor.load(lambda _phase: None)
-        executor.allocate(40)
-        executor.join(member, place(info.num_experts, size, strategy))
-        pace = ThreadPace(member, peers)
-        peers.append(pace)
-        executors.append(executor)
-        cores.append(EngineCore(config, info, executor, pace, num_blocks=40, max_model_len=512))
+class Mesh:
+    """Instances in one process."""
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        self.config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype="float32"),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
+            device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
+        )
+        self.info = read_model_info(directory)
+        self.placement = place(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
+        self.paces: list[ThreadPace] = []
+        self.executors: list[Any] = []
+        self.cores: list[EngineCore] = []
+        groups = [thread_group(layout.dp * layout.tp) for _ in range(layout.pp)]
+        for member in thread_group(layout.dp):
+            executor = self._executor(layout, member.rank)
+            executor.load(lambda _phase: None)
+            executor.allocate(NUM_BLOCKS)
+            if isinstance(executor, ThreadedShards):
+                executor.join(groups, self.placement)
+            else:
+                executor.join(groups[0][member.rank], self.placement)
+            pace = ThreadPace(member, self.paces)
+            self.paces.append(pace)
+            self.executors.append(executor)
+            self.cores.append(
+                EngineCore(self.config, self.info, executor, pace, num_blocks=NUM_BLOCKS, max_model_len=512)
+            )
+
+    def _executor(self, layout: Layout, rank: int) -> Any:
+        place = (rank, layout.dp)
+        if not layout.is_sharded:
+            return UniExecutor(self.config, self.info, 1, place)
+        return ThreadedShards(
+            self.config, self.info, tp=layout.tp, pp=layout.pp, split=layout.split, place=place
+        )
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close()
+
+
+def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mesh]:
+    """Outputs of all requests, and the mesh that served them."""
+    mesh, size = Mesh(directory, layout), layout.dp
+    cores, peers = mesh.cores, mesh.paces
     rng = random.Random(size)
     inboxes: list[list[tuple[float, Submit]]] = [[] for _ in range(size)]
     for index in range(NUM_REQUESTS):
@@ -157,7 +228,8 @@ def run_instances(
     for thread in threads:
         thread.join(60)
     assert all(core.report(0, 0).blocks_used == 0 for core in cores)
-    return outputs, peers, executors
+    mesh.close()
+    return [outputs[index] for index in range(NUM_REQUESTS)], mesh
 
 
 def _loop(
@@ -180,28 +252,35 @@ def _loop(
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("size", "strategy", "backend"),
-    [
-        (1, "linear", "allgather_reducescatter"),
-        (2, "linear", "allgather_reducescatter"),
-        (2, "round_robin", "all_to_all"),
-        (3, "linear", "all_to_all"),
-        (4, "round_robin", "allgather_reducescatter"),
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_spread_experts_give_the_same_tokens(
-    directory: Path, reference: list[list[int]], size: int, strategy: str, backend: str
+    directory: Path, reference: list[list[int]], layout: str
 ) -> None:
-    outputs, paces, _ = run_instances(directory, size, strategy, backend)
-    assert [outputs[index] for index in range(NUM_REQUESTS)] == reference
-    assert len({pace.lockstep.step for pace in paces}) == 1, "all have passed through the same steps"
-    assert all(pace.sleeps > 0 for pace in paces)
-    if size > 1:
-        assert sum(pace.empty_steps for pace in paces) > 0, "nobody took part without tokens"
+    """With little room: chunks, preemption and the prefix cache at once."""
+    shape = LAYOUTS[layout]
+    outputs, mesh = run_instances(directory, shape)
+    assert outputs == reference
+    assert len({pace.lockstep.step for pace in mesh.paces}) == 1, "all have passed through the same steps"
+    assert all(pace.sleeps > 0 for pace in mesh.paces)
+    counters = [core.scheduler.counters() for core in mesh.cores]
+    assert sum(each.preemptions for each in counters) > 0
+    assert sum(each.prefix_cache_hits for each in counters) > 0
+    if shape.dp > 1:
+        assert sum(pace.empty_steps for pace in mesh.paces) > 0, "nobody took part without tokens"
+
+
+@pytest.mark.parametrize(
+    ("family", "split"), [("deepseek_v3", (1, 2)), ("gpt_oss", None), ("qwen3_moe", None)]
+)
+def test_ranks_and_stages_together(family: str, split: tuple[int, ...] | None, tmp_path: Path) -> None:
+    """DeepSeek-V3's first layer is dense: it is a stage of its own, without experts."""
+    directory = make_tiny_model(tmp_path, family)
+    alone, _ = run_instances(directory, Layout(1))
+    layout = Layout(2, tp=2, pp=2, backend="all_to_all", split=split)
+    assert run_instances(directory, layout)[0] == alone

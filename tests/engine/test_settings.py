@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from engine.checkpoint import CheckpointError
@@ -38,13 +39,26 @@ def test_sizes_that_fit(device: dict[str, object]) -> None:
     assert not settings.enable_expert_parallel, "never on by itself"
 
 
+def test_experts_are_spread_over_the_ranks_of_sharded_instances_if_asked() -> None:
+    sharded = DeviceConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert not resolve(EngineConfig(device=sharded), 2)[1].enable_expert_parallel
+    asked = msgspec.structs.replace(sharded, enable_expert_parallel=True)
+    settings = resolve(EngineConfig(device=asked), 4)[1]
+    assert (settings.enable_expert_parallel, settings.num_experts) == (True, 8)
+    split = msgspec.structs.replace(asked, pipeline_split="2,4")
+    settings = resolve(EngineConfig(device=split), 2)[1]
+    assert settings.pipeline_split == "2,4", "a stage's experts are exchanged with the same stage elsewhere"
+    assert adopt(EngineConfig(), settings).device.split == (2, 4)
+    with pytest.raises(CheckpointError, match="8 experts cannot be spread over 10 ranks: use at most 8"):
+        resolve(EngineConfig(device=asked), 5)
+
+
 @pytest.mark.parametrize(
     ("device", "said"),
     [
         ({PP: 2, "pipeline_split": "3,3,3"}, "is for 3 stages, but --pipeline-parallel-size is 2"),
         ({PP: 2, "pipeline_split": "a"}, "'a' is no list of layers per stage: write it like 10,12,10"),
         ({PP: 2, "pipeline_split": "6,0"}, "none below 1"),
-        ({TP: 2, "enable_expert_parallel": True}, "-ep with -tp or -pp above 1 is not built yet"),
         ({TP: 2, PP: 2, "distributed_executor_backend": "uni"}, "uni runs one worker, -tp 2 -pp 2 needs 4"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -27,16 +28,18 @@ class SpreadMesh(Ports):
         *,
         apart: bool = False,
         backend: str = "auto",
+        flags: Sequence[str] = (),
     ) -> None:
         """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
         ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
-        ``--all2all-backend``."""
+        ``--all2all-backend``, ``flags`` are more of the mesh's."""
         super().__init__()
         self.size = size
         self._directory = directory
         self._stack = stack
         self.commands: list[Command] = []
-        how = ["-dp", str(size), "-ep", "--all2all-backend", backend, *(["-dpl", "0"] if apart else [])]
+        how = ["-dp", str(size), "-ep", "--all2all-backend", backend, *flags]
+        how += ["-dpl", "0"] if apart else []
         self._start(SHIPPED_MODEL, *how, *self.head(), *FLAGS)
         for _ in range(size if apart else 0):
             self.join_one()

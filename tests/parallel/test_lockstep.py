@@ -43,7 +43,7 @@ def asleep(rank: int = 0, size: int = 2, epoch: int = 0) -> Lockstep:
 
 
 def test_a_header_is_a_fixed_number_of_integers() -> None:
-    header = Header(epoch=1, step=2, num_tokens=3, queued_prefill=4, longest=5, ready_epoch=6, leaving=1)
+    header = Header(epoch=1, step=2, num_tokens=3, queued_prefill=4, longest=5, ready_epoch=6, in_flight=1)
     assert header.ints() == (1, 2, 3, 4, 5, 6, 1)
     assert len(header.ints()) == HEADER_INTS
     assert Header.of(header.ints()) == header
@@ -90,6 +90,13 @@ def test_ready_is_relative_to_the_epoch() -> None:
 def test_what_waits_is_told_but_only_what_is_scheduled_counts() -> None:
     waiting = Header(epoch=0, step=0, num_tokens=0, queued_prefill=100, longest=7)
     assert decide([waiting, waiting]) == Sleep()
+
+
+def test_nobody_sleeps_while_tokens_are_under_way_in_a_pipeline() -> None:
+    """Their instance schedules more when they come out; until then the others keep it company."""
+    idle, piped = Header(epoch=0, step=4, num_tokens=0), Header(epoch=0, step=4, num_tokens=0, in_flight=2)
+    assert decide([idle, piped]) == Run((0, 0))
+    assert decide([idle, idle]) == Sleep()
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 1), (1, 0), (1, 1)])

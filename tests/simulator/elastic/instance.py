@@ -243,7 +243,7 @@ class Instance:
         if self.world.chance(0.7):
             self.held &= self.recovery.experts_needed
         self.standing.enter(form)
-        self.standing.experts = tuple(sorted(self.held))
+        self.standing.experts = (tuple(sorted(self.held)),)
         self.standing.ready_epoch = self.recovery.ready_epoch
         if not self.draining:
             self.standing.state = State.READY

@@ -49,7 +49,7 @@ class ForgetsLostExperts(Epochs):
         placement = super()._placement(settings, members)
         if not any(member.experts for member in members):
             return placement
-        held = {expert for member in members for expert in member.experts}
+        held = {expert for member in members for of_rank in member.experts for expert in of_rank}
         return msgspec.structs.replace(
             placement, owners=tuple(owner for expert, owner in enumerate(placement.owners) if expert in held)
         )
@@ -57,7 +57,9 @@ class ForgetsLostExperts(Epochs):
 
 class ForgetsThatRoomIsLimited(Epochs):
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
-        return cover(settings.num_experts, [member.experts for member in members], [0] * len(members))
+        return cover(
+            settings.num_experts, [next(iter(member.experts), ()) for member in members], [0] * len(members)
+        )
 
 
 class FormsAtOnceAfterARestart(Epochs):

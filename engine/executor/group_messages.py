@@ -1,0 +1,74 @@
+"""What an engine and its workers say to each other of the groups of an epoch, beside the steps (no torch).
+
+They go over a channel of their own, so that a worker hears them while it waits in a step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.messages import Form
+
+# ---- engine -> worker
+
+
+class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
+    """Read the experts that this epoch gives you beside what you hold, then form your groups of it."""
+
+    form: Form
+    place: int
+    """Of this instance among the form's peers."""
+    free_bytes: int
+    """Memory that this worker may use for it."""
+
+
+class AbandonGroups(msgspec.Struct, frozen=True, tag="abandon"):
+    """Stop preparing this epoch, close what is formed. Nothing happens if it has been entered."""
+
+    epoch: int
+
+
+class AbortGroups(msgspec.Struct, frozen=True, tag="abort"):
+    """Come out of the groups of this epoch, wherever you wait in them."""
+
+    epoch: int
+
+
+class TellCounts(msgspec.Struct, frozen=True, tag="tell_counts"):
+    """Say how busy your experts were, and how much memory is free."""
+
+
+ToGroups = PrepareGroups | AbandonGroups | AbortGroups | TellCounts
+
+# ---- worker -> engine
+
+
+class ExpertsRead(msgspec.Struct, frozen=True, tag="experts_read"):
+    epoch: int
+    num_read: int
+
+
+class GroupsFormed(msgspec.Struct, frozen=True, tag="groups_formed"):
+    epoch: int
+
+
+class NotPrepared(msgspec.Struct, frozen=True, tag="not_prepared"):
+    """Experts could not be read, or groups not formed."""
+
+    epoch: int
+    kind: str
+    """Name of the exception's class."""
+    text: str
+    suspect: int | None = None
+    """The place of the instance that is to blame, where one is."""
+    evidence: str = "closed"
+
+
+class Counts(msgspec.Struct, frozen=True, tag="counts"):
+    tokens_per_expert: dict[int, int]
+    """Computed so far by the experts that this worker holds."""
+    spare_bytes: int
+    """Of its device, for more experts."""
+
+
+FromGroups = ExpertsRead | GroupsFormed | NotPrepared | Counts

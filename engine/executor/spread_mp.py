@@ -1,0 +1,273 @@
+"""The executor of an instance whose experts are spread over the mesh and whose workers are processes.
+
+Steps go as in :mod:`engine.executor.mp`, each with what the instances agreed on; the workers follow, and
+agree on nothing. What belongs to an epoch goes beside the steps (:mod:`engine.executor.group_control`). A
+step that a broken group cuts short ends with CollectiveError here; the workers live on and wait to be told
+of another epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.messages import Form
+from engine.checkpoint import ModelInfo
+from engine.config import EngineConfig
+from engine.executor.base import ExpertTimes, Progress, WorkerLost
+from engine.executor.ends import LocalCrew, LocalWorker
+from engine.executor.group_control import GroupControl
+from engine.executor.group_messages import (
+    AbandonGroups,
+    AbortGroups,
+    ExpertsRead,
+    GroupsFormed,
+    PrepareGroups,
+)
+from engine.executor.messages import Broken, Computed, Execute, FromWorker, Join, Joined
+from engine.executor.mp import LOOK_SECONDS, MpExecutor
+from engine.memory import available_memory
+from engine.recovery import owned_by_rank
+from engine.step import ModelFacts, Step, StepResult
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.renewable import RenewableCommunicator
+from parallel.placement import place as place_experts
+
+if TYPE_CHECKING:
+    from parallel.communicators.base import Communicator
+    from parallel.placement import Placement
+
+MEMORY_MARGIN = 0.1
+"""Of the memory that is free, what is left alone when more experts are loaded."""
+ANSWER_GRACE = 30.0
+"""Seconds beyond its own deadlines after which a worker that does not answer is lost."""
+READING_TIMEOUT = 600.0
+"""Seconds in which a worker must have read the experts that it gets."""
+FORMING_TIMEOUT = 60.0
+
+
+class InstanceGroup(RenewableCommunicator):
+    """The group of the instances of an epoch, and with it those of this one's workers."""
+
+    def __init__(self, instances: Communicator, executor: SpreadMpExecutor, form: Form) -> None:
+        super().__init__(instances)
+        self.form = form
+        self._executor = executor
+
+    def abort(self) -> None:
+        self._executor.abort(self.form.epoch)
+        super().abort()
+
+    def close(self) -> None:
+        self._executor.abandon(self.form.epoch)
+        super().close()
+
+
+class SpreadMpExecutor(MpExecutor):
+    """Implements ``executor.base.SpreadExecutor`` with processes of this host."""
+
+    num_channels = 2
+    """To each worker: for steps, and for the groups of an epoch."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        crew: LocalCrew,
+        threads: int,
+        cores: Sequence[int],
+        place: tuple[int, int],
+    ) -> None:
+        """``place``: (place, of how many) among the instances, for the experts to load first."""
+        super().__init__(config, info, crew, threads, cores)
+        self._place = place
+        self._control: GroupControl | None = None
+        self._held: list[list[int]] = []
+        self._kv_bytes = 0
+        self._epoch = 0
+        """Of the groups that steps use."""
+        self._broken: CollectiveError | None = None
+        """Why the groups of this epoch are of no use any more."""
+        self._times: ExpertTimes | None = None
+        self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Ends the wait for a result, from another thread."""
+        self._poll.register(self._interrupt, select.POLLIN)
+
+    def __repr__(self) -> str:
+        return f"Spread{super().__repr__()}"
+
+    def load(self, progress: Progress) -> ModelFacts:
+        """See ``executor.base.Executor``."""
+        facts = super().load(progress)
+        (here, size), device = self._place or (0, 1), self._config.device
+        ranks = device.tensor_parallel_size
+        first = place_experts(self._info.num_experts, size * ranks, device.expert_placement_strategy)
+        self._held = [first.experts_of(here * ranks + rank) for rank in range(ranks)]
+        controls = [worker.more_channels[0] for worker in self._workers if isinstance(worker, LocalWorker)]
+        self._control = GroupControl(controls)
+        return facts
+
+    def allocate(self, num_blocks: int) -> None:
+        """See ``executor.base.Executor``."""
+        super().allocate(num_blocks)
+        self._kv_bytes = (
+            num_blocks * self._config.cache.block_size * sum(kv.bytes_per_token for kv in self._kv)
+        )
+
+    # ---- steps
+
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """See ``executor.base.Executor``."""
+        self._send_all(Execute(step, tuple(sizes), self._epoch))
+        self._groups.ask_counts()
+
+    def finish(self) -> StepResult:
+        """See ``executor.base.Executor``."""
+        stages, ranks = self._layout
+        answering = self._workers[(stages - 1) * ranks]
+        look_until = time.perf_counter() + LOOK_SECONDS
+        while True:
+            self._drain(answering)
+            if answering.inbox and isinstance(answering.inbox[0], Computed):
+                computed = answering.inbox.popleft()
+                assert isinstance(computed, Computed)
+                self._times = computed.times
+                return computed.result
+            self._check_groups()
+            if time.perf_counter() < look_until:
+                os.sched_yield()
+            else:
+                self._take_in(self._poll.poll())
+
+    def _check_groups(self) -> None:
+        """Raise what a worker has said of a broken group, or another thread of this process."""
+        for worker in self._workers:
+            for message in worker.inbox:
+                if isinstance(message, Broken) and message.epoch == self._epoch:
+                    raise _error(message)
+        if self._broken is not None:
+            raise self._broken
+
+    def _take_in(self, ready: Sequence[tuple[int, int]]) -> None:
+        if any(descriptor == self._interrupt for descriptor, _ in ready):
+            os.eventfd_read(self._interrupt)
+        super()._take_in(ready)
+
+    def check(self) -> None:
+        """See ``executor.base.Executor``."""
+        super().check()
+        silent = self._groups.silent
+        if silent is not None:
+            self._serves = False
+            raise WorkerLost(f"{self._workers[silent]} does not answer: it is stopped, or hangs")
+
+    # ---- epochs
+
+    @property
+    def _groups(self) -> GroupControl:
+        assert self._control is not None, "load() comes first"
+        return self._control
+
+    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        """See ``executor.base.SpreadExecutor``. The workers go on to form their groups."""
+        self._groups.ask_who_lives()
+        self._groups.tell(PrepareGroups(form, place, max(0, free_bytes) // len(self._workers)))
+        read = self._groups.collect(form.epoch, ExpertsRead, READING_TIMEOUT, should_stop)
+        ranks = self._config.device.tensor_parallel_size
+        return sum(each.num_read for each in read[:ranks])
+
+    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+        """See ``executor.base.SpreadExecutor``."""
+        timeout = max(self._config.device.collective_timeout, FORMING_TIMEOUT) + ANSWER_GRACE
+        try:
+            self._groups.collect(form.epoch, GroupsFormed, timeout, should_stop)
+        except BaseException:
+            group.abort()
+            group.close()
+            raise
+        return InstanceGroup(group, self, form)
+
+    def join(self, group: Communicator, placement: Placement) -> None:
+        """See ``executor.base.SpreadExecutor``. What workers still say of steps before is dropped."""
+        assert isinstance(group, InstanceGroup)
+        self._epoch, self._broken = group.form.epoch, None
+        self._send_all(Join(self._epoch))
+        deadline = time.monotonic() + self._config.device.collective_timeout + ANSWER_GRACE
+        for worker in self._workers:
+            self._drain(worker)
+            while not self._has_joined(worker.inbox):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._serves = False
+                    raise WorkerLost(f"{worker} does not come out of its step")
+                self._take_in(self._poll.poll(left * 1000))
+        self._held = owned_by_rank(group.form, group.rank)
+
+    def _has_joined(self, inbox: deque[FromWorker]) -> bool:
+        """Drops what was said before."""
+        while inbox:
+            message = inbox.popleft()
+            if isinstance(message, Joined) and message.epoch == self._epoch:
+                return True
+        return False
+
+    def abort(self, epoch: int) -> None:
+        """Let the step thread and the workers come out of this epoch's groups; from any thread."""
+        if epoch == self._epoch:
+            self._broken = CollectiveError("the group was given up", None, "aborted")
+            os.eventfd_write(self._interrupt, 1)
+        self._groups.tell(AbortGroups(epoch))
+
+    def abandon(self, epoch: int) -> None:
+        """The groups of this epoch are not needed any more."""
+        self._groups.tell(AbandonGroups(epoch))
+
+    # ---- the rest of the contract
+
+    def experts_held(self) -> list[list[int]]:
+        """See ``executor.base.SpreadExecutor``."""
+        return self._held
+
+    def max_experts(self, free_bytes: int) -> int:
+        """See ``executor.base.SpreadExecutor``. As many as fit on the worker that has least room."""
+        free = max(0, free_bytes) // max(1, len(self._expert_bytes))
+        largest = max(self._expert_bytes, default=0)
+        held = min((len(of_rank) for of_rank in self._held), default=0)
+        return held + free // largest if largest else 0
+
+    def spare_memory(self) -> int:
+        """See ``executor.base.SpreadExecutor``."""
+        if self._on_cpu:
+            return int(available_memory() * (1 - MEMORY_MARGIN)) - self._kv_bytes
+        counts = self._groups.counts
+        self._groups.ask_counts()
+        return min((each.spare_bytes if each else 0 for each in counts), default=0) * len(counts)
+
+    def expert_times(self) -> ExpertTimes | None:
+        """See ``executor.base.Executor``; of the worker that answers."""
+        return self._times
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        """See ``executor.base.Executor``; as of a second ago, over all stages."""
+        total: dict[int, int] = {}
+        for each in self._groups.counts:
+            for expert, tokens in (each.tokens_per_expert if each else {}).items():
+                total[expert] = total.get(expert, 0) + tokens
+        return total
+
+    def close(self) -> None:
+        """See ``executor.base.Executor``."""
+        if self._control is not None:
+            self._control.close()
+        super().close()
+        os.close(self._interrupt)
+
+
+def _error(broken: Broken) -> CollectiveError:
+    known = {"exited", "closed", "deadline", "aborted"}
+    evidence = broken.evidence if broken.evidence in known else "closed"
+    return CollectiveError(broken.text, broken.suspect, evidence)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""A member's end of one group after another, for layers that keep what they were given (loads no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from parallel.communicators.base import CollectiveError, Communicator
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RenewableCommunicator:
+    """Passes every call on to the group of the current epoch; see
+    :class:`parallel.communicators.base.Communicator`. All groups have the same size and place this member
+    alike."""
+
+    def __init__(self, group: Communicator, *, blames: bool = True) -> None:
+        """Without ``blames``, errors name no member: for a group inside an instance, whose members mean
+        nothing to the others."""
+        self.group = group
+        self.rank, self.size = group.rank, group.size
+        self.processes = group.processes
+        self._blames = blames
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.group!r}>"
+
+    def renew(self, group: Communicator) -> Communicator:
+        """Use another group from the next call on; returns the one before. Between two calls."""
+        assert (group.rank, group.size) == (self.rank, self.size)
+        before, self.group, self.processes = self.group, group, group.processes
+        return before
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.group, name)(*arguments)
+        except CollectiveError as error:
+            if not self._blames:
+                error.rank = None
+            raise
+
+    # ---- the contract
+
+    @property
+    def on_broken(self) -> Callable[[CollectiveError], None] | None:
+        return self.group.on_broken
+
+    @on_broken.setter
+    def on_broken(self, call: Callable[[CollectiveError], None] | None) -> None:
+        self.group.on_broken = call
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        rows: list[list[int]] = self._call("all_gather_ints", row)
+        return rows
+
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        whole: torch.Tensor = self._call("all_gather", part, sizes)
+        return whole
+
+    def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        part: torch.Tensor = self._call("reduce_scatter", whole, sizes)
+        return part
+
+    def all_to_all(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> torch.Tensor:
+        incoming: torch.Tensor = self._call("all_to_all", outgoing, send_sizes, receive_sizes)
+        return incoming
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self._call("all_reduce", tensor)
+        return total
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        given: torch.Tensor = self._call("broadcast", tensor, source)
+        return given
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._call("send", tensor, to)
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        letter: torch.Tensor = self._call("receive", like, source)
+        return letter
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def close(self) -> None:
+        self.group.close()
