@@ -229,7 +229,8 @@ class EngineCore:
             return None
         now = time.perf_counter()
         for admit in step.admits:
-            request = self.scheduler.at(admit.slot)
+            request = self.scheduler.holder(admit.slot)
+            assert request is not None, "it was admitted just now"
             request.admitted_at = request.admitted_at or now
         return self._masked(step)
 
@@ -237,8 +238,8 @@ class EngineCore:
         """The step, with masks for the rows that follow a grammar."""
         rows, bits = [], []
         for index, row in enumerate(step.rows):
-            request = self.scheduler.at(row.slot)
-            if row.sample and request.grammar is not None:
+            request = self.scheduler.holder(row.slot)  # nobody: aborted, and the answer will be dropped
+            if row.sample and request is not None and request.grammar is not None:
                 mask = request.grammar.mask(request.num_output)
                 if mask is not None:
                     rows.append(index)

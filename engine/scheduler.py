@@ -125,9 +125,9 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         return self._requests.values()
 
-    def at(self, slot: int) -> Request:
+    def holder(self, slot: int) -> Request | None:
         """The request in a slot."""
-        return self._by_slot[slot]
+        return self._by_slot.get(slot)
 
     def knows(self, key: RequestKey) -> bool:
         """Whether this request is here, waiting or running."""
