@@ -125,6 +125,9 @@ class EngineCore:
         for number in numbers:
             if not self.grammars.forget((peer, number)):
                 self.scheduler.abort((peer, number))
+        kept = [delta for delta in self._deltas.pop(peer, []) if delta.request not in numbers]
+        if kept:
+            self._deltas[peer] = kept
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun; returns them."""
