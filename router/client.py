@@ -35,7 +35,7 @@ from engine.messages import (
 )
 from router import policy
 from router.faults import Event, Faults
-from router.ledger import MAX_ATTEMPTS, Entry, Ledger
+from router.ledger import MAX_ATTEMPTS, Entry, Ledger, Loss
 from router.mesh import MeshError, Prompt, ServedModel
 from router.pool import Instance, Pool, Standing
 
@@ -232,6 +232,7 @@ class MeshClient:
     def forget(self, entry: Entry) -> None:
         """The client is gone or has all it wants: abort the request where it runs."""
         self._streams.pop(entry, None)
+        entry.ends_its_move()
         if entry in self._orphans:
             self._orphans.remove(entry)
         address = self._ledger.drop(entry)
@@ -300,6 +301,7 @@ class MeshClient:
 
     def _give_up(self, entry: Entry, error: MeshError) -> None:
         self._ledger.drop(entry)
+        entry.ends_its_move()
         stream = self._streams.pop(entry, None)
         if stream is not None:
             stream.fail(error)
@@ -361,7 +363,9 @@ class MeshClient:
         self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._links[instance.name].connection.send(Abort(numbers))
+        loss = Loss(instance.rank, time.monotonic(), len(lost))
         for entry in lost:
+            entry.moves(loss)
             self._resume(entry, instance)
 
     async def _place_orphans_again(self) -> None:
@@ -432,6 +436,8 @@ class MeshClient:
         if taken is None:
             return
         entry, delta = taken
+        if entry.loss is not None and (loss := entry.returns(delta, time.monotonic())) is not None:
+            logger.info("%s", loss)
         ended = delta.finish_reason is not None
         stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
         if stream is not None:

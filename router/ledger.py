@@ -22,6 +22,37 @@ MAX_ATTEMPTS = 8
 """Tries of one request before its client is told; only a mesh that keeps losing instances gets there."""
 
 
+@dataclass
+class Loss:
+    """Requests that lost their instance together, until each has a token again, or is given up. Seconds."""
+
+    rank: int
+    """Of that instance."""
+    at: float
+    """When the router knew."""
+    away: int
+    """Requests that have no token yet."""
+    waits: list[float] = field(default_factory=list)
+    """Of those that have one: how long it took."""
+    computed: int = 0
+    """Tokens of prompts and outputs that were computed again."""
+    cached: int = 0
+    """Tokens that were not: the other instance's prefix cache had them."""
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.waits)} requests of instance {self.rank} are back after {1000 * min(self.waits):.0f} to "
+            f"{1000 * max(self.waits):.0f} ms: {self.computed} tokens computed again, {self.cached} were cached"
+        )
+
+    def back(self, work: int, cached: int, now: float) -> None:
+        """A request of ``work`` tokens has its first one again."""
+        self.away -= 1
+        self.waits.append(now - self.at)
+        self.computed += work - cached
+        self.cached += cached
+
+
 @dataclass(eq=False)
 class Entry:
     """One request in flight."""
@@ -35,6 +66,8 @@ class Entry:
     failed_ranks: frozenset[int] = frozenset()
     orphaned_at: float = 0.0
     """When it was left without an instance that could take it."""
+    loss: Loss | None = None
+    """What made it move, until it has a token again."""
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -49,6 +82,25 @@ class Entry:
             priority=self.prompt.priority,
             cache_salt=self.prompt.cache_salt,
         )
+
+    def moves(self, loss: Loss) -> None:
+        """It lost its instance; should it be on the move already, it counts for the later loss."""
+        self.ends_its_move()
+        self.loss = loss
+
+    def ends_its_move(self) -> None:
+        """It is given up, or moves again."""
+        if self.loss is not None:
+            self.loss.away -= 1
+            self.loss = None
+
+    def returns(self, delta: Delta, now: float) -> Loss | None:
+        """Its first delta after a loss, booked already; the loss, if it was the last one away."""
+        loss, self.loss = self.loss, None
+        if loss is None:
+            return None
+        loss.back(self.work - len(delta.token_ids), delta.num_cached_tokens, now)
+        return None if loss.away else loss
 
     @property
     def work(self) -> int:

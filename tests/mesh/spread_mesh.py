@@ -1,9 +1,10 @@
-"""A mesh with spread experts whose instances come and go, for tests and measurements."""
+"""A mesh whose instances come and go, with spread experts unless told otherwise, for tests and measurements."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-se
 
 
 class SpreadMesh(Ports):
-    """``serve -dp SIZE -ep``, of which instances may be missing for a while."""
+    """``serve -dp SIZE``, of which instances may be missing for a while."""
 
     def __init__(
         self,
@@ -27,17 +28,21 @@ class SpreadMesh(Ports):
         *,
         apart: bool = False,
         backend: str = "auto",
+        model: str = SHIPPED_MODEL,
+        how: Sequence[str] = ("-ep",),
+        flags: Sequence[str] = FLAGS,
     ) -> None:
         """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
         ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
-        ``--all2all-backend``."""
+        ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the others."""
         super().__init__()
         self.size = size
+        self._flags = flags
         self._directory = directory
         self._stack = stack
         self.commands: list[Command] = []
-        how = ["-dp", str(size), "-ep", "--all2all-backend", backend, *(["-dpl", "0"] if apart else [])]
-        self._start(SHIPPED_MODEL, *how, *self.head(), *FLAGS)
+        placed = ["-dp", str(size), *(["-dpl", "0"] if apart else [])]
+        self._start(model, *placed, *how, "--all2all-backend", backend, *self.head(), *flags)
         for _ in range(size if apart else 0):
             self.join_one()
         self.command.wait_for(f"{size} instances ready")
@@ -59,7 +64,9 @@ class SpreadMesh(Ports):
 
     def join_one(self, *argv: str) -> Command:
         """Start one more instance, as on another machine: all that it knows is where the mesh is."""
-        return self._start("--headless", *self.join(), "--num-gpu-blocks-override", "600", *argv)
+        position = list(self._flags).index("--num-gpu-blocks-override")
+        blocks = self._flags[position : position + 2]
+        return self._start("--headless", *self.join(), *blocks, *argv)
 
     def view(self) -> View:
         """Asked for directly, since tests ask often."""
