@@ -37,7 +37,7 @@ from router import policy
 from router.faults import Event, Faults
 from router.ledger import MAX_ATTEMPTS, Entry, Ledger, Loss
 from router.mesh import MeshError, Prompt, ServedModel
-from router.pool import Instance, Pool, Standing
+from router.pool import InFlight, Instance, Pool, Standing
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,13 @@ class MeshClient:
             for instance in self._pool
         }
 
+    def requests(self) -> list[InFlight]:
+        """What is being generated, oldest first."""
+        return [
+            InFlight(entry.prompt.request_id, self.rank_of(entry), len(entry.emitted), entry.attempts)
+            for entry in self._streams
+        ]
+
     def rank_of(self, entry: Entry) -> int | None:
         """Where a request runs now."""
         instance = self._pool.get(entry.address[0]) if entry.address else None
@@ -248,6 +255,8 @@ class MeshClient:
     def _choose(self, entry: Entry) -> Instance:
         instances = {instance.rank: instance for instance in self._pool}
         pinned = entry.prompt.rank
+        if entry.attempts and not (pinned in instances and instances[pinned].ready):
+            pinned = None  # it was there, and lost it: the client is to notice nothing
         if pinned is not None and pinned not in instances:
             ranks = ", ".join(map(str, sorted(instances))) or "none"
             raise MeshError(

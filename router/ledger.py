@@ -40,9 +40,10 @@ class Loss:
     """Tokens that were not: the other instance's prefix cache had them."""
 
     def __str__(self) -> str:
+        first, last = 1000 * min(self.waits), 1000 * max(self.waits)
         return (
-            f"{len(self.waits)} requests of instance {self.rank} are back after {1000 * min(self.waits):.0f} to "
-            f"{1000 * max(self.waits):.0f} ms: {self.computed} tokens computed again, {self.cached} were cached"
+            f"{len(self.waits)} requests of instance {self.rank} are back after {first:.0f} to {last:.0f} ms: "
+            f"{self.computed} tokens computed again, {self.cached} were cached"
         )
 
     def back(self, work: int, cached: int, now: float) -> None:

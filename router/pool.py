@@ -90,6 +90,19 @@ class Standing(msgspec.Struct, frozen=True):
     """Requests of ours there."""
 
 
+class InFlight(msgspec.Struct, frozen=True):
+    """One sample that is being generated, for operators."""
+
+    request: str
+    """Its id, as the client has it; with a number behind it where there are several samples."""
+    rank: int | None
+    """The instance that it runs on; null while it waits for one."""
+    tokens: int
+    """Already passed on."""
+    attempts: int
+    """Instances that it was sent to so far."""
+
+
 class Changes(msgspec.Struct, frozen=True):
     """What a new view did to the pool."""
 

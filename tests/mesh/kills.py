@@ -7,7 +7,7 @@ what the same request says in the same mesh undisturbed. Told of each kill, in m
     noticed     all survivors know (the router, where instances are independent of each other)
     stepping    all survivors have done a step of the next group (independent ones never stop)
     back        each request of the dead has a token again, at another instance
-    client gap  the longest wait of any stream for its next chunk, of those that began within a second
+    client gap  the longest wait of any stream for its next chunk, of waits that began within a second
     later gap   the same until the next kill, while another instance starts on the same cores and joins
     usual gap   the same in the two seconds before
 
@@ -56,7 +56,9 @@ RECOVERED = re.compile(
     r"recovered in epoch \d+ after (\d+) ms .*form (\d+) ms, \d+ experts read (\d+) ms, "
     r"group (\d+) ms, first step (\d+) ms"
 )
-BACK = re.compile(r"(\d+) requests of instance \d+ are back after (\d+) to (\d+) ms: (\d+) tokens computed again")
+BACK = re.compile(
+    r"(\d+) requests of instance \d+ are back after (\d+) to (\d+) ms: (\d+) tokens computed again"
+)
 
 
 def engines(mesh: SpreadMesh, ranks: Sequence[int]) -> list[psutil.Process]:
@@ -143,9 +145,7 @@ class Kills:
     def heal(self) -> None:
         """Start others in place of the dead, and wait for them."""
         self._mesh.make_whole()
-        self.found[-1]["later gap"] = 1000 * self._load.longest_wait(
-            self._killed_at + 1.0, time.monotonic()
-        )
+        self.found[-1]["later gap"] = 1000 * self._load.longest_wait(self._killed_at + 1.0, time.monotonic())
 
     def _wait_for(self, text: str, count: int) -> list[tuple[float, str]]:
         at = self._killed_at
@@ -213,7 +213,7 @@ def make_dense_model(directory: Path) -> Path:
         "make_tiny_model(pathlib.Path(sys.argv[1]), 'llama', layers=6, hidden_size=256, intermediate_size=704, "
         "num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=4096, max_position_embeddings=2048)"
     )
-    subprocess.run([sys.executable, "-c", script, str(target)], check=True)
+    subprocess.run([sys.executable, "-c", script, str(target)], check=True, capture_output=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / name, target)
     return target
@@ -226,9 +226,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
     if case.dense:
         model = str(asked.dense_model or make_dense_model(directory))
     with contextlib.ExitStack() as stack:
-        mesh = SpreadMesh(
-            directory, stack, case.size, apart=True, model=model, how=case.how, flags=FLAGS
-        )
+        mesh = SpreadMesh(directory, stack, case.size, apart=True, model=model, how=case.how, flags=FLAGS)
         bodies = [body_of(number, model=model) for number in range(NUM_BODIES)]
         truth = undisturbed(mesh.url, bodies, asked.streams)
         load = Load(mesh.url, truth, bodies, streams=asked.streams, whole=2, seed=asked.seed)
@@ -238,9 +236,11 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
             time.sleep(2.0)
             for number in range(asked.kills):
                 found = kills.kill_once()
-                if number + 1 < asked.kills:
-                    kills.heal()
-                print(f"{number + 1}: " + ", ".join(f"{key} {value:.0f}" for key, value in found.items()), flush=True)
+                kills.heal()
+                print(
+                    f"{number + 1}: " + ", ".join(f"{key} {value:.0f}" for key, value in found.items()),
+                    flush=True,
+                )
         seconds = time.monotonic() - began
         assert_idle(mesh)
         problems = load.problems + tracebacks(mesh)
@@ -284,7 +284,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="of each case")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--dense-model", type=Path, help="directory (default: one with random weights is made)")
+    parser.add_argument(
+        "--dense-model", type=Path, help="directory (default: one with random weights is made)"
+    )
     parser.add_argument("--output-json", type=Path, help="one file with all cases")
     parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
     asked = parser.parse_args()

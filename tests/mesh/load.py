@@ -85,7 +85,9 @@ def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:
     return len(part) < len(whole) and all(each in rest for each in part)
 
 
-def body_of(number: int, *, model: str = SHIPPED_MODEL, longest: int = LONGEST, most_tokens: int = 160) -> dict[str, Any]:
+def body_of(
+    number: int, *, model: str = SHIPPED_MODEL, longest: int = LONGEST, most_tokens: int = 160
+) -> dict[str, Any]:
     """The body of a request. Half are greedy; lengths of prompts are even on a scale of magnitudes."""
     rng = random.Random(number)
     length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest))))
@@ -147,13 +149,19 @@ class Load:
         """Streams that have begun and not ended."""
         return [each for each in self.answers if each.times and not _has_ended(each)]
 
-    def longest_wait(self, begin: float, end: float) -> float:
-        """Seconds of the longest wait from chunk to chunk of any stream, of those that overlap this time."""
+    def longest_wait(self, begin: float, end: float, *, begun: float = 0.0) -> float:
+        """Seconds of the longest wait from chunk to chunk of any stream, of those that overlap this time and
+        did not begin before ``begun``."""
         return max(
-            (after - before for answer in self.answers if answer.streams
-             for before, after in answer.waits() if after >= begin and before <= end),
+            (
+                after - before
+                for answer in self.answers
+                if answer.streams
+                for before, after in answer.waits()
+                if after >= begin and begun <= before <= end
+            ),
             default=0.0,
-        )  # fmt: skip
+        )
 
     # ----
 

@@ -15,7 +15,7 @@ from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.config import HttpConfig, ServeConfig
 from router.faults import Event, Faults
-from router.pool import Standing
+from router.pool import InFlight, Standing
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.router.test_mesh_parts import member, view
 
@@ -33,6 +33,9 @@ class World:
 
     def standing(self) -> Mapping[int, Standing]:
         return {0: Standing(attached=True, failures=1, in_flight=3)}
+
+    def requests(self) -> list[InFlight]:
+        return [InFlight("cmpl-x", rank, 7, 2) for rank in (1, None)] * 600
 
     async def command(self, wish: Drain | Scale) -> Answer:
         self.wishes.append(wish)
@@ -74,6 +77,15 @@ def test_the_world() -> None:
     unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
     assert unknown.status_code == 503
     assert unknown.headers["retry-after"] == "1"
+
+
+def test_the_requests() -> None:
+    answer = ask(gate(World(None)), "GET", f"{ADMIN}/admin/requests").json()
+    assert (answer["front_end"], answer["in_flight"], len(answer["requests"])) == (1, 1200, 1000)
+    assert answer["requests"][:2] == [
+        {"request": "cmpl-x", "rank": 1, "tokens": 7, "attempts": 2},
+        {"request": "cmpl-x", "rank": None, "tokens": 7, "attempts": 2},
+    ]
 
 
 def test_the_faults() -> None:
