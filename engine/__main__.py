@@ -181,6 +181,7 @@ class Instance:
             except NoGroup as error:
                 raise Ended(process.EXIT_FAILED, str(error)) from error
             except WorkerLost as error:
+                self._server.close()  # first of all: the end of the other workers takes a while
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 if self._spread is not None:

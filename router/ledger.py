@@ -40,9 +40,9 @@ class Loss:
     """Tokens that were not: the other instance's prefix cache had them."""
 
     def __str__(self) -> str:
-        first, last = 1000 * min(self.waits), 1000 * max(self.waits)
+        count, first, last = len(self.waits), 1000 * min(self.waits), 1000 * max(self.waits)
         return (
-            f"{len(self.waits)} requests of instance {self.rank} are back after {first:.0f} to {last:.0f} ms: "
+            f"{count} requests of instance {self.rank} are back after {first:.0f} to {last:.0f} ms: "
             f"{self.computed} tokens computed again, {self.cached} were cached"
         )
 
