@@ -31,18 +31,21 @@ class SpreadMesh(Ports):
         model: str = SHIPPED_MODEL,
         how: Sequence[str] = ("-ep",),
         flags: Sequence[str] = FLAGS,
+        each: Sequence[str] = (),
     ) -> None:
         """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
         ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
-        ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the others."""
+        ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the others;
+        ``each`` is for every instance."""
         super().__init__()
         self.size = size
-        self._flags = flags
+        position = list(flags).index("--num-gpu-blocks-override")
+        self._each = [*flags[position : position + 2], *each]
         self._directory = directory
         self._stack = stack
         self.commands: list[Command] = []
         placed = ["-dp", str(size), *(["-dpl", "0"] if apart else [])]
-        self._start(model, *placed, *how, "--all2all-backend", backend, *self.head(), *flags)
+        self._start(model, *placed, *how, "--all2all-backend", backend, *self.head(), *flags, *each)
         for _ in range(size if apart else 0):
             self.join_one()
         self.command.wait_for(f"{size} instances ready")
@@ -64,9 +67,7 @@ class SpreadMesh(Ports):
 
     def join_one(self, *argv: str) -> Command:
         """Start one more instance, as on another machine: all that it knows is where the mesh is."""
-        position = list(self._flags).index("--num-gpu-blocks-override")
-        blocks = self._flags[position : position + 2]
-        return self._start("--headless", *self.join(), *blocks, *argv)
+        return self._start("--headless", *self.join(), *self._each, *argv)
 
     def view(self) -> View:
         """Asked for directly, since tests ask often."""
