@@ -46,6 +46,7 @@ from tests.mesh.log_times import LogTimes
 from tests.mesh.spread_mesh import SpreadMesh
 from tests.mesh.test_clients import assert_idle
 
+ROOT = Path(__file__).parents[2]
 NUM_BODIES = 64
 """Different requests."""
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "3000", "--max-num-seqs", "64")
@@ -213,7 +214,7 @@ def make_dense_model(directory: Path) -> Path:
         "make_tiny_model(pathlib.Path(sys.argv[1]), 'llama', layers=6, hidden_size=256, intermediate_size=704, "
         "num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=4096, max_position_embeddings=2048)"
     )
-    subprocess.run([sys.executable, "-c", script, str(target)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", script, str(target)], cwd=ROOT, check=True, capture_output=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODELS_DIRECTORY / SHIPPED_MODEL / name, target)
     return target
@@ -243,7 +244,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
                 )
         seconds = time.monotonic() - began
         assert_idle(mesh)
-        problems = load.problems + tracebacks(mesh)
+        problems = load.problems + mesh.tracebacks()
         counts = verdicts(load, asked.kills)
         page = {
             "case": name,
@@ -264,16 +265,6 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
 def tokens_of(answers: Sequence[Answer]) -> int:
     """All that came."""
     return sum(len(answer.ids) for answer in answers)
-
-
-def tracebacks(mesh: SpreadMesh) -> list[str]:
-    """What no log may have."""
-    return [
-        f"{command.log_file.name}: {line}"
-        for command in mesh.commands
-        for line in command.log.splitlines()
-        if "Traceback" in line
-    ]
 
 
 def main() -> int:

@@ -59,6 +59,8 @@ class Answer:
     left: bool = False
     times: list[float] = field(default_factory=list)
     """When each chunk came."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens that had come by then."""
     streams: bool = True
 
     def verdict(self, truth: Answer) -> Verdict:
@@ -145,9 +147,15 @@ class Load:
         if self._thread.is_alive():
             self.problems.append("requests did not end")
 
-    def under_way(self) -> list[Answer]:
-        """Streams that have begun and not ended."""
-        return [each for each in self.answers if each.times and not _has_ended(each)]
+    def tokens_between(self, begin: float, end: float) -> int:
+        """That came over streams."""
+        total = 0
+        for answer in self.answers:
+            before = 0
+            for at, count in zip(answer.times, answer.counts, strict=False):
+                total += (count - before) * (begin <= at < end)
+                before = count
+        return total
 
     def longest_wait(self, begin: float, end: float, *, begun: float = 0.0) -> float:
         """Seconds of the longest wait from chunk to chunk of any stream, of those that overlap this time and
@@ -226,12 +234,14 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None
         if line.startswith(b"data: [DONE]"):
             done = True
             continue
-        answer.times.append(time.monotonic())
+        now = time.monotonic()
         chunk = json.loads(line[6:])
         if "error" in chunk:
             answer.error = str(chunk["error"])
             return
         _take(answer, chunk)
+        answer.times.append(now)
+        answer.counts.append(len(answer.ids))
     if not done or answer.finish_reason is None:
         answer.error = "the stream ended before its last token"
 
@@ -241,10 +251,6 @@ def _take(answer: Answer, page: dict[str, Any]) -> None:
         answer.ids += choice["token_ids"] or []
         answer.text += choice["text"]
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-
-
-def _has_ended(answer: Answer) -> bool:
-    return answer.finish_reason is not None or answer.error is not None or answer.left
 
 
 def undisturbed(url: str, bodies: Sequence[dict[str, Any]], at_once: int = 32) -> list[Answer]:

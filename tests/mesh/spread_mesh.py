@@ -91,3 +91,12 @@ class SpreadMesh(Ports):
     def running(self, rank: int) -> int:
         """Requests that run on an instance, by its last heartbeat."""
         return next((m.load.running for m in self.view().members if m.rank == rank), 0)
+
+    def tracebacks(self) -> list[str]:
+        """What no log may have."""
+        return [
+            f"{command.log_file.name}: {line}"
+            for command in self.commands
+            for line in command.log.splitlines()
+            if "Traceback" in line
+        ]
