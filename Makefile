@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-serving bench-wake soak chaos simulate model clean
+.PHONY: serve test check format bench bench-serving bench-wake soak chaos kills joins simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -34,8 +34,15 @@ bench-wake: $(STAMP)  ## what the first token after a sleep costs
 soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails if anything is lost
 	$(BIN)/python examples/soak.py --minutes 10 --output-json build/soak.json $(ARGS)
 
-chaos: $(STAMP)  ## two minutes of deaths, stops, joins and leaves under load, checked token for token
+chaos: $(STAMP)  ## two minutes (--seconds) of deaths, stops, joins and leaves under load, checked token for token
 	$(BIN)/python -m tests.mesh.chaos $(ARGS)
+
+kills: $(STAMP)  ## 20 kills each of MoE, two of four, tp and dense instances under 32 streams: what is lost (nothing), and how long it takes
+	$(BIN)/python -m tests.mesh.kills --output-json build/kills.json $(ARGS)
+
+joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, and throughput in a plot
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m tests.mesh.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

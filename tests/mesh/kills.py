@@ -4,6 +4,7 @@
 moment, processes of the mesh are killed (SIGKILL), and others come in their place. Every answer is held against
 what the same request says in the same mesh undisturbed. Told of each kill, in milliseconds from it:
 
+    world       of the coordinator's kill, where it is killed before: until its successor knows all instances
     noticed     all survivors know (the router, where instances are independent of each other)
     stepping    all survivors have done a step of the next group (independent ones never stop)
     back        each request of the dead has a token again, at another instance
@@ -26,6 +27,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from typing import Any
 
 import psutil
 
+from coordinator.messages import State
 from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import wait_until
@@ -84,6 +87,8 @@ class Case:
     """Instances that lose a process at the same moment."""
     victims: Callable[[SpreadMesh, Sequence[int]], list[psutil.Process]] = engines
     dense: bool = False
+    coordinator: str = ""
+    """Whether it is killed, too: ``with`` the instance, or ``before``, with its successor at work by then."""
 
     @property
     def spread(self) -> bool:
@@ -96,7 +101,11 @@ CASES = {
     "two-of-four": Case(4, ("-ep",), at_once=2),
     "tp": Case(2, ("-tp", "2", "--no-enable-expert-parallel"), victims=workers),
     "dense": Case(3, ("--no-enable-expert-parallel",), dense=True),
+    "coordinator-then-rank": Case(3, ("-ep",), coordinator="before"),
+    "coordinator-and-rank": Case(3, ("-ep",), coordinator="with"),
 }
+"""The last two are not part of ``all``: a coordinator that dies again and again is started ever later."""
+ALL = ("moe", "two-of-four", "tp", "dense")
 
 
 class Kills:
@@ -115,9 +124,14 @@ class Kills:
         victims = self._case.victims(self._mesh, ranks)
         time.sleep(self._rng.uniform(0.0, 1.0))
         usual = self._load.longest_wait(time.monotonic() - 2.0, time.monotonic())
+        found: dict[str, float] = {}
+        if self._case.coordinator == "before":
+            found["world"] = 1000 * self._replace_coordinator()
+        if self._case.coordinator == "with":
+            victims.append(self._mesh.command.child("Coordinator"))
         self._killed_at = killed_at = time.monotonic()
         for victim in victims:
-            os.kill(victim.pid, 9)
+            os.kill(victim.pid, signal.SIGKILL)
         survivors = self._case.size - len(ranks)
         stepping = self._wait_for("recovered in epoch", survivors) if self._case.spread else []
         back = self._wait_for("are back after", len(ranks))
@@ -128,7 +142,7 @@ class Kills:
         def since(times: list[tuple[float, str]]) -> float:
             return 1000 * (max(at for at, _ in times) - killed_at)
 
-        found = {"noticed": since(noticed)}
+        found["noticed"] = since(noticed)
         if self._case.spread:
             found["stepping"] = since(stepping)
         found |= {
@@ -142,6 +156,23 @@ class Kills:
         }
         self.found.append(found)
         return found
+
+    def _replace_coordinator(self) -> float:
+        """Kill it; seconds until its successor knows the world."""
+        before = self._mesh.view().epoch
+        began = time.monotonic()
+        self._mesh.command.child("Coordinator").kill()
+
+        def is_right() -> bool:
+            view = self._mesh.view()
+            return len(view.members) == self._case.size and all(
+                member.state is State.READY for member in view.members
+            )
+
+        wait_until(is_right, STRANDED, "the world is right")
+        seconds = time.monotonic() - began
+        assert self._mesh.view().epoch == before, "nobody has to form a group for this"
+        return seconds
 
     def heal(self) -> None:
         """Start others in place of the dead, and wait for them."""
@@ -283,7 +314,7 @@ def main() -> int:
     asked = parser.parse_args()
     pages, problems = [], []
     with tempfile.TemporaryDirectory() as temporary:
-        for name in CASES if asked.case == "all" else [asked.case]:
+        for name in ALL if asked.case == "all" else [asked.case]:
             print(f"---- {name}, seed {asked.seed}", flush=True)
             directory = (asked.logs or Path(temporary)) / name
             directory.mkdir(parents=True, exist_ok=True)

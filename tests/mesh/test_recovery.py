@@ -125,6 +125,25 @@ def test_the_coordinator_and_an_instance_die_together(mesh: Mesh) -> None:
     mesh.still_right()
 
 
+def test_the_coordinator_dies_and_later_an_instance(mesh: Mesh) -> None:
+    epoch = mesh.view().epoch
+
+    def kill_one_after_the_other() -> None:
+        coordinator = mesh.command.child("Coordinator")
+        coordinator.kill()
+        wait_until(
+            lambda: not coordinator.is_running() and mesh.ready() == [0, 1, 2], 20, "the world is right"
+        )
+        assert mesh.view().epoch == epoch, "nobody had to form a group for that"
+        mesh.engine(1).kill()
+
+    streams = asyncio.run(asyncio.wait_for(crowd(mesh, kill_one_after_the_other), 90))
+    assert streams == mesh.undisturbed
+    wait_until(lambda: mesh.ready() == [0, 2], 20)
+    assert mesh.view().epoch > epoch
+    mesh.still_right()
+
+
 def test_experts_that_do_not_fit_wait_for_another_instance(mesh: Mesh) -> None:
     """Two of three die, and the last one has no room for all experts."""
 
