@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,11 @@ from coordinator.messages import Form
 
 if TYPE_CHECKING:
     from parallel.communicators.base import Communicator
+
+logger = logging.getLogger(__name__)
+
+LONG_READ = 0.5
+"""Seconds of reading experts after which the log says what they were spent on."""
 
 ReadExperts = Callable[[Form, Callable[[], bool]], int]
 """Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
@@ -66,8 +73,7 @@ class Preparation:
         from engine.expert_weights import ReadingStopped  # loads torch
 
         try:
-            self.num_read = self._read_experts(self.form, self._stopped.is_set)
-            self.read_at = time.monotonic()
+            self._read()
             group = self._connect(self.form, self._stopped.is_set)
         except ReadingStopped:
             return
@@ -84,3 +90,16 @@ class Preparation:
                 return
         if not self._stopped.is_set():
             self._on_end(self)
+
+    def _read(self) -> None:
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        self.num_read = self._read_experts(self.form, self._stopped.is_set)
+        self.read_at, after = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        if self.read_at - began > LONG_READ:
+            logger.info(
+                "epoch %d: %d experts took %.1f s, of which %.1f s on a core; %d page faults went to disk, the "
+                "core was taken away %d times",
+                self.form.epoch, self.num_read, self.read_at - began,
+                after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                after.ru_majflt - before.ru_majflt, after.ru_nivcsw - before.ru_nivcsw,
+            )  # fmt: skip

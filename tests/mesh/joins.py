@@ -188,6 +188,7 @@ def main() -> int:
         page, problems = measure(asked, directory)
     print(table(page))
     if asked.output_json is not None:
+        asked.output_json.parent.mkdir(parents=True, exist_ok=True)
         asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
     if asked.plot is not None:
         plot(page, asked.plot)

@@ -322,6 +322,7 @@ def main() -> int:
             pages.append(page)
             problems += of_case
             if asked.output_json is not None:
+                asked.output_json.parent.mkdir(parents=True, exist_ok=True)
                 asked.output_json.write_text(json.dumps(pages, indent=1) + "\n")
     for problem in problems[:20]:
         print("PROBLEM:", problem)
