@@ -97,8 +97,8 @@ class Preparation:
         self.read_at, after = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
         if self.read_at - began > LONG_READ:
             logger.info(
-                "epoch %d: %d experts took %.1f s, of which %.1f s on a core; %d page faults went to disk, the "
-                "core was taken away %d times",
+                "epoch %d: %d experts took %.1f s, of which %.1f s computing; %d page faults read the disk, "
+                "the core was taken away %d times",
                 self.form.epoch, self.num_read, self.read_at - began,
                 after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
                 after.ru_majflt - before.ru_majflt, after.ru_nivcsw - before.ru_nivcsw,
