@@ -7,6 +7,7 @@ when it goes away afterwards. Each epoch has names of its own in it, so several 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _BACKLOG = 1024  # all members connect at once
+PAUSE = 0.05
+"""Seconds between two looks for a store that does not listen yet."""
 
 
-def open_store(host: str, port: int | None, *, is_host: bool, timeout: float) -> TCPStore:
+def open_store(
+    host: str, port: int | None, *, is_host: bool, timeout: float, may_be_early: bool = False
+) -> TCPStore:
     """The store at ``host``: served from here if ``is_host``, else connected to, within ``timeout`` seconds.
+
+    A port that refuses is one whose host is gone, unless who connects ``may_be_early``, because the port was
+    agreed before anybody listened there: then it is tried again until the time is over.
 
     The server listens on this one address (torch's own would listen on all interfaces) and, without a
     port, on a free one: advertise ``store.port`` afterwards.
@@ -41,20 +49,24 @@ def open_store(host: str, port: int | None, *, is_host: bool, timeout: float) ->
         )
     if not port:
         raise ValueError("to connect to a store, its port must be known")
-    _see_that_it_listens(host, port, timeout)
+    _see_that_it_listens(host, port, timeout, may_be_early)
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
         raise CollectiveError(f"no store answers at {host}:{port} within {timeout:g} s", 0) from error
 
 
-def _see_that_it_listens(host: str, port: int, timeout: float) -> None:
-    """A store listens before anybody is told of it: a port that refuses is one whose host is gone. torch
-    would try it again and again, and say so at length."""
-    try:
-        socket.create_connection((host, port), timeout).close()
-    except OSError as error:
-        raise CollectiveError(f"no store answers at {host}:{port} ({error})", 0) from error
+def _see_that_it_listens(host: str, port: int, timeout: float, may_be_early: bool) -> None:
+    """Look before torch does, which would try again and again, and say so at length."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), max(deadline - time.monotonic(), PAUSE)).close()
+            return
+        except OSError as error:
+            if not may_be_early or time.monotonic() + PAUSE > deadline:
+                raise CollectiveError(f"no store answers at {host}:{port} ({error})", 0) from error
+        time.sleep(PAUSE)
 
 
 def choose_backend(asked: str, hosts: Sequence[str]) -> Backend:

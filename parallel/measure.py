@@ -1,7 +1,7 @@
 """How fast the collectives of a group are, measured in bounded time (loads torch late).
 
-All members make the same calls, so how many is agreed: the first calls of each member set a number, and the
-smallest one counts.
+All members make the same calls, so after each few calls they tell each other how long those took: the
+slowest member's time decides whether there are more. A busy machine means fewer calls, not a longer wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 SIZES = (64, 64 << 10, 1 << 20, 8 << 20)
 """Bytes of the tensor that each member gives."""
 
-SECONDS = 0.5
-"""That one collective of one size may take, without the warm-up."""
+SECONDS = 0.3
+"""After which no more calls of one collective with one size begin, without the warm-up."""
 FEWEST, MOST = 3, 100
 """Calls of which the median is taken."""
 WARM_UP = 2
@@ -35,10 +35,16 @@ def measure(group: Communicator, collective: str, num_bytes: int) -> float:
     """
     call = _call(group, collective, num_bytes)
     for _ in range(WARM_UP):
-        took = _seconds(call)
-    proposal = max(FEWEST, min(MOST, int(SECONDS / max(took, 1e-6))))
-    repeats = min(row[0] for row in group.all_gather_ints([proposal]))
-    return statistics.median(_seconds(call) for _ in range(repeats))
+        call()
+    seconds: list[float] = []
+    block, spent = FEWEST, 0.0
+    while spent < SECONDS and len(seconds) < MOST:
+        mine = [_seconds(call) for _ in range(min(block, MOST - len(seconds)))]
+        seconds += mine
+        slowest = max(row[0] for row in group.all_gather_ints([int(sum(mine) * 1e9)]))
+        spent += slowest / 1e9
+        block *= 2 if spent < SECONDS / 3 else 1  # the next block must not pass the bound by far
+    return statistics.median(seconds)
 
 
 def bytes_sent(collective: str, num_bytes: int, size: int) -> float:

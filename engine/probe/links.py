@@ -58,7 +58,9 @@ def run(ask: Ask) -> Links:
     address = _address(ask)
     where = own("--master-addr", ask.master_address) if is_host else ask.master_address
     try:
-        store = groups.open_store(where, ask.master_port, is_host=is_host, timeout=ask.timeout)
+        store = groups.open_store(
+            where, ask.master_port, is_host=is_host, timeout=ask.timeout, may_be_early=True
+        )
     except OSError as error:
         raise CollectiveError(f"cannot listen on {where}:{ask.master_port}: {error.strerror}") from error
     facts = _facts(ask.rank, address, str(torch.__version__))

@@ -288,6 +288,21 @@ def test_no_store_is_an_error_that_says_where() -> None:
             open_store("127.0.0.1", port, is_host=False, timeout=0.2)
 
 
+def test_who_may_be_early_waits_for_the_store() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    late = threading.Timer(
+        0.3, lambda: kept.append(open_store("127.0.0.1", port, is_host=True, timeout=members.PATIENCE))
+    )
+    kept: list[TCPStore] = []
+    late.start()
+    early = open_store("127.0.0.1", port, is_host=False, timeout=members.PATIENCE, may_be_early=True)
+    late.join()
+    early.set("key", b"value")
+    assert kept[0].get("key") == b"value"
+
+
 def test_what_a_communicator_cannot_be_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
         make_communicator("gloo", store, 2, 2, name="x", timeout=1.0)

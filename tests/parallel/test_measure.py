@@ -34,25 +34,32 @@ def test_every_member_gets_a_time(size: int, collective: str, monkeypatch: pytes
 
 
 class Alone:
-    """A group of one that counts calls and says what another member would propose."""
+    """A group of one that counts calls, and says how long another member took for its share of them."""
 
     rank, size = 0, 1
 
-    def __init__(self, proposal: int) -> None:
-        self.proposal = proposal
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.calls = 0
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return [list(row), [self.proposal]]
+        return [list(row), [int(self.seconds * 1e9)]]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return tensor
 
 
-@pytest.mark.parametrize(("proposal", "calls"), [(5, 5), (10**9, measure.MOST)])
-def test_the_smallest_proposal_counts_and_there_is_a_most(proposal: int, calls: int) -> None:
-    group = Alone(proposal)
+@pytest.mark.parametrize(
+    ("seconds", "calls"),
+    [(60.0, measure.FEWEST), (0.0, measure.MOST), (measure.SECONDS / 1.5, 2 * measure.FEWEST)],
+    ids=["slow", "fast", "between"],
+)
+def test_the_slowest_member_says_when_it_is_enough(
+    seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_seconds", lambda call: call() is None)  # own calls take no time
+    group = Alone(seconds)
     measure.measure(group, "all_reduce", 64)  # type: ignore[arg-type]
     assert group.calls == measure.WARM_UP + calls
 
