@@ -134,9 +134,10 @@ class Kills:
             os.kill(victim.pid, signal.SIGKILL)
         survivors = self._case.size - len(ranks)
         stepping = self._wait_for("recovered in epoch", survivors) if self._case.spread else []
-        back = self._wait_for("are back after", len(ranks))
+        self._wait_for("go on elsewhere", 1)
         time.sleep(max(0.0, killed_at + 1.2 - time.monotonic()))
         told = self._logs.since(killed_at, "go on elsewhere")
+        back = self._wait_for("are back after", len(told))
         noticed = self._logs.since(killed_at, "is broken") if self._case.spread else told
 
         def since(times: list[tuple[float, str]]) -> float:
@@ -227,6 +228,20 @@ def table(found: Sequence[dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def report(page: dict[str, Any]) -> str:
+    """The tables of one case."""
+    counts = page["counts"]
+    return "\n".join(
+        (
+            f"\n{page['case']}: `{page['mesh']}`, {page['streams']} streams, {page['tokens_per_second']} tokens/s\n",
+            "| " + " | ".join(counts) + " |",
+            "|" + "---:|" * len(counts),
+            "| " + " | ".join(map(str, counts.values())) + " |\n",
+            table(page["kills"]),
+        )
+    )
+
+
 def verdicts(load: Load, kills: int) -> dict[str, int]:
     """How the requests ended."""
     return {
@@ -287,9 +302,7 @@ def run(name: str, asked: argparse.Namespace, directory: Path) -> tuple[dict[str
             "counts": counts,
             "kills": [{key: round(value, 1) for key, value in each.items()} for each in kills.found],
         }
-        print("\n| " + " | ".join(counts) + " |\n|" + "---:|" * len(counts))
-        print("| " + " | ".join(map(str, counts.values())) + " |\n")
-        print(table(kills.found))
+        print(report(page))
     return page, problems
 
 
@@ -311,7 +324,11 @@ def main() -> int:
     )
     parser.add_argument("--output-json", type=Path, help="one file with all cases")
     parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
+    parser.add_argument("--show", type=Path, help="only print the tables of a file that was written before")
     asked = parser.parse_args()
+    if asked.show is not None:
+        print("\n".join(map(report, json.loads(asked.show.read_text()))))
+        return 0
     pages, problems = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for name in ALL if asked.case == "all" else [asked.case]:

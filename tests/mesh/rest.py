@@ -41,7 +41,7 @@ class Growth:
     def look(self, mesh: SpreadMesh, *, first: bool) -> None:
         """``first``: what each has now is what it is measured by."""
         for command in mesh.commands:
-            for process in command.family():
+            for process in command.family(itself=True):
                 try:
                     size = Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
                     self.names[process] = " ".join(process.cmdline())
