@@ -141,9 +141,13 @@ def main() -> int:
             for _ in range(asked.instances - len(mesh.view().members)):
                 mesh.join_one()
             wait_until(lambda: len(mesh.ready()) >= asked.instances, 90, "the mesh settles")
-        assert_at_rest(mesh)
+        problems = load.problems + mesh.tracebacks()
+        try:
+            assert_at_rest(mesh)
+        except AssertionError as error:
+            problems.append(f"not at rest: {error}; {mesh.view()}")
         growth.look(mesh, first=False)
-        problems = load.problems + growth.problems() + mesh.tracebacks()
+        problems += growth.problems()
         print(dict(chaos.events), {str(verdict): count for verdict, count in load.verdicts.items()})
         print(f"epoch {mesh.view().epoch}; grown since the first minute: {growth}")
     for problem in problems[:20]:

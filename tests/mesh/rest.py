@@ -14,6 +14,8 @@ from tests.mesh.test_clients import assert_idle, metrics
 
 NUM_EXPERTS = 8
 """Of the shipped model."""
+SETTLES = 120.0
+"""Seconds that somebody who is about to join may take to load."""
 MORE_MEMORY = 48 * 2**20
 """Bytes by which a process may grow after its first minute: caches fill, allocators keep what they had."""
 MORE_DESCRIPTORS = 24
@@ -88,7 +90,7 @@ def assert_at_rest(mesh: SpreadMesh) -> None:
             and len(experts) == NUM_EXPERTS
         )
 
-    wait_until(settled, 30, "all instances serve in one epoch")
+    wait_until(settled, SETTLES, "all instances serve in one epoch")
     before = steps(mesh)
     time.sleep(1.0)
     assert steps(mesh) == before, "an idle mesh takes no steps"
