@@ -69,7 +69,7 @@ class EngineCore:
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
-        if self._is_full():
+        if self._is_full() and not submit.output_ids:  # who is in the middle of an answer was let in before
             return Refused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
         if problem is not None:

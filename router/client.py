@@ -35,7 +35,7 @@ from engine.messages import (
 )
 from router import policy
 from router.faults import Event, Faults
-from router.ledger import MAX_ATTEMPTS, Entry, Ledger, Loss
+from router.ledger import MAX_FRUITLESS, Entry, Ledger, Loss
 from router.mesh import MeshError, Prompt, ServedModel
 from router.pool import InFlight, Instance, Pool, Standing
 
@@ -290,10 +290,9 @@ class MeshClient:
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
         entry.failed_ranks |= {failed.rank}
-        if entry.attempts >= MAX_ATTEMPTS:
-            self._give_up(
-                entry, _unavailable(f"{entry.attempts} instances in turn did not finish the request")
-            )
+        if entry.fruitless >= MAX_FRUITLESS:
+            text = f"{entry.fruitless} instances in turn gave no token for the request"
+            self._give_up(entry, _unavailable(text))
             return
         try:
             instance = self._choose(entry)

@@ -18,8 +18,8 @@ from router.mesh import Prompt
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
-MAX_ATTEMPTS = 8
-"""Tries of one request before its client is told; only a mesh that keeps losing instances gets there."""
+MAX_FRUITLESS = 8
+"""Tries of one request in a row without a token before its client is told: it may be what ends instances."""
 
 
 @dataclass
@@ -61,6 +61,8 @@ class Entry:
     prompt: Prompt
     address: Address | None = None
     attempts: int = 0
+    fruitless: int = 0
+    """Tries in a row without a token."""
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     num_deltas: int = 0
@@ -125,6 +127,7 @@ class Ledger:
         """A new try begins; the one before, if any, is void."""
         self.drop(entry)
         entry.address, entry.attempts = (instance, number), entry.attempts + 1
+        entry.fruitless += 1
         self._entries[entry.address] = entry
 
     def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
@@ -135,6 +138,7 @@ class Ledger:
         if entry.num_deltas and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids
+        entry.fruitless = 0
         entry.num_deltas += 1
         if delta.finish_reason is not None:
             self.drop(entry)

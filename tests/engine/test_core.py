@@ -106,6 +106,7 @@ def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
     refused = core.submit(PEER, submit(9))
     assert refused is not None
     assert refused.retry
+    assert core.submit(PEER, submit(10, output_ids=[7])) is None, "its client is in the middle of the answer"
 
 
 def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:

@@ -150,6 +150,16 @@ def test_a_loss_is_over_when_all_its_requests_have_a_token_again() -> None:
     assert str(loss) == text
 
 
+def test_tries_that_give_tokens_are_not_fruitless() -> None:
+    ledger, request = Ledger(), entry()
+    for number in range(1, 4):
+        ledger.place(request, "a", number)
+    assert (request.attempts, request.fruitless) == (3, 3)
+    ledger.take("a", Delta(3, [10]))
+    ledger.place(request, "b", 1)
+    assert (request.attempts, request.fruitless) == (4, 1)
+
+
 def test_who_moves_twice_counts_for_the_later_loss() -> None:
     first, second, request = Loss(0, 1.0, 1), Loss(1, 2.0, 1), entry()
     request.moves(first)
