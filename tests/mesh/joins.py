@@ -79,8 +79,8 @@ class Story:
         )
 
 
-def measure(asked: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """All of it; what is written, and what went wrong."""
+def measure(asked: argparse.Namespace, directory: Path) -> list[str]:
+    """All of it, told as asked; what went wrong."""
     with contextlib.ExitStack() as stack:
         mesh = SpreadMesh(directory, stack, SIZES[0], apart=True, flags=FLAGS)
         bodies = [body_of(number) for number in range(NUM_BODIES)]
@@ -114,7 +114,19 @@ def measure(asked: argparse.Namespace, directory: Path) -> tuple[dict[str, Any],
                 for second in range(seconds)
             ],
         }
-        return page, load.problems + mesh.tracebacks()
+        tell(page, asked)
+        return load.problems + mesh.tracebacks()
+
+
+def tell(page: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Print it, and write it where it is wanted."""
+    print(table(page), flush=True)
+    for file in filter(None, (asked.output_json, asked.plot)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    if asked.output_json is not None:
+        asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
+    if asked.plot is not None:
+        plot(page, asked.plot)
 
 
 def table(page: dict[str, Any]) -> str:
@@ -185,13 +197,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = asked.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        page, problems = measure(asked, directory)
-    print(table(page))
-    if asked.output_json is not None:
-        asked.output_json.parent.mkdir(parents=True, exist_ok=True)
-        asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
-    if asked.plot is not None:
-        plot(page, asked.plot)
+        problems = measure(asked, directory)
     for problem in problems[:20]:
         print("PROBLEM:", problem)
     return 1 if problems else 0
