@@ -31,7 +31,7 @@ NUM_BODIES = 32
 CANCELLED = 0.15
 """Share of the streams whose client leaves."""
 WARM_UP = 60.0
-"""Seconds after which processes should not grow any more; a third of a short run."""
+"""Seconds of service after which a process should not grow any more; a third of a short run."""
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
 
 
@@ -130,14 +130,9 @@ def main() -> int:
         bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
         truth = undisturbed(mesh.url, bodies, asked.streams)
         load = Load(mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed)
-        chaos, growth, began = Chaos(mesh, asked.seed), Growth(), time.monotonic()
-
-        def look() -> None:
-            if not growth.first and time.monotonic() - began > min(WARM_UP, asked.seconds / 3):
-                growth.look(mesh, first=True)
-
+        chaos, growth = Chaos(mesh, asked.seed), Growth(min(WARM_UP, asked.seconds / 3))
         with load:
-            chaos.run(asked.seconds, look)
+            chaos.run(asked.seconds, lambda: growth.look(mesh))
             for _ in range(asked.instances - len(mesh.view().members)):
                 mesh.join_one()
             wait_until(lambda: len(mesh.ready()) >= asked.instances, 90, "the mesh settles")
@@ -146,10 +141,9 @@ def main() -> int:
             assert_at_rest(mesh)
         except AssertionError as error:
             problems.append(f"not at rest: {error}; {mesh.view()}")
-        growth.look(mesh, first=False)
         problems += growth.problems()
         print(dict(chaos.events), {str(verdict): count for verdict, count in load.verdicts.items()})
-        print(f"epoch {mesh.view().epoch}; grown since the first minute: {growth}")
+        print(f"epoch {mesh.view().epoch}; grown: {growth}")
     for problem in problems[:20]:
         print("PROBLEM:", problem)
     return 1 if problems else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import psutil
 
@@ -32,48 +34,58 @@ class Size:
     threads: int
 
 
-@dataclass
 class Growth:
-    """Follows the processes of a mesh; :meth:`problems` tells who has grown."""
+    """Follows the processes of a mesh, each from when it has served for a while."""
 
-    first: dict[psutil.Process, Size] = field(default_factory=dict)
-    newest: dict[psutil.Process, Size] = field(default_factory=dict)
-    names: dict[psutil.Process, str] = field(default_factory=dict)
-
-    def look(self, mesh: SpreadMesh, *, first: bool) -> None:
-        """``first``: what each has now is what it is measured by."""
-        for command in mesh.commands:
-            for process in command.family(itself=True):
-                try:
-                    size = Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
-                    self.names[process] = " ".join(process.cmdline())
-                except psutil.Error:
-                    continue
-                self.newest[process] = size
-                if first:
-                    self.first.setdefault(process, size)
-
-    def problems(self) -> list[str]:
-        """Of those that are alive, and were at the first look."""
-        found = []
-        for process, before in self.first.items():
-            after = self.newest[process]
-            grown = (
-                after.memory - before.memory > MORE_MEMORY
-                or after.descriptors - before.descriptors > MORE_DESCRIPTORS
-                or after.threads - before.threads > MORE_THREADS
-            )
-            if grown and process.is_running():
-                found.append(f"{self.names[process]} (pid {process.pid}) grew from {before} to {after}")
-        return found
+    def __init__(self, warm_up: float) -> None:
+        """``warm_up``: seconds of service after which a process should grow no more."""
+        self._warm_up = warm_up
+        self._serves_since: dict[psutil.Process, float] = {}
+        self._first: dict[psutil.Process, Size] = {}
 
     def __str__(self) -> str:
-        alive = [process for process in self.first if process.is_running()]
         return "; ".join(
-            f"{self.names[process]}: {(self.newest[process].memory - self.first[process].memory) / 2**20:+.0f} MiB, "
-            f"{self.newest[process].descriptors - self.first[process].descriptors:+d} descriptors"
-            for process in alive
+            f"{_title(process)} {(after.memory - before.memory) / 2**20:+.0f} MiB, "
+            f"{after.descriptors - before.descriptors:+d} descriptors, {after.threads - before.threads:+d} threads"
+            for process, before, after in self._alive()
         )
+
+    def look(self, mesh: SpreadMesh) -> None:
+        """To be called now and then."""
+        serving = {member.pid for member in mesh.view().members if member.state is State.READY}
+        now = time.monotonic()
+        for command in mesh.commands:
+            for process in command.family(itself=True):
+                with contextlib.suppress(psutil.Error):
+                    if process in self._first or ("Engine" in _title(process) and process.pid not in serving):
+                        continue
+                    since = self._serves_since.setdefault(process, now)
+                    if now - since >= self._warm_up:
+                        self._first[process] = _size(process)
+
+    def problems(self) -> list[str]:
+        """Who is alive, and has grown."""
+        return [
+            f"{_title(process)} (pid {process.pid}) grew from {before} to {after}"
+            for process, before, after in self._alive()
+            if after.memory - before.memory > MORE_MEMORY
+            or after.descriptors - before.descriptors > MORE_DESCRIPTORS
+            or after.threads - before.threads > MORE_THREADS
+        ]
+
+    def _alive(self) -> Iterator[tuple[psutil.Process, Size, Size]]:
+        """With what each held first, and holds now."""
+        for process, before in self._first.items():
+            with contextlib.suppress(psutil.Error):
+                yield process, before, _size(process)
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(" ".join(process.cmdline()).split()).removeprefix("lockstep: ")
+
+
+def _size(process: psutil.Process) -> Size:
+    return Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
 
 
 def assert_at_rest(mesh: SpreadMesh) -> None:
