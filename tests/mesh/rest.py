@@ -45,9 +45,9 @@ class Growth:
 
     def __str__(self) -> str:
         return "; ".join(
-            f"{_title(process)} {(after.memory - before.memory) / 2**20:+.0f} MiB, "
+            f"{name} {(after.memory - before.memory) / 2**20:+.0f} MiB, "
             f"{after.descriptors - before.descriptors:+d} descriptors, {after.threads - before.threads:+d} threads"
-            for process, before, after in self._alive()
+            for name, before, after in self._alive()
         )
 
     def look(self, mesh: SpreadMesh) -> None:
@@ -66,18 +66,18 @@ class Growth:
     def problems(self) -> list[str]:
         """Who is alive, and has grown."""
         return [
-            f"{_title(process)} (pid {process.pid}) grew from {before} to {after}"
-            for process, before, after in self._alive()
+            f"{name} grew from {before} to {after}"
+            for name, before, after in self._alive()
             if after.memory - before.memory > MORE_MEMORY
             or after.descriptors - before.descriptors > MORE_DESCRIPTORS
             or after.threads - before.threads > MORE_THREADS
         ]
 
-    def _alive(self) -> Iterator[tuple[psutil.Process, Size, Size]]:
-        """With what each held first, and holds now."""
+    def _alive(self) -> Iterator[tuple[str, Size, Size]]:
+        """Who it is, and what it held first, and holds now."""
         for process, before in self._first.items():
             with contextlib.suppress(psutil.Error):
-                yield process, before, _size(process)
+                yield f"{_title(process)} (pid {process.pid})", before, _size(process)
 
 
 def _title(process: psutil.Process) -> str:

@@ -18,7 +18,6 @@ def test_a_minute_of_deaths_stops_joins_and_leaves_loses_nothing() -> None:
     done = subprocess.run(
         [
             sys.executable,
-            "-P",
             "-m",
             "tests.mesh.chaos",
             "--seed",
