@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -58,7 +58,7 @@ structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validat
 soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails if anything is lost
 	$(BIN)/python examples/soak.py --minutes 10 --output-json build/soak.json $(ARGS)
 
-chaos: $(STAMP)  ## two minutes of deaths, stops, joins and leaves under load, checked token for token
+chaos: $(STAMP)  ## two minutes (--seconds) of deaths, stops, joins and leaves under load, checked token for token
 	$(BIN)/python -m tests.mesh.chaos $(ARGS)
 
 fuzz: $(STAMP)  ## many requests made of the OpenAPI document, wrong ones most of all: no 5xx
@@ -69,6 +69,13 @@ crowd: $(STAMP)  ## 1,000 clients at once that stall, leave and send garbage; fa
 
 screenshots: $(STAMP)  ## the pictures of the page in docs/ (needs chromium)
 	LOCKSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/mesh/test_dashboard.py $(ARGS)
+
+kills: $(STAMP)  ## 20 kills each of MoE, two of four, tp and dense instances under 32 streams: what is lost (nothing), and how long it takes
+	$(BIN)/python -m tests.mesh.kills --output-json build/kills.json $(ARGS)
+
+joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, and throughput in a plot
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m tests.mesh.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

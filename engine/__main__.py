@@ -196,6 +196,7 @@ class Instance:
                 raise Ended(process.EXIT_FAILED, str(error)) from error
             except WorkerLost as error:
                 membership.leave()  # at once: the others need not wait until all is closed here
+                self._server.close()  # and the end of the other workers takes a while
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
                 if self._spread is not None:

@@ -150,6 +150,14 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     expert_placement_strategy: Annotated[
         Literal["linear", "round_robin"], flag(help="Which instance holds which experts.")
     ] = "linear"
+    expert_memory_bytes: Annotated[
+        Size | None,
+        flag(
+            help="Bytes for the experts that a worker holds where they are spread (4G and the like work). "
+            "When they do not fit on those who are left, the mesh waits for one more; unset: what memory is "
+            "free."
+        ),
+    ] = None
     all2all_backend: Annotated[
         Literal["auto", "allgather_reducescatter", "all_to_all", "shared_memory"],
         flag(

@@ -91,7 +91,7 @@ class EngineCore:
 
     def submit(self, peer: Peer, submit: Submit) -> Refused | None:
         """Queue a request of a router, or say why not."""
-        if self._is_full(submit) and not submit.owed:
+        if self._is_full(submit) and not (submit.owed or submit.output_ids):
             return Refused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
         if problem is not None:

@@ -27,7 +27,11 @@ class HeldExperts:
     """The experts of a model, in the order of their numbers; other ones come by :meth:`prepare`, then
     :meth:`install`."""
 
-    def __init__(self, model: Any, directory: Path, experts: Sequence[int]) -> None:
+    def __init__(
+        self, model: Any, directory: Path, experts: Sequence[int], limit_bytes: int | None = None
+    ) -> None:
+        """``limit_bytes``: of all experts that are held, whatever memory is free."""
+        self._limit_bytes = limit_bytes
         self._model = model
         self._directory = directory
         self._layers = expert_modules(model)
@@ -60,7 +64,21 @@ class HeldExperts:
         without expert layers."""
         if not self.bytes_per_expert:
             return 0
-        return len(self.experts) + max(0, free_bytes) // (self.bytes_per_expert * self.copies)
+        each = self.bytes_per_expert * self.copies
+        fit = len(self.experts) + max(0, free_bytes) // each
+        return fit if self._limit_bytes is None else min(fit, max(1, self._limit_bytes // each))
+
+    def check_limit(self) -> None:
+        """
+        Raises:
+            CheckpointError: what is held from the start is more than the limit.
+        """
+        count, each = len(self.experts), self.bytes_per_expert * self.copies
+        if self._limit_bytes is not None and count * each > self._limit_bytes:
+            raise CheckpointError(
+                f"{count} experts of {each / 2**20:.1f} MiB each are more than --expert-memory-bytes "
+                f"{self._limit_bytes}: raise it, or start more instances (-dp)"
+            )
 
     def prepare(
         self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool] = lambda: False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,11 @@ class Closable(Protocol):
 
 
 Group = TypeVar("Group", bound=Closable)
+
+logger = logging.getLogger(__name__)
+
+LONG_READ = 0.5
+"""Seconds of reading experts after which the log says what they were spent on."""
 
 ReadExperts = Callable[[Form, Callable[[], bool]], int]
 """Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
@@ -73,8 +80,7 @@ class Preparation(Generic[Group]):
 
     def _run(self) -> None:
         try:
-            self.num_read = self._read_experts(self.form, self._stopped.is_set)
-            self.read_at = time.monotonic()
+            self._read()
             group = self._connect(self.form, self._stopped.is_set)
         except ReadingStopped:
             return
@@ -91,3 +97,16 @@ class Preparation(Generic[Group]):
                 return
         if not self._stopped.is_set():
             self._on_end(self)
+
+    def _read(self) -> None:
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        self.num_read = self._read_experts(self.form, self._stopped.is_set)
+        self.read_at, after = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        if self.read_at - began > LONG_READ:
+            logger.info(
+                "epoch %d: %d experts took %.1f s, of which %.1f s computing; %d page faults read the disk, "
+                "the core was taken away %d times",
+                self.form.epoch, self.num_read, self.read_at - began,
+                after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                after.ru_majflt - before.ru_majflt, after.ru_nivcsw - before.ru_nivcsw,
+            )  # fmt: skip

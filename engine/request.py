@@ -99,9 +99,10 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: lower goes first."""
-        return (self.priority, self.arrival)
+    def order(self) -> tuple[int, bool, int]:
+        """Sort key: lower goes first. Who comes from a lost instance, its client in the middle of an answer,
+        goes before those whose clients have nothing yet."""
+        return (self.priority, self.num_emitted == 0, self.arrival)
 
     def hashes_up_to(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """Hashes of the first ``num_blocks`` full blocks, computed once."""

@@ -151,6 +151,10 @@ class Server:
             if not steps:
                 self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
                 self._listener.wait(IDLE_WAIT)
+        self.close()
+
+    def close(self) -> None:
+        """Hang up. Routers take a broken connection for what it is, at once."""
         self._listener.close()
         self._context.term()
 

@@ -1,4 +1,4 @@
-"""The admin API: the world, its faults, draining and scaling, as JSON under ``/admin``.
+"""The admin API: the world, its requests and faults, draining and scaling, as JSON under ``/admin``.
 
 It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or both; clients of
 the endpoint never get in by accident. What it does goes through the coordinator, like ``lockstep drain`` and
@@ -25,12 +25,15 @@ from router.body import decoder, read_body
 from router.config import HttpConfig
 from router.errors import ApiError, error_response
 from router.faults import Event, Fault, Faults
+from router.ledger import Flight
 from router.middleware import OPEN_PATHS, KeyCheck
 from router.pool import Standing
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 """Of commands."""
 RETRY_AFTER = "1"
+MAX_REQUESTS = 1000
+"""Requests that are told of at most."""
 
 
 class Watched(Protocol):
@@ -44,6 +47,9 @@ class Watched(Protocol):
         ...
 
     def standing(self) -> Mapping[int, Standing]: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    def flights(self, most: int) -> Sequence[Flight]: ...
 
 
 Command = Callable[[Drain | Scale], Awaitable[Answer]]
@@ -87,6 +93,15 @@ class WorldAnswer(msgspec.Struct, frozen=True):
     instances: list[InstanceAnswer]
 
 
+class RequestsAnswer(msgspec.Struct, frozen=True):
+    """What the front end that answers has in flight, oldest first."""
+
+    front_end: int
+    in_flight: int
+    requests: list[Flight]
+    """At most the first 1,000."""
+
+
 class CommandAnswer(msgspec.Struct, frozen=True):
     accepted: bool
     text: str
@@ -115,6 +130,9 @@ def make_admin_app(
         if view is None:
             raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
         return _json(_world(view, mesh, front_end))
+
+    async def requests(request: Request) -> Response:
+        return _json(RequestsAnswer(front_end, mesh.num_in_flight, list(mesh.flights(MAX_REQUESTS))))
 
     async def told_faults(request: Request) -> Response:
         total = faults()
@@ -146,6 +164,7 @@ def make_admin_app(
     return Starlette(
         routes=[
             Route("/admin/world", world, methods=["GET"]),
+            Route("/admin/requests", requests, methods=["GET"]),
             Route("/admin/faults", told_faults, methods=["GET"]),
             Route("/admin/drain", drain, methods=["POST"]),
             Route("/admin/scale", scale, methods=["POST"]),

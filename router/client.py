@@ -25,7 +25,7 @@ from engine.checkpoint import CheckpointError, find_model
 from engine.messages import Abort, Attached, Delta, Recall, Recalled, Refused, Report, Tokens, ToRouter
 from router.chooser import Chooser, unavailable
 from router.faults import Event, Faults
-from router.ledger import MAX_ATTEMPTS, Entry, Flight, Ledger
+from router.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss
 from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
 from router.policy import Policy, eligible
@@ -207,6 +207,7 @@ class MeshClient:
     def forget(self, entry: Entry) -> None:
         """The client is gone or has all it wants: abort the request where it runs."""
         self._streams.pop(entry, None)
+        entry.ends_its_move()
         if entry in self._orphans:
             self._orphans.remove(entry)
         self._chooser.settle(entry)
@@ -238,10 +239,9 @@ class MeshClient:
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
         entry.failed_ranks |= {failed.rank}
-        if entry.attempts >= MAX_ATTEMPTS:
-            self._give_up(
-                entry, unavailable(f"{entry.attempts} instances in turn did not finish the request")
-            )
+        if entry.fruitless >= MAX_FRUITLESS:
+            text = f"{entry.fruitless} instances in turn gave no token for the request"
+            self._give_up(entry, unavailable(text))
             return
         try:
             instance = self._choose(entry)
@@ -262,6 +262,7 @@ class MeshClient:
 
     def _give_up(self, entry: Entry, error: MeshError) -> None:
         self._drop(entry)
+        entry.ends_its_move()
         stream = self._streams.pop(entry, None)
         if stream is not None:
             stream.fail(error)
@@ -318,8 +319,10 @@ class MeshClient:
         self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._links[instance.name].send(Abort(numbers))
+        loss = Loss(instance.rank, time.monotonic(), len(lost))
         for entry in lost:
             entry.owed = True
+            entry.moves(loss)
             self._resume(entry, instance)
 
     async def _place_orphans_again(self) -> None:
@@ -399,6 +402,8 @@ class MeshClient:
         if taken is None:
             return
         entry, delta = taken
+        if entry.loss is not None and (loss := entry.returns(delta, time.monotonic())) is not None:
+            logger.info("%s", loss)
         ended = delta.finish_reason is not None
         stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
         if stream is not None:

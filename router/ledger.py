@@ -17,8 +17,40 @@ from router.mesh import Prompt
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
-MAX_ATTEMPTS = 8
-"""Tries of one request before its client is told; only a mesh that keeps losing instances gets there."""
+MAX_FRUITLESS = 8
+"""Tries of one request in a row without a token before its client is told: it may be what ends instances."""
+
+
+@dataclass
+class Loss:
+    """Requests that lost their instance together, until each has a token again, or is given up. Seconds."""
+
+    rank: int
+    """Of that instance."""
+    at: float
+    """When the router knew."""
+    away: int
+    """Requests that have no token yet."""
+    waits: list[float] = field(default_factory=list)
+    """Of those that have one: how long it took."""
+    computed: int = 0
+    """Tokens of prompts and outputs that were computed again."""
+    cached: int = 0
+    """Tokens that were not: the other instance's prefix cache had them."""
+
+    def __str__(self) -> str:
+        count, first, last = len(self.waits), 1000 * min(self.waits), 1000 * max(self.waits)
+        return (
+            f"{count} requests of instance {self.rank} are back after {first:.0f} to {last:.0f} ms: "
+            f"{self.computed} tokens computed again, {self.cached} were cached"
+        )
+
+    def back(self, work: int, cached: int, now: float) -> None:
+        """A request of ``work`` tokens has its first one again."""
+        self.away -= 1
+        self.waits.append(now - self.at)
+        self.computed += work - cached
+        self.cached += cached
 
 
 @dataclass(eq=False)
@@ -28,6 +60,8 @@ class Entry:
     prompt: Prompt
     address: Address | None = None
     attempts: int = 0
+    fruitless: int = 0
+    """Tries in a row without a token."""
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     num_deltas: int = 0
@@ -44,6 +78,8 @@ class Entry:
     """When it was left without an instance that could take it."""
     begun_at: float = 0.0
     """When the client's request came, on the monotonic clock."""
+    loss: Loss | None = None
+    """What made it move, until it has a token again."""
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -60,6 +96,25 @@ class Entry:
             owed=self.owed,
             traceparent=self.prompt.traceparent,
         )
+
+    def moves(self, loss: Loss) -> None:
+        """It lost its instance; should it be on the move already, it counts for the later loss."""
+        self.ends_its_move()
+        self.loss = loss
+
+    def ends_its_move(self) -> None:
+        """It is given up, or moves again."""
+        if self.loss is not None:
+            self.loss.away -= 1
+            self.loss = None
+
+    def returns(self, delta: Delta, now: float) -> Loss | None:
+        """Its first delta after a loss, booked already; the loss, if it was the last one away."""
+        loss, self.loss = self.loss, None
+        if loss is None:
+            return None
+        loss.back(self.work - len(delta.token_ids), delta.num_cached_tokens, now)
+        return None if loss.away else loss
 
     @property
     def work(self) -> int:
@@ -99,6 +154,7 @@ class Ledger:
         """A new try begins; the one before, if any, is void."""
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
+        entry.fruitless += 1
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 
@@ -110,6 +166,7 @@ class Ledger:
         if entry.num_deltas and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids
+        entry.fruitless = 0
         entry.num_deltas += 1
         if delta.finish_reason is not None:
             self.drop(entry)

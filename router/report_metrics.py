@@ -137,6 +137,9 @@ def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
     longest = GaugeMetricFamily(
         "lockstep:longest_step_seconds", "The longest of them since the start.", labels=LABELS
     )
+    epoch = GaugeMetricFamily(
+        "lockstep:instance_epoch", "Of the group that the instance stepped in last.", labels=LABELS
+    )
     for rank, report in sorted(reports.items()):
         counters = report.lockstep
         if counters is None:
@@ -152,4 +155,5 @@ def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
             of_expert.add_metric((*labels, str(expert)), tokens)
         durations.add_metric(labels, buckets(STEP_BOUNDS, counters.step_counts), counters.all_steps_seconds)
         longest.add_metric(labels, counters.longest_step_seconds)
-    return [*families.values(), seconds, recovery, of_expert, durations, longest]
+        epoch.add_metric(labels, counters.epoch)
+    return [*families.values(), seconds, recovery, of_expert, durations, longest, epoch]

@@ -282,7 +282,7 @@ class Supervisor:
         if is_head and (status == 0 or self._others_serve()):
             logger.info("no local instance is left; the endpoint stays for others")
             return
-        (logger.error if status else logger.info)("no local instance is left")
+        logger.log(logging.ERROR if status else logging.INFO, "no local instance is left")
         self.problem = f"no local instance is left: {self._last_end}"
         self._end(exit_status(status))
 

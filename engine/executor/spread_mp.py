@@ -237,7 +237,11 @@ class SpreadMpExecutor(MpExecutor):
         free = max(0, free_bytes) // max(1, len(self._expert_bytes))
         largest = max(self._expert_bytes, default=0)
         held = min((len(of_rank) for of_rank in self._held), default=0)
-        return held + free // largest if largest else 0
+        if not largest:
+            return 0
+        limit = self._config.device.expert_memory_bytes
+        fit = held + free // largest
+        return fit if limit is None else min(fit, max(1, limit // largest))
 
     def spare_memory(self) -> int:
         """See ``executor.base.SpreadExecutor``."""

@@ -102,7 +102,9 @@ class UniExecutor:
         )
         self._model = model
         if share is not None:
-            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts)
+            limit = self._config.device.expert_memory_bytes
+            self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
+            self._held.check_limit()
             self._held.rehearse()
         progress(f"loaded {model.weight_bytes / 2**20:.0f} MiB in {time.monotonic() - began:.1f} s")
         return ModelFacts(
@@ -221,6 +223,7 @@ class UniExecutor:
             self._attention = self._program.attention
             if self._held is not None:
                 self._held.copies = 2
+                self._held.check_limit()
             return
         cache = make_attention(
             model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device

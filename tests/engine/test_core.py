@@ -108,6 +108,7 @@ def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
     assert refused.retry
     assert core.report(9, 0).queued == 3
     assert core.submit(PEER, submit(10, owed=True)) is None, "who was let in elsewhere is let in here"
+    assert core.submit(PEER, submit(11, output_ids=[7])) is None, "its client is in the middle of the answer"
 
 
 def test_what_has_not_begun_can_be_asked_back(core: EngineCore) -> None:

@@ -76,6 +76,12 @@ def test_what_does_not_fit_is_refused(directory: Path) -> None:
     free = 2 * held.bytes_per_expert - 1
     assert held.max_experts(free) == num_experts // 2 + 1
     assert held.max_experts(-1) == num_experts // 2
+    limited = HeldExperts(model, directory, range(2), 3 * held.bytes_per_expert)
+    limited.check_limit()
+    assert limited.max_experts(2**40) == 3, "whatever memory is free"
+    limited.copies = 2
+    with pytest.raises(CheckpointError, match="more than --expert-memory-bytes"):
+        limited.check_limit()
     with pytest.raises(CheckpointError, match=r"2 more experts of .* do not fit"):
         held.prepare(range(num_experts // 2 + 2), free)
     with pytest.raises(ReadingStopped):

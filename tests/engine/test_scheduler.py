@@ -295,6 +295,17 @@ def test_priority_goes_first() -> None:
     assert bench.requests[late].status is Status.FINISHED
 
 
+def test_who_is_in_the_middle_of_an_answer_goes_before_who_has_not_begun() -> None:
+    bench = Bench(max_seqs=1)
+    waits = bench.add(tokens(1, 4))
+    moved = bench.add(tokens(2, 4), output_ids=expected_output(tokens(2, 4), 2))
+    bench.step()
+    assert bench.requests[moved].status is Status.RUNNING
+    assert bench.requests[waits].status is Status.WAITING
+    bench.finish()
+    assert bench.outputs[moved] == expected_output(tokens(2, 4), 5)[2:]
+
+
 def test_without_chunked_prefill_prompts_run_whole() -> None:
     bench = Bench(budget=32, enable_chunked_prefill=False)
     numbers = [bench.add(tokens(seed, 20), max_tokens=3) for seed in range(3)]

@@ -1,85 +1,38 @@
 """``python -m tests.mesh.chaos --seed 1 --seconds 120``: everything happens to a mesh with spread experts.
 
-While streams run, instances are killed, stopped for a while, drained and started, one or two at a time, and the
-coordinator is killed; some clients leave in the middle. Each stream that is not given up must have the token ids
-that it has in an undisturbed mesh, without any error; at the end the mesh must come to rest, and hold nothing.
+While streams run (:mod:`tests.mesh.load`), instances are killed, stopped for a while, drained and started, one or
+two at a time, and the coordinator is killed, alone or with an instance; some clients leave in the middle. Each
+stream that is not given up must have the token ids that it has in an undisturbed mesh, without any error. At the
+end the mesh must come to rest, and hold nothing; no process may have grown (:mod:`tests.mesh.rest`).
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import collections
 import contextlib
 import random
 import signal
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import openai
 import psutil
 
 from coordinator.messages import Member, State
 from tests.mesh.harness import wait_until
+from tests.mesh.load import LONGEST, Load, body_of, undisturbed
+from tests.mesh.rest import Growth, assert_at_rest
 from tests.mesh.spread_mesh import SpreadMesh
-from tests.mesh.test_clients import assert_idle
-from tests.mesh.test_loss import crowd, stream
 
-NUM_PROMPTS = 24
+NUM_BODIES = 32
 CANCELLED = 0.15
 """Share of the streams whose client leaves."""
-PATIENCE = 90.0
-"""Seconds within which any stream ends, whatever happens."""
-
-
-class Clients:
-    """Streams, one after another, held against the truth."""
-
-    def __init__(self, mesh: SpreadMesh, truth: list[list[int]], count: int, seed: int) -> None:
-        self._mesh, self._truth, self._count = mesh, truth, count
-        self._rng = random.Random(seed)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.problems: list[str] = []
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(2 * PATIENCE)
-        if self._thread.is_alive():
-            self.problems.append("streams did not end")
-
-    async def _run(self) -> None:
-        async with openai.AsyncOpenAI(
-            base_url=f"{self._mesh.url}/v1", api_key="none", max_retries=0
-        ) as client:
-            await asyncio.gather(*(self._client(client) for _ in range(self._count)))
-
-    async def _client(self, client: openai.AsyncOpenAI) -> None:
-        while not self._stopped.is_set():
-            index = self._rng.randrange(len(self._truth))
-            leaves = self._rng.random() < CANCELLED
-            patience = self._rng.uniform(0.05, 1.5) if leaves else PATIENCE
-            try:
-                ids = await asyncio.wait_for(stream(client, index), patience)
-            except TimeoutError:
-                self.outcomes["cancelled" if leaves else "late"] += 1
-                if not leaves:
-                    self.problems.append(f"stream {index} took more than {PATIENCE:.0f} s")
-            except openai.OpenAIError as error:
-                self.outcomes["failed"] += 1
-                self.problems.append(f"stream {index}: {error!r}")
-            else:
-                right = ids == self._truth[index]
-                self.outcomes["right" if right else "wrong"] += 1
-                if not right:
-                    self.problems.append(f"stream {index}: {ids} instead of {self._truth[index]}")
+WARM_UP = 60.0
+"""Seconds of service after which a process should not grow any more; a third of a short run."""
+FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
 
 
 class Chaos:
@@ -93,10 +46,12 @@ class Chaos:
         """Until when which process is stopped."""
         self.events: collections.Counter[str] = collections.Counter()
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, look: Callable[[], None]) -> None:
+        """``look`` is called in between."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(self._rng.uniform(0.2, 3.0))
+            look()
             self._resume()
             self._something()
         self._resume(everything=True)
@@ -109,10 +64,17 @@ class Chaos:
             self._say("join")
             self._mesh.join_one()
         elif self._rng.random() < 0.1:
-            self._say("kill the coordinator")
-            self._mesh.command.child("Coordinator").send_signal(signal.SIGKILL)
+            self._kill_coordinator(ready)
         elif len(ready) > 1 and rank is not None:
             self._harm(ready, rank)
+
+    def _kill_coordinator(self, ready: list[Member]) -> None:
+        """Half the time together with an instance."""
+        victim = self._rng.choice(ready) if len(ready) > 1 and self._rng.random() < 0.5 else None
+        self._say("kill the coordinator" + (f" and {victim.rank}" if victim else ""))
+        self._mesh.command.child("Coordinator").send_signal(signal.SIGKILL)
+        if victim is not None:
+            self._signal(victim, signal.SIGKILL)
 
     def _harm(self, ready: list[Member], rank: int) -> None:
         victim = next(m for m in ready if m.rank == rank)
@@ -146,7 +108,7 @@ class Chaos:
             psutil.Process(member.pid).send_signal(number)
 
     def _say(self, event: str) -> None:
-        self.events[event if "coordinator" in event else event.split()[0]] += 1
+        self.events["kill the coordinator" if "coordinator" in event else event.split()[0]] += 1
         print(f"{time.monotonic() - self._began:6.1f} s  {event}", flush=True)
 
 
@@ -156,32 +118,34 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--instances", type=int, default=3)
     parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
-    parser.add_argument("--streams", type=int, default=12)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")
     parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
     asked = parser.parse_args()
     print(f"seed {asked.seed}")
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         directory = asked.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        mesh = SpreadMesh(directory, stack, asked.instances, apart=True, backend=asked.backend)
-        truth = asyncio.run(crowd(mesh, count=NUM_PROMPTS))
-        clients, chaos = Clients(mesh, truth, asked.streams, asked.seed), Chaos(mesh, asked.seed)
-        clients.start()
-        chaos.run(asked.seconds)
-        for _ in range(asked.instances - len(mesh.view().members)):
-            mesh.join_one()
-        wait_until(lambda: len(mesh.ready()) >= asked.instances, 90, "the mesh settles")
-        clients.stop()
-        assert_idle(mesh)
-        problems = clients.problems + [
-            f"{command.log_file.name}: {line}"
-            for command in mesh.commands
-            for line in command.log.splitlines()
-            if "Traceback" in line
-        ]
-        print(dict(chaos.events), dict(clients.outcomes), f"epoch {mesh.view().epoch}")
+        mesh = SpreadMesh(directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS)
+        bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
+        truth = undisturbed(mesh.url, bodies, asked.streams)
+        load = Load(mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed)
+        chaos, growth = Chaos(mesh, asked.seed), Growth(min(WARM_UP, asked.seconds / 3))
+        with load:
+            chaos.run(asked.seconds, lambda: growth.look(mesh))
+            for _ in range(asked.instances - len(mesh.view().members)):
+                mesh.join_one()
+            wait_until(lambda: len(mesh.ready()) >= asked.instances, 90, "the mesh settles")
+        problems = load.problems + mesh.tracebacks()
+        try:
+            assert_at_rest(mesh)
+        except AssertionError as error:
+            problems.append(f"not at rest: {error}; {mesh.view()}")
+        problems += growth.problems()
+        print(dict(chaos.events), {str(verdict): count for verdict, count in load.verdicts.items()})
+        print(f"epoch {mesh.view().epoch}; grown: {growth}")
     for problem in problems[:20]:
-        print(problem)
+        print("PROBLEM:", problem)
     return 1 if problems else 0
 
 

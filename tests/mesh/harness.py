@@ -94,10 +94,11 @@ class Command:
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
-    def family(self) -> list[psutil.Process]:
-        """This process's descendants."""
+    def family(self, *, itself: bool = False) -> list[psutil.Process]:
+        """This process's descendants; and ``itself``, if told so."""
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            process = psutil.Process(self.process.pid)
+            return [process] * itself + process.children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 

@@ -1,4 +1,4 @@
-"""A mesh with spread experts whose instances come and go, for tests and measurements."""
+"""A mesh whose instances come and go, with spread experts unless told otherwise, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-se
 
 
 class SpreadMesh(Ports):
-    """``serve -dp SIZE -ep``, of which instances may be missing for a while."""
+    """``serve -dp SIZE``, of which instances may be missing for a while."""
 
     def __init__(
         self,
@@ -28,19 +28,24 @@ class SpreadMesh(Ports):
         *,
         apart: bool = False,
         backend: str = "auto",
-        flags: Sequence[str] = (),
+        model: str = SHIPPED_MODEL,
+        how: Sequence[str] = ("-ep",),
+        flags: Sequence[str] = FLAGS,
+        each: Sequence[str] = (),
     ) -> None:
         """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
         ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
-        ``--all2all-backend``, ``flags`` are more of the mesh's."""
+        ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the others;
+        ``each`` is for every instance."""
         super().__init__()
         self.size = size
+        position = list(flags).index("--num-gpu-blocks-override")
+        self._each = [*flags[position : position + 2], *each]
         self._directory = directory
         self._stack = stack
         self.commands: list[Command] = []
-        how = ["-dp", str(size), "-ep", "--all2all-backend", backend, *flags]
-        how += ["-dpl", "0"] if apart else []
-        self._start(SHIPPED_MODEL, *how, *self.head(), *FLAGS)
+        placed = ["-dp", str(size), *(["-dpl", "0"] if apart else [])]
+        self._start(model, *placed, *how, "--all2all-backend", backend, *self.head(), *flags, *each)
         for _ in range(size if apart else 0):
             self.join_one()
         self.command.wait_for(f"{size} instances ready")
@@ -62,7 +67,7 @@ class SpreadMesh(Ports):
 
     def join_one(self, *argv: str) -> Command:
         """Start one more instance, as on another machine: all that it knows is where the mesh is."""
-        return self._start("--headless", *self.join(), "--num-gpu-blocks-override", "600", *argv)
+        return self._start("--headless", *self.join(), *self._each, *argv)
 
     def view(self) -> View:
         """Asked for directly, since tests ask often."""
@@ -86,3 +91,12 @@ class SpreadMesh(Ports):
     def running(self, rank: int) -> int:
         """Requests that run on an instance, by its last heartbeat."""
         return next((m.load.running for m in self.view().members if m.rank == rank), 0)
+
+    def tracebacks(self) -> list[str]:
+        """What no log may have."""
+        return [
+            f"{command.log_file.name}: {line}"
+            for command in self.commands
+            for line in command.log.splitlines()
+            if "Traceback" in line
+        ]

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 from engine.config import SHIPPED_MODEL
@@ -20,8 +21,9 @@ NUM_TOKENS = 250
 """Of each: long enough that a kill finds them all under way."""
 
 
-async def stream(client: openai.AsyncOpenAI, index: int) -> list[int]:
-    """Token ids of one stream: greedy ones and seeded samples, some with penalties."""
+async def stream(client: openai.AsyncOpenAI, index: int, rank: int | None = None) -> list[int]:
+    """Token ids of one stream: greedy ones and seeded samples, some with penalties. ``rank``: of the instance
+    that is asked for."""
     rng = random.Random(index)
     chunks = await client.completions.create(
         model=SHIPPED_MODEL,
@@ -32,6 +34,7 @@ async def stream(client: openai.AsyncOpenAI, index: int) -> list[int]:
         presence_penalty=0.5 if index % 3 == 0 else 0.0,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
+        extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
     )
     ids: list[int] = []
     async with chunks:
@@ -46,29 +49,52 @@ def crowd_of(ports: Ports, count: int) -> list[list[int]]:
     return asyncio.run(crowd(ports, count=count))
 
 
-async def crowd(ports: Ports, kill: object = None, count: int = NUM_STREAMS) -> list[list[int]]:
+async def crowd(
+    ports: Ports, kill: object = None, count: int = NUM_STREAMS, ranks: dict[int, int] | None = None
+) -> list[list[int]]:
+    """``ranks``: instances that some of the streams ask for."""
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
-        streams = [asyncio.create_task(stream(client, index)) for index in range(count)]
+        streams = [
+            asyncio.create_task(stream(client, index, (ranks or {}).get(index))) for index in range(count)
+        ]
         if callable(kill):
             await asyncio.to_thread(kill)
         return await asyncio.gather(*streams)
 
 
-def test_a_killed_instance_costs_no_token(tmp_path: Path) -> None:
+def test_a_killed_and_a_stopped_instance_cost_no_token(tmp_path: Path) -> None:
     ports = Ports()
     flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
     with serve(tmp_path / "log", "-dp", "3", "--no-enable-expert-parallel", *ports.head(), *flags) as command:
         command.wait_for("3 instances ready")
         undisturbed = asyncio.run(crowd(ports))
         assert all(len(ids) == NUM_TOKENS for ids in undisturbed)
-        victim = command.child("Engine_1")
+        one, two = command.child("Engine_1"), command.child("Engine_2")
 
-        def kill() -> None:
-            wait_until(lambda: ports.view().members[1].load.running > 2, 20, "instance 1 works")
-            victim.send_signal(signal.SIGKILL)
+        def once_busy(rank: int, number: signal.Signals, victim: psutil.Process) -> None:
+            def busy() -> bool:
+                return any(member.rank == rank and member.load.running > 2 for member in ports.view().members)
 
-        disturbed = asyncio.run(crowd(ports, kill))
-        assert disturbed == undisturbed
+            wait_until(busy, 20, f"instance {rank} works")
+            victim.send_signal(number)
+
+        killed = asyncio.run(crowd(ports, lambda: once_busy(1, signal.SIGKILL, one), ranks={0: 1, 1: 1}))
+        assert killed == undisturbed, "those that had asked for instance 1 included"
         assert "requests of instance 1 go on elsewhere" in command.log
-        wait_until(lambda: [member.rank for member in ports.view().members] == [0, 2], 10)
+        assert "requests of instance 1 are back after" in command.log
+        wait_until(lambda: ranks(ports) == [0, 2], 10)
+
+        try:
+            stopped = asyncio.run(crowd(ports, lambda: once_busy(2, signal.SIGSTOP, two)))
+            assert stopped == undisturbed, "its silence took it out, and its requests went on"
+            assert ranks(ports) == [0]
+        finally:
+            two.resume()
+        wait_until(lambda: ranks(ports) == [0, 2], 20, "it is back")
+        assert asyncio.run(crowd(ports, count=6)) == undisturbed[:6], "and says nothing of what it had before"
         assert command.stop() == 0
+
+
+def ranks(ports: Ports) -> list[int]:
+    """Of who is in the world."""
+    return [member.rank for member in ports.view().members]

@@ -45,7 +45,7 @@ def disturbed(mesh: SpreadMesh, act: Callable[[], None]) -> list[list[int]]:
 def test_a_lost_worker_costs_no_token(alone: list[list[int]], tmp_path: Path) -> None:
     """Two instances of two ranks: of eight experts each worker holds two, of all layers."""
     with contextlib.ExitStack() as stack:
-        mesh = SpreadMesh(tmp_path, stack, 2, flags=["-tp", "2"])
+        mesh = SpreadMesh(tmp_path, stack, 2, how=["-ep", "-tp", "2"])
         assert "2 instances in lockstep over shared_memory" in mesh.log
         assert crowd_of(mesh, NUM_STREAMS) == alone
         assert_idle(mesh)
@@ -83,7 +83,7 @@ def test_a_lost_instance_costs_no_token_and_another_takes_its_place(
     """Two instances of two stages, over sockets: expert groups of two, one for each stage."""
     with contextlib.ExitStack() as stack:
         flags = ["-pp", "2", "--expert-placement-strategy", "round_robin"]
-        mesh = SpreadMesh(tmp_path, stack, 2, backend="allgather_reducescatter", flags=flags)
+        mesh = SpreadMesh(tmp_path, stack, 2, backend="allgather_reducescatter", how=["-ep", *flags])
         assert "2 instances in lockstep over gloo" in mesh.log
         assert crowd_of(mesh, NUM_STREAMS) == alone
         victim, its_workers = mesh.engine(1), workers(mesh.command, 1)

@@ -15,6 +15,7 @@ from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.config import HttpConfig, ServeConfig
 from router.faults import Event, Faults
+from router.ledger import Flight
 from router.pool import Standing
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.router.test_mesh_parts import member, view
@@ -33,6 +34,11 @@ class World:
 
     def standing(self) -> Mapping[int, Standing]:
         return {0: Standing(attached=True, failures=1, in_flight=3)}
+
+    num_in_flight = 1200
+
+    def flights(self, most: int) -> list[Flight]:
+        return ([Flight("cmpl-x", rank, 5, 7, 2, 0.5) for rank in (1, None)] * 600)[:most]
 
     async def command(self, wish: Drain | Scale) -> Answer:
         self.wishes.append(wish)
@@ -74,6 +80,13 @@ def test_the_world() -> None:
     unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
     assert unknown.status_code == 503
     assert unknown.headers["retry-after"] == "1"
+
+
+def test_the_requests() -> None:
+    answer = ask(gate(World(None)), "GET", f"{ADMIN}/admin/requests").json()
+    assert (answer["front_end"], answer["in_flight"], len(answer["requests"])) == (1, 1200, 1000)
+    told = {"request_id": "cmpl-x", "prompt_tokens": 5, "output_tokens": 7, "attempts": 2, "age": 0.5}
+    assert answer["requests"][:2] == [told | {"rank": rank} for rank in (1, None)]
 
 
 def test_the_faults() -> None:

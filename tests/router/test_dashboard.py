@@ -74,7 +74,7 @@ def dashboard_served(served: ServedModel, **config: Any) -> Iterator[tuple[httpx
     """The endpoint with a page, on a free port."""
     http = HttpConfig(**config)
     dashboard = Dashboard(Watched(2), Faults, lambda: 1001)
-    app = make_app(FakeMesh(served, saying([])), http, None, dashboard if http.dashboard else None)
+    app = make_app(FakeMesh(served, saying([])), http, dashboard=dashboard if http.dashboard else None)
     server = uvicorn.Server(uvicorn.Config(app, port=0, loop="none", lifespan="off", log_config=None))
 
     def run() -> None:

@@ -8,7 +8,7 @@ from coordinator.messages import Load, Member, State, View
 from engine.messages import Counters, Delta, FinishReason, Report
 from engine.sampling import SamplingParams
 from router import policy
-from router.ledger import Entry, Ledger
+from router.ledger import Entry, Ledger, Loss
 from router.mesh import Prompt
 from router.policy import Candidate
 from router.pool import Instance, Pool
@@ -114,6 +114,39 @@ def test_a_request_resumes_from_what_was_passed_on() -> None:
     assert taken is not None
     assert request.emitted == [10, 11, 12]
     assert len(ledger) == 0
+
+
+def test_a_loss_is_over_when_all_its_requests_have_a_token_again() -> None:
+    loss, requests = Loss(rank=2, at=10.0, away=3), [entry() for _ in range(3)]
+    for request in requests:
+        request.moves(loss)
+    requests[0].emitted = [7, 8]
+    assert requests[0].returns(Delta(1, [8], num_cached_tokens=1), 10.25) is None
+    assert requests[0].returns(Delta(1, [9]), 10.5) is None, "once only"
+    requests[1].ends_its_move()  # its client is gone
+    requests[2].emitted = [7]
+    assert requests[2].returns(Delta(1, [7]), 10.5) is loss
+    text = "2 requests of instance 2 are back after 250 to 500 ms: 6 tokens computed again, 1 were cached"
+    assert str(loss) == text
+
+
+def test_tries_that_give_tokens_are_not_fruitless() -> None:
+    ledger, request = Ledger(), entry()
+    for number in range(1, 4):
+        ledger.place(request, "a", number)
+    assert (request.attempts, request.fruitless) == (3, 3)
+    ledger.take("a", Delta(3, [10]))
+    ledger.place(request, "b", 1)
+    assert (request.attempts, request.fruitless) == (4, 1)
+
+
+def test_who_moves_twice_counts_for_the_later_loss() -> None:
+    first, second, request = Loss(0, 1.0, 1), Loss(1, 2.0, 1), entry()
+    request.moves(first)
+    request.moves(second)
+    assert first.away == 0
+    assert request.returns(Delta(1, []), 3.0) is second
+    assert second.waits == [1.0]
 
 
 def test_dropping_tells_where_to_abort() -> None:

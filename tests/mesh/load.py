@@ -1,0 +1,279 @@
+"""Many clients at once, held against the truth: what each request says in a mesh that nobody disturbs.
+
+Requests are greedy or seeded samples, some with penalties, with prompts of 10 to 1,500 tokens; the same number
+always makes the same request. A request that comes again must give the same token ids and the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import enum
+import itertools
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from engine.config import SHIPPED_MODEL
+
+SHORTEST, LONGEST = 10, 1500
+"""Tokens of a prompt."""
+PATIENCE = 90.0
+"""Seconds within which any request ends, whatever happens."""
+VOCABULARY = range(5, 4000)
+
+
+class Verdict(enum.StrEnum):
+    """A request against the truth."""
+
+    RIGHT = "right"
+    ERROR = "errors"
+    """Refused, broken off, or too late."""
+    LOST = "lost"
+    """Tokens of the truth are missing."""
+    DOUBLED = "doubled"
+    """All tokens of the truth, and some of them again."""
+    DIFFERENT = "different"
+    """Other tokens, or the same tokens with another text."""
+    LEFT = "left"
+    """The client went away; nothing can be said."""
+
+
+@dataclass
+class Answer:
+    """What one request got. Times are those of ``time.monotonic``."""
+
+    number: int
+    asked_at: float
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    left: bool = False
+    times: list[float] = field(default_factory=list)
+    """When each chunk came."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens that had come by then."""
+    streams: bool = True
+
+    def verdict(self, truth: Answer) -> Verdict:
+        """This answer, which has ended, against what it should have been."""
+        if self.left:
+            return Verdict.LEFT
+        if self.error is not None:
+            return Verdict.ERROR
+        if self.ids == truth.ids:
+            same = (self.text, self.finish_reason) == (truth.text, truth.finish_reason)
+            return Verdict.RIGHT if same else Verdict.DIFFERENT
+        if _is_within(self.ids, truth.ids):
+            return Verdict.LOST
+        return Verdict.DOUBLED if _is_within(truth.ids, self.ids) else Verdict.DIFFERENT
+
+    def waits(self) -> Iterator[tuple[float, float]]:
+        """(begin, end) of each wait from chunk to chunk."""
+        return itertools.pairwise(self.times)
+
+
+def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether leaving some out of ``whole`` gives ``part``."""
+    rest = iter(whole)
+    return len(part) < len(whole) and all(each in rest for each in part)
+
+
+def body_of(
+    number: int, *, model: str = SHIPPED_MODEL, longest: int = LONGEST, most_tokens: int = 160
+) -> dict[str, Any]:
+    """The body of a request. Half are greedy; lengths of prompts are even on a scale of magnitudes."""
+    rng = random.Random(number)
+    length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest))))
+    return {
+        "model": model,
+        "prompt": rng.choices(VOCABULARY, k=length),
+        "max_tokens": rng.randint(most_tokens // 4, most_tokens),
+        "temperature": 0.0 if number % 2 else 0.8,
+        "top_p": 1.0 if number % 5 else 0.9,
+        "seed": number,
+        "presence_penalty": 0.5 if number % 3 == 0 else 0.0,
+        "stream": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+
+class Load:
+    """Clients that ask one request after another until they are stopped."""
+
+    def __init__(
+        self,
+        url: str,
+        truth: Sequence[Answer],
+        bodies: Sequence[dict[str, Any]],
+        *,
+        streams: int,
+        whole: int = 0,
+        leaves: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """``streams`` clients read streams, ``whole`` more ask for answers in one piece. ``leaves``: share of
+        the streams whose client goes away in the middle."""
+        self._url, self._truth, self._bodies = url, truth, bodies
+        self._streams, self._whole, self._leaves = streams, whole, leaves
+        self._rng = random.Random(seed)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.answers: list[Answer] = []
+        """All that were asked, those under way included."""
+        self.verdicts: collections.Counter[Verdict] = collections.Counter()
+        self.problems: list[str] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ask nothing more, and wait until what was asked has ended."""
+        self._stopped.set()
+        self._thread.join(2 * PATIENCE)
+        if self._thread.is_alive():
+            self.problems.append("requests did not end")
+
+    def tokens_between(self, begin: float, end: float) -> int:
+        """That came over streams."""
+        total = 0
+        for answer in self.answers:
+            before = 0
+            for at, count in zip(answer.times, answer.counts, strict=False):
+                total += (count - before) * (begin <= at < end)
+                before = count
+        return total
+
+    def longest_wait(self, begin: float, end: float, *, begun: float = 0.0) -> float:
+        """Seconds of the longest wait from chunk to chunk of any stream, of those that overlap this time and
+        did not begin before ``begun``."""
+        return max(
+            (
+                after - before
+                for answer in self.answers
+                if answer.streams
+                for before, after in answer.waits()
+                if after >= begin and begun <= before <= end
+            ),
+            default=0.0,
+        )
+
+    # ----
+
+    async def _run(self) -> None:
+        async with session() as client:
+            clients = [self._client(client, streams=True) for _ in range(self._streams)]
+            clients += [self._client(client, streams=False) for _ in range(self._whole)]
+            await asyncio.gather(*clients)
+
+    async def _client(self, client: aiohttp.ClientSession, *, streams: bool) -> None:
+        while not self._stopped.is_set():
+            number = self._rng.randrange(len(self._bodies))
+            leaves = streams and self._rng.random() < self._leaves
+            patience = self._rng.uniform(0.05, 1.5) if leaves else PATIENCE
+            answer = Answer(number, time.monotonic(), streams=streams)
+            self.answers.append(answer)
+            # A salt of its own: what was computed for this prompt before does not spare a resumed request its prefill.
+            salt = f"{number}-{len(self.answers)}"
+            body = self._bodies[number] | {"stream": streams, "cache_salt": salt}
+            try:
+                await asyncio.wait_for(ask(client, self._url, body, answer), patience)
+            except TimeoutError:
+                answer.left = leaves
+                answer.error = None if leaves else f"took more than {PATIENCE:.0f} s"
+            self._judge(answer)
+
+    def _judge(self, answer: Answer) -> None:
+        truth = self._truth[answer.number]
+        verdict = answer.verdict(truth)
+        self.verdicts[verdict] += 1
+        if verdict not in (Verdict.RIGHT, Verdict.LEFT):
+            what = answer.error or f"{answer.ids} {answer.text!r} instead of {truth.ids} {truth.text!r}"
+            self.problems.append(f"request {answer.number}: {verdict}: {what}")
+
+
+def session() -> aiohttp.ClientSession:
+    """For as many requests at once as are asked."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def ask(client: aiohttp.ClientSession, url: str, body: dict[str, Any], answer: Answer) -> None:
+    """One request, its answer written as it comes; errors are part of it."""
+    try:
+        async with client.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                answer.error = f"status {response.status}: {await response.text()}"
+            elif not body["stream"]:
+                _take(answer, await response.json())
+            else:
+                await _read_stream(response, answer)
+    except (aiohttp.ClientError, OSError) as error:
+        answer.error = repr(error)
+
+
+async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    done = False
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        if line.startswith(b"data: [DONE]"):
+            done = True
+            continue
+        now = time.monotonic()
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            answer.error = str(chunk["error"])
+            return
+        _take(answer, chunk)
+        answer.times.append(now)
+        answer.counts.append(len(answer.ids))
+    if not done or answer.finish_reason is None:
+        answer.error = "the stream ended before its last token"
+
+
+def _take(answer: Answer, page: dict[str, Any]) -> None:
+    for choice in page["choices"]:
+        answer.ids += choice["token_ids"] or []
+        answer.text += choice["text"]
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+def undisturbed(url: str, bodies: Sequence[dict[str, Any]], at_once: int = 32) -> list[Answer]:
+    """The truth: what each request says, asked while nothing happens.
+
+    Raises:
+        RuntimeError: a request failed all the same.
+    """
+
+    async def run() -> list[Answer]:
+        answers = [Answer(number, time.monotonic()) for number in range(len(bodies))]
+        doors = asyncio.Semaphore(at_once)
+        async with session() as client:
+
+            async def one(answer: Answer) -> None:
+                async with doors:
+                    await ask(client, url, bodies[answer.number], answer)
+
+            await asyncio.wait_for(asyncio.gather(*map(one, answers)), 10 * PATIENCE)
+        return answers
+
+    answers = asyncio.run(run())
+    failed = [f"request {answer.number}: {answer.error}" for answer in answers if answer.error]
+    if failed:
+        raise RuntimeError(f"the undisturbed run failed: {failed[:3]}")
+    return answers
