@@ -9,8 +9,12 @@ Everything else decides by itself alone, and must pass at once.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and be deaf to Ctrl-C
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -112,6 +112,17 @@ class Chaos:
         print(f"{time.monotonic() - self._began:6.1f} s  {event}", flush=True)
 
 
+def settle(mesh: SpreadMesh, size: int) -> None:
+    """Let so many instances be ready. Who is a member now may be about to go, so it is looked at again."""
+    for _ in range(3):
+        for _ in range(size - len(mesh.view().members)):
+            mesh.join_one()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: len(mesh.ready()) >= size, 10)
+            return
+    wait_until(lambda: len(mesh.ready()) >= size, 30, "the mesh settles")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -133,9 +144,7 @@ def main() -> int:
         chaos, growth = Chaos(mesh, asked.seed), Growth(min(WARM_UP, asked.seconds / 3))
         with load:
             chaos.run(asked.seconds, lambda: growth.look(mesh))
-            for _ in range(asked.instances - len(mesh.view().members)):
-                mesh.join_one()
-            wait_until(lambda: len(mesh.ready()) >= asked.instances, 90, "the mesh settles")
+            settle(mesh, asked.instances)
         problems = load.problems + mesh.tracebacks()
         try:
             assert_at_rest(mesh)

@@ -69,13 +69,16 @@ def test_status_watch(mesh: Mesh, tmp_path: Path) -> None:
         command, stdin=follower, stdout=follower, stderr=follower, close_fds=True
     ) as process:
         os.close(follower)
-        seen = b""
-        deadline = time.monotonic() + 60
-        while seen.count(b"2 instances") < 3 and time.monotonic() < deadline:
-            seen += os.read(leader, 65536)
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: process.poll() is not None, 20)
-        os.close(leader)
+        try:
+            seen = b""
+            deadline = time.monotonic() + 60
+            while seen.count(b"2 instances") < 3 and time.monotonic() < deadline:
+                seen += os.read(leader, 65536)
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: process.poll() is not None, 20)
+        finally:
+            process.kill()
+            os.close(leader)
     assert seen.count(b"2 instances") >= 3
     assert process.returncode == 0
     both = subprocess.run(
