@@ -101,7 +101,7 @@ def test_traces_and_logs(tmp_path: Path) -> None:
     assert attributes(inner)["lockstep.finish_reason"] == "length"
 
     entries = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    assert {"Serve", "Coordinator", "Engine_0", "Router"} <= {entry["process"] for entry in entries}
+    assert {"Coordinator", "Engine_0", "Router"} <= {entry["process"] for entry in entries}
     assert all(entry.keys() >= {"time", "level", "message", "source", "pid"} for entry in entries)
     said = [entry["message"] for entry in entries if entry["logger"] == "uvicorn.access"]
     assert any("/v1/models" in message for message in said)
