@@ -27,7 +27,8 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## against other serving systems (examples/install_peers.sh first): about ten minutes
+bench: $(STAMP)  ## collectives, then other serving systems (examples/install_peers.sh first): about a quarter of an hour
+	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json
 	$(BIN)/python examples/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
 
 bench-collectives: $(STAMP)  ## gloo and shared memory side by side, 64 bytes to 4 MB, 2 and 4 members
