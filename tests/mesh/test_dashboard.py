@@ -73,6 +73,7 @@ class Page:
         return int(self.run(script, selector)) > 10
 
 
+@pytest.mark.flaky(reruns=3)
 def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path) -> None:
     ports = Ports()
     with (
