@@ -84,6 +84,10 @@ class Chooser:
         rank = policy.pick(self._policy, free, wish).rank
         return next(instance for instance in instances if instance.rank == rank)
 
+    def may_soon_choose(self, entry: Entry, now: float) -> bool:
+        """Whether an instance that could take the request will have answered in a moment."""
+        return any(instance.is_answering(now) for instance in self._instances_for(entry))
+
     def dispatch(self, entry: Entry, instance: Instance, now: float) -> int:
         """Book the next try of a request at an instance; returns its number there."""
         self.settle(entry)

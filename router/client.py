@@ -29,7 +29,7 @@ from router.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss
 from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
 from router.policy import Policy, eligible
-from router.pool import Instance, Pool, Standing
+from router.pool import ANSWER_TIMEOUT, Instance, Pool, Standing
 from router.recalls import Recaller
 from router.stream import Stream
 
@@ -198,10 +198,19 @@ class MeshClient:
         Raises:
             MeshError: nobody can take it (503), or the rank it names does not exist (400).
         """
-        entry = Entry(prompt, begun_at=time.monotonic())
-        instance = self._choose(entry)
-        stream = self._streams[entry] = Stream(self, entry)
-        self._dispatch(entry, instance)
+        now = time.monotonic()
+        entry = Entry(prompt, begun_at=now)
+        try:
+            instance = self._choose(entry)
+        except MeshError as error:
+            if error.status != 503 or not self._chooser.may_soon_choose(entry, now):
+                raise
+            entry.waits_until = now + ANSWER_TIMEOUT
+            self._orphans.append(entry)
+            stream = self._streams[entry] = Stream(self, entry)
+        else:
+            stream = self._streams[entry] = Stream(self, entry)
+            self._dispatch(entry, instance)
         return stream
 
     def forget(self, entry: Entry) -> None:
@@ -248,7 +257,7 @@ class MeshClient:
         except MeshError as error:
             self._drop(entry)
             if error.status == 503 and entry.owed:
-                entry.orphaned_at = time.monotonic()
+                entry.waits_until = time.monotonic() + ORPHAN_TIMEOUT
                 self._orphans.append(entry)
             else:
                 self._give_up(entry, error)
@@ -332,18 +341,18 @@ class MeshClient:
             self._place_orphans()
 
     def _place_orphans(self) -> None:
-        """Requests that waited for an instance to come."""
+        """Requests that waited for an instance to come, or to answer."""
         orphans, self._orphans = self._orphans, []
         for entry in orphans:
             try:
                 instance = self._choose(entry)
             except MeshError as error:
-                if time.monotonic() - entry.orphaned_at > ORPHAN_TIMEOUT:
+                if time.monotonic() > entry.waits_until:
                     self._give_up(entry, error)
                 else:
                     self._orphans.append(entry)
                 continue
-            self._resumes += 1
+            self._resumes += entry.owed
             self._dispatch(entry, instance)
 
     # ---- one connection

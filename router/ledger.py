@@ -74,8 +74,8 @@ class Entry:
     recalled: bool = False
     """It was asked back from the instance where it is now."""
     failed_ranks: frozenset[int] = frozenset()
-    orphaned_at: float = 0.0
-    """When it was left without an instance that could take it."""
+    waits_until: float = 0.0
+    """When it is given up, should no instance be able to take it before, on the monotonic clock."""
     begun_at: float = 0.0
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None

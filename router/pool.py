@@ -15,6 +15,8 @@ from router.policy import Candidate
 from router.prefix_index import PrefixIndex
 from router.trust import Trust
 
+ANSWER_TIMEOUT = 5.0
+"""Seconds within which an instance answers on a new connection, if it ever does."""
 NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
 
 
@@ -52,6 +54,8 @@ class Instance:
     """Of its rank: a process that is started again does not begin with a clean record."""
     attached: bool = False
     """Whether it has answered on our connection."""
+    seen_at: float = 0.0
+    """When it entered the pool."""
     capacity: Capacity | None = None
     last_dispatch: int = 0
     unreported: deque[Sent] = field(default_factory=deque)
@@ -70,6 +74,11 @@ class Instance:
     @property
     def ready(self) -> bool:
         return self.member.state is State.READY and self.attached
+
+    def is_answering(self, now: float) -> bool:
+        """Whether it serves, and will have answered on our new connection in a moment."""
+        is_new = now < self.seen_at + ANSWER_TIMEOUT
+        return is_new and self.member.state is State.READY and not self.attached
 
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
         """Number the next request to this instance, with so many tokens to compute of which its cache has
@@ -169,7 +178,7 @@ class Pool:
                 self._instances[name].member = member
             else:
                 trust = self._trust.setdefault(member.rank, Trust())
-                self._instances[name] = Instance(member, trust=trust)
+                self._instances[name] = Instance(member, trust=trust, seen_at=now)
                 added.append(self._instances[name])
         here = {instance.rank for instance in self}
         for rank in [rank for rank in self._trust if rank not in here]:

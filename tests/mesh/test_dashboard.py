@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from engine.checkpoint import MODELS_DIRECTORY
+from engine.config import SHIPPED_MODEL
 from tests.mesh.browser import KEEP, chromium, screenshot
 from tests.mesh.harness import Ports, serve, wait_until
 
@@ -73,12 +75,38 @@ class Page:
         return int(self.run(script, selector)) > 10
 
 
-@pytest.mark.flaky(reruns=3)
+def endless_model(directory: Path) -> Path:
+    """The shipped model without an end of sequence: no answer is over before its instance is killed."""
+    directory.mkdir()
+    for file in (MODELS_DIRECTORY / SHIPPED_MODEL).iterdir():
+        if file.name in ("config.json", "generation_config.json"):
+            (directory / file.name).write_text(
+                json.dumps(
+                    {key: value for key, value in json.loads(file.read_text()).items() if "eos" not in key}
+                )
+            )
+        else:
+            (directory / file.name).symlink_to(file)
+    return directory
+
+
 def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path) -> None:
     ports = Ports()
+    model = str(endless_model(tmp_path / "lockstep-moe"))
     with (
         chromium() as driver,
-        serve(tmp_path / "log", "-dp", "2", *ports.head(), *FLAGS, "--api-key", KEY) as command,
+        serve(
+            tmp_path / "log",
+            model,
+            "-dp",
+            "2",
+            *ports.head(),
+            *FLAGS,
+            "--api-key",
+            KEY,
+            "--served-model-name",
+            "lockstep-moe",
+        ) as command,
     ):
         page = Page(driver)
         command.wait_for("2 instances ready")
@@ -114,7 +142,7 @@ def test_the_page_shows_load_a_loss_and_chat(tmp_path: Path) -> None:
                     wait_until(lambda chart=chart: page.is_painted(chart), 30, chart)
 
                 # Chat: an answer that begins at one instance and ends at another.
-                page.say("Tell me about Mr. Darcy.", 1000)
+                page.say("Tell me about Mr. Darcy.", 600)
                 wait_until(lambda: "instance" in page.text(".said.assistant small"), 60, "where it runs")
                 rank = int(page.text(".said.assistant small").split()[1])
                 epoch = int(page.text("#tile-epoch"))

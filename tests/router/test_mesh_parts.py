@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import Counters, Delta, FinishReason, Report
 from engine.sampling import SamplingParams
 from router import policy
+from router.chooser import Chooser
 from router.ledger import Entry, Ledger, Loss
-from router.mesh import Prompt
+from router.mesh import MeshError, Prompt
 from router.policy import Candidate
-from router.pool import Instance, Pool
+from router.pool import ANSWER_TIMEOUT, Instance, Pool
 
 
 def member(name: str, rank: int, state: State = State.READY, address: str = "tcp://a:1") -> Member:
@@ -45,6 +47,24 @@ def candidate(rank: int, **fields: object) -> Candidate:
 
 
 # ---- pool
+
+
+def test_who_has_just_come_is_waited_for_and_not_for_long() -> None:
+    pool = Pool()
+    chooser = Chooser(pool, Ledger())
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+    assert not chooser.may_soon_choose(entry, 10.0), "nobody is there"
+    pool.apply(view(member("a", 0, State.LOADING)), 10.0)
+    assert not chooser.may_soon_choose(entry, 10.0)
+    pool.apply(view(member("a", 0)), 11.0)
+    with pytest.raises(MeshError):
+        chooser.choose(entry, 11.0)
+    assert chooser.may_soon_choose(entry, 11.0), "it serves, but has not answered on our connection yet"
+    assert not chooser.may_soon_choose(entry, 10.0 + ANSWER_TIMEOUT)
+    (instance,) = pool
+    instance.attached = True
+    assert chooser.choose(entry, 11.0) is instance
+    assert not chooser.may_soon_choose(entry, 11.0)
 
 
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
