@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from examples.bench_serving import mesh
+from router.bench.local_mesh import mesh
 
 CONTEXT = 2048
 DOCUMENTS = 6
