@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -43,6 +43,9 @@ bench-lockstep: $(STAMP)  ## experts spread over two instances against not: thro
 
 bench-overhead: $(STAMP)  ## CPU time of a step beside the model
 	$(BIN)/python examples/bench_overhead.py --output-json build/bench-overhead.json $(ARGS)
+
+bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
+	$(BIN)/python examples/bench_router.py --output-json build/bench-router.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
 	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)

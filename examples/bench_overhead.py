@@ -16,11 +16,12 @@ import asyncio
 import json
 import multiprocessing
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
+
+from examples.null_model import NullExecutor
 
 PROMPT = 128
 
@@ -51,44 +52,6 @@ def router(endpoint: str, sequences: int, answer: int, temperature: float) -> No
         connection.close()
 
     asyncio.run(run())
-
-
-class NullModel:
-    """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
-
-    def __init__(self, vocabulary: int, most: int) -> None:
-        import torch
-
-        self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
-
-    def forward(self, _packed: Any, _ids: Any, wanted: Any) -> Any:
-        return self._logits[: len(wanted)]
-
-
-class NullExecutor:
-    """The part of an executor that an instance without shards or spread experts uses."""
-
-    in_flight, needs_tokens = 1, False
-
-    def __init__(self, vocabulary: int, block_size: int, most: int) -> None:
-        import torch
-
-        from engine.runner import ModelRunner
-        from engine.weights import LoadedModel
-
-        model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
-        null: Any = NullModel(vocabulary, most)
-        self._runner = ModelRunner(model, None, block_size, null)
-        self.decode_steps: list[tuple[float, float]] = []
-        """CPU seconds of the loop's thread and of the process when a step of single tokens began."""
-
-    def execute(self, step: Any, _sizes: Any = ()) -> Any:
-        if all(row.count == 1 for row in step.rows):
-            self.decode_steps.append((time.thread_time(), time.process_time()))
-        return self._runner.run(step)
-
-    def expert_times(self) -> None:
-        return None
 
 
 def measure(sequences: int, answer: int, temperature: float) -> dict[str, float]:

@@ -13,7 +13,7 @@ from router.openai_api import (
     TokenLogprob,
     TopLogprob,
 )
-from router.tokens import Detokenizer, Tokenizer
+from router.tokens import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -88,7 +88,7 @@ class LogprobShapes:
 
 def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
     """Where in their text each of these tokens begins."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
     offsets = []
     length = 0
     for token_id in token_ids:

@@ -11,7 +11,7 @@ from engine.sampling import SamplingParams
 from router.errors import from_failure
 from router.mesh import Prompt
 from router.stops import StopStrings
-from router.tokens import Detokenizer, Tokenizer
+from router.tokens import Tokenizer
 
 
 class Piece(msgspec.Struct):
@@ -55,8 +55,8 @@ class Sample:
         self._shows_stop_token = params.include_stop_str_in_output
         self._length = 0
         """Characters that came out of the detokenizer."""
-        self._detokenizer = Detokenizer(
-            tokenizer, prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
+        self._detokenizer = tokenizer.detokenizer(
+            prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
 

@@ -5,11 +5,13 @@ The ``tokenizers`` package reads the model's tokenizer.json, so neither torch no
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -56,6 +58,10 @@ class Tokenizer:
         self._piece_bytes = _piece_decoder(backend)
         self._most_characters = _most_characters_per_token(backend)
         self._bytes_of: dict[int, bytes] = {}
+        self._is_byte_level = _decoder_kinds(backend) == {"ByteLevel"}
+        self._special_ids = frozenset(self._special.values())
+        self._whole_texts: dict[int, str] = {}
+        """Of tokens of whole characters; see :class:`ByteDetokenizer`."""
 
     def __repr__(self) -> str:
         return f"<Tokenizer with {self.size} tokens>"
@@ -72,6 +78,18 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For a stream of tokens that follows a prompt."""
+        if self._is_byte_level:
+            hidden = self._special_ids if skip_special_tokens else frozenset()
+            return ByteDetokenizer(self._stream_bytes, self._whole_texts, hidden)
+        return DecodingDetokenizer(self, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+    def _stream_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a stream of bytes: of added tokens, too, in the letters for bytes."""
+        piece = self.backend.id_to_token(token_id)
+        return b"" if piece is None else self._piece_bytes(piece, token_id)
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound that costs nothing: 0 where the longest token says nothing about texts."""
@@ -162,8 +180,59 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
     """The text of one stream of tokens, as far as it is certain: a character comes out whole or not yet."""
+
+    def step(self, token_id: int) -> str:
+        """Text that the next token makes certain."""
+        ...
+
+    def flush(self) -> str:
+        """The end of the stream: text of the tokens that wait for more, U+FFFD for what is no character."""
+        ...
+
+
+class ByteDetokenizer:
+    """For vocabularies of bytes, where the text is that of all tokens' bytes in a row: nothing is decoded
+    twice, and a token of whole characters costs a look into a table."""
+
+    def __init__(
+        self, bytes_of: Callable[[int], bytes], whole_texts: dict[int, str], hidden: Collection[int]
+    ) -> None:
+        """``whole_texts`` is shared by all streams of a tokenizer, and filled here."""
+        self._bytes_of = bytes_of
+        self._whole_texts = whole_texts
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_open = False
+        """Whether the last token ended within a character."""
+
+    def __repr__(self) -> str:
+        return f"<ByteDetokenizer{' within a character' * self._is_open}>"
+
+    def step(self, token_id: int) -> str:
+        """See :class:`Detokenizer`."""
+        if token_id in self._hidden:
+            return ""
+        if not self._is_open:
+            text = self._whole_texts.get(token_id)
+            if text is not None:
+                return text
+        piece = self._bytes_of(token_id)
+        with contextlib.suppress(UnicodeDecodeError):
+            self._whole_texts[token_id] = piece.decode()
+        text = self._decoder.decode(piece)
+        self._is_open = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """See :class:`Detokenizer`."""
+        self._is_open = False
+        return self._decoder.decode(b"", final=True)
+
+
+class DecodingDetokenizer:
+    """For any tokenizer: what is new when the last tokens are decoded together with the next one."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -178,10 +247,10 @@ class Detokenizer:
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
 
     def __repr__(self) -> str:
-        return f"<Detokenizer with {len(self._pending)} tokens pending>"
+        return f"<{type(self).__name__} with {len(self._pending)} tokens pending>"
 
     def step(self, token_id: int) -> str:
-        """Text that the next token makes certain."""
+        """See :class:`Detokenizer`."""
         try:
             text: str | None = self._stream.step(self._backend, token_id)
         except Exception:  # noqa: BLE001 (is bare: what came before reads differently now)
@@ -194,7 +263,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The end of the stream: text of the tokens that wait for more, U+FFFD for what is no character."""
+        """See :class:`Detokenizer`."""
         if not self._pending:
             return ""
         before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)

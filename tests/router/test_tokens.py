@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from router.tokens import MAX_PENDING, Detokenizer, Tokenizer, TokenizerError, load_tokenizer
+from router.tokens import MAX_PENDING, DecodingDetokenizer, Tokenizer, TokenizerError, load_tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.tiny_tokenizer import BOS, EOS
 
@@ -24,7 +24,7 @@ PIECES = Tokenizer(tiny_tokenizer.sentence_piece(), {})
 def incremental(
     tokenizer: Tokenizer, ids: list[int], prompt_ids: Sequence[int] = (), **options: bool
 ) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt_ids, **options)
+    detokenizer = tokenizer.detokenizer(prompt_ids, **options)
     return [*(detokenizer.step(id) for id in ids), detokenizer.flush()]
 
 
@@ -62,6 +62,15 @@ def test_pieces_of_text_add_up(text: str) -> None:
 @given(st.lists(st.integers(0, TINY.size + 20), max_size=60))
 def test_any_tokens_can_be_detokenised(ids: list[int]) -> None:
     assert "".join(incremental(TINY, ids)).count("\ufffd") <= sum(len(TINY.token_bytes(id)) for id in ids)
+
+
+@given(st.lists(st.integers(0, TINY.size + 5), max_size=40), st.booleans())
+def test_a_table_of_bytes_says_what_decoding_says(ids: list[int], skip_special_tokens: bool) -> None:
+    pieces = incremental(TINY, ids, skip_special_tokens=skip_special_tokens)
+    assert "".join(pieces) == TINY.decode(ids, skip_special_tokens=skip_special_tokens)
+    slow = DecodingDetokenizer(TINY, skip_special_tokens=skip_special_tokens)
+    text = "".join([*(slow.step(id) for id in ids), slow.flush()])
+    assert text.replace("\ufffd", "") == "".join(pieces).replace("\ufffd", "")
 
 
 @given(st.lists(st.integers(0, PIECES.size - 1), max_size=60))

@@ -1,0 +1,116 @@
+"""A model that computes nothing, in a real instance: what is left is the cost of everything else.
+
+``python examples/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances; each of their
+steps takes ``NULL_STEP_MS`` (an environment variable, default 0) milliseconds of waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
+
+STEP_VARIABLE = "NULL_STEP_MS"
+
+
+class NullModel:
+    """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
+
+    def __init__(self, vocabulary: int, most: int) -> None:
+        import torch
+
+        self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, _packed: Any, _ids: Any, wanted: Any) -> Any:
+        return self._logits[: len(wanted)]
+
+
+class NullExecutor:
+    """The part of an executor that an instance without shards or spread experts uses."""
+
+    in_flight, needs_tokens = 1, False
+
+    def __init__(self, vocabulary: int, block_size: int, most: int, step_seconds: float = 0.0) -> None:
+        import torch
+
+        from engine.runner import ModelRunner
+        from engine.weights import LoadedModel
+
+        model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
+        null: Any = NullModel(vocabulary, most)
+        self._runner = ModelRunner(model, None, block_size, null)
+        self._vocabulary = vocabulary
+        self._step_seconds = step_seconds
+        self.decode_steps: list[tuple[float, float]] = []
+        """CPU seconds of the loop's thread and of the process when a step of single tokens began."""
+
+    def load(self, _progress: Any) -> Any:
+        from engine.step import KVSpec, ModelFacts
+
+        return ModelFacts(
+            architecture="null",
+            num_parameters=0,
+            weight_bytes=0,
+            vocab_size=self._vocabulary,
+            dtype="float32",
+            device="cpu",
+            kv=KVSpec(num_layers=1, bytes_per_token=1),
+        )
+
+    def free_kv_memory(self) -> int:
+        return 1 << 22
+
+    def execute(self, step: Any, _sizes: Any = ()) -> Any:
+        if all(row.count == 1 for row in step.rows):
+            self.decode_steps.append((time.thread_time(), time.process_time()))
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        return self._runner.run(step)
+
+    def expert_times(self) -> None:
+        return None
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        return {}
+
+    def allocate(self, num_blocks: int) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def set_threads(self, threads: int, cores: Any = ()) -> None: ...
+
+
+def instance(argv: list[str]) -> int:
+    """``python -m engine ARGV`` with such a model."""
+    import engine.__main__ as real
+
+    def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
+        most = max(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        seconds = float(os.environ.get(STEP_VARIABLE, "0")) / 1000
+        return NullExecutor(info.vocab_size, config.cache.block_size, most, seconds)
+
+    real.make_executor = make_executor
+    return real.main(argv)
+
+
+def serve(argv: list[str]) -> int:
+    """``serve ARGV`` with such instances."""
+    from router.launch import ProcessSpec
+    from router.serve import main_serve
+
+    real = ProcessSpec.command
+
+    def command(spec: ProcessSpec) -> list[str]:
+        if spec.role != "engine":
+            return real(spec)
+        return [sys.executable, "-P", __file__, "instance", *spec.argv]
+
+    ProcessSpec.command = command  # type: ignore[method-assign]
+    return main_serve(argv)
+
+
+if __name__ == "__main__":
+    sys.exit({"serve": serve, "instance": instance}[sys.argv[1]](sys.argv[2:]))
