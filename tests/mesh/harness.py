@@ -96,6 +96,8 @@ class Command:
 
     def family(self, *, itself: bool = False) -> list[psutil.Process]:
         """This process's descendants; and ``itself``, if told so."""
+        if self.process.returncode is not None:
+            return []  # its number may be another process's by now
         try:
             process = psutil.Process(self.process.pid)
             return [process] * itself + process.children(recursive=True)
