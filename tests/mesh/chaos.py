@@ -145,7 +145,9 @@ class Watch:
 
     def __init__(self, mesh: SpreadMesh, load: Load, growth: Growth) -> None:
         self._mesh, self._load, self._growth = mesh, load, growth
-        self._said_at = time.monotonic()
+        self._began = self._said_at = time.monotonic()
+        self.minutes: list[dict[str, Any]] = []
+        """How it stood then: every ``SAY_INTERVAL``."""
 
     def look(self, view: View) -> None:
         self._mesh.forget_ended()
@@ -154,6 +156,14 @@ class Watch:
             self._said_at = time.monotonic()
             gap = max(self._load.gaps, default=(0.0, 0.0))[0]
             print(f"          {counts(self._load)}, longest gap {gap:.1f} s, epoch {view.epoch}", flush=True)
+            self.minutes.append(
+                {
+                    "at": round(self._said_at - self._began, 1),
+                    "requests": counts(self._load),
+                    "epoch": view.epoch,
+                    "mebibytes": self._growth.memory(),
+                }
+            )
 
 
 def counts(load: Load) -> dict[str, int]:
@@ -181,10 +191,10 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed, keeps=False
     )
     growth = Growth(min(WARM_UP, asked.seconds / 3), fills={"Engine": ENGINE_FILLS})
-    chaos = Chaos(mesh, asked.seed)
+    watch, chaos = Watch(mesh, load, growth), Chaos(mesh, asked.seed)
     problems = chaos.problems
     with load:
-        chaos.run(asked.seconds, Watch(mesh, load, growth).look)
+        chaos.run(asked.seconds, watch.look)
         try:
             settle(mesh, asked.instances)
         except (AssertionError, TimeoutError) as error:
@@ -210,6 +220,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
         "epoch": mesh.view().epoch,
         "processes": growth.table(),
         "problems": problems,
+        "minutes": watch.minutes,
         "story": chaos.story,
     }
 

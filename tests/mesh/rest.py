@@ -56,6 +56,10 @@ class Growth:
             for name, before, after in self._alive()
         ]
 
+    def memory(self) -> dict[str, int]:
+        """MiB that each of them holds now."""
+        return {name: after.memory // 2**20 for name, _, after in self._alive()}
+
     def look(self, mesh: SpreadMesh, view: View) -> None:
         """To be called now and then, with the newest view."""
         serving = {member.pid for member in view.members if member.state is State.READY}
