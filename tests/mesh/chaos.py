@@ -37,10 +37,10 @@ CANCELLED = 0.15
 WARM_UP = 60.0
 """Seconds of service after which a process should not grow any more; a third of a short run."""
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
-ENGINE_FILLS = 140 * 2**20
-"""Bytes that an instance may come to use after any warm-up: the pages of its KV cache (94 MiB with these flags) are
-its own from their first use on, and when others die it takes over their experts (up to 42 MiB, kernels' copies
-included)."""
+ENGINE_FILLS = 200 * 2**20
+"""Bytes that an instance may come to use after any warm-up: the pages of its KV cache (94 MiB with these flags)
+are its own from their first use on, it takes over the experts of others when they die (42 MiB, kernels' copies
+included), and what it computes with grows with its largest step. Seen on a busy machine: 172 MiB."""
 SAY_INTERVAL = 60.0
 """Seconds between two lines on how the streams fare."""
 
@@ -69,11 +69,13 @@ class Chaos:
             self._resume()
             try:
                 view = self._mesh.view()
-            except TimeoutError:
-                self.problems.append(f"{self._now()}  no coordinator within 20 s")
-                continue
-            look(view)
-            self._something(view)
+                look(view)
+                self._something(view)
+            except (
+                TimeoutError,
+                AssertionError,
+            ) as error:  # no coordinator; what was looked for is not there
+                self.problems.append(f"{self._now()}  {error!r}")
         self._resume(everything=True)
 
     def _something(self, view: View) -> None:

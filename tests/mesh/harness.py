@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -109,8 +110,9 @@ class Command:
 
         def find() -> psutil.Process | None:
             for member in self.family():
-                if " ".join(member.cmdline()).startswith(f"lockstep: {title}"):
-                    return member
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    if " ".join(member.cmdline()).startswith(f"lockstep: {title}"):
+                        return member
             return None
 
         found: psutil.Process = wait_until(find, 10, title)

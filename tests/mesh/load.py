@@ -148,8 +148,11 @@ class Load:
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._stopped.set()  # somebody wants to end: what was asked is not waited for
 
     def stop(self) -> None:
         """Ask nothing more, and wait until what was asked has ended."""
