@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 
 import msgspec
-import psutil
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WILDCARDS = ("0.0.0.0", "::", "*")
@@ -38,6 +37,8 @@ def is_loopback(address: str) -> bool:
 def interfaces() -> list[Interface]:
     """The addresses of this host that others may reach it at: of interfaces that are up, without loopback and
     link-local ones, IPv4 first."""
+    import psutil  # takes a tenth of a coordinator's start, which rarely asks
+
     stats = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -214,6 +213,8 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
+    import yaml  # takes a tenth of a coordinator's start, for a file that few have
+
     path = Path(file)
     if not path.is_file():
         raise FlagError(f"--config {file}: there is no such file")

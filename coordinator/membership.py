@@ -101,7 +101,7 @@ class Membership:
     def tick(self, now: float) -> list[Instruction]:
         """Take out those who were silent for too long."""
         instructions: list[Instruction] = []
-        if not self._complete and self._epochs.age(now) >= self._rules.view_grace:
+        if not self._complete and self._knows_all(self._epochs.age(now)):
             self._complete = True
             instructions += self._publish()
         for record in list(self._records.values()):
@@ -347,6 +347,14 @@ class Membership:
 
     # ---- questions
 
+    def _knows_all(self, age: float) -> bool:
+        """Whether a coordinator of this age has heard of all who live: they may need a while to find it."""
+        all_serve = self._size is not None and self._num_ready() >= self._size
+        return age >= (self._rules.view_grace if all_serve else self._rules.member_timeout)
+
+    def _num_ready(self) -> int:
+        return sum(record.state is State.READY for record in self._records.values())
+
     @property
     def _spreads(self) -> bool:
         """Whether experts are spread over the instances, which then step in groups."""
@@ -377,8 +385,7 @@ class Membership:
     def _waiting_for(self) -> str:
         if self._size is None:
             return "" if self._records else "the first instance to register"
-        ready = sum(record.state is State.READY for record in self._records.values())
-        if ready >= self._size:
+        if self._num_ready() >= self._size:
             return ""
         parts = [
             f"rank {rank} ({record.phase})"

@@ -36,7 +36,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     return_grace: float = 2.0
     """The same for who is said to be lost and has not registered yet with a restarted coordinator."""
     view_grace: float = 1.5
-    """So long after its start a coordinator calls its views incomplete."""
+    """So long after its start a coordinator calls its views incomplete; for ``member_timeout``, while fewer
+    than ``size`` serve: who is alive has registered again by then."""
     forming_timeout: float = 60.0
     """A group that has not begun for so long is given up for the next one."""
 

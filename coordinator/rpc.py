@@ -49,9 +49,12 @@ LINGER_MS = 500
 COMPLAINT_INTERVAL = 10.0
 """Seconds between two log lines about messages that could not be decoded."""
 
-RECONNECT_MS = 100
-RECONNECT_MAX_MS = 1000
-"""Milliseconds between two tries to connect, doubling."""
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 250
+"""Milliseconds between two tries to connect, doubling. A coordinator that is started again should not be
+waited for much longer than its start takes."""
+REFUSED_INTERVAL = 1.0
+"""Seconds until the next try after a handshake that failed for the keys."""
 
 GREETING_TIMEOUT = 1.0
 """Seconds to find out why a listener hung up."""
@@ -395,7 +398,7 @@ class AsyncConnection(Generic[In, Out]):
             elif event & FAILED_HANDSHAKES:
                 self._failed_handshakes += 1
                 if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after these, ZeroMQ itself gives up
-                    asyncio.get_running_loop().call_later(RECONNECT_MAX_MS / 1000, self._connect_again)
+                    asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._connect_again)
             else:
                 return await self._refusal() if self._failed_handshakes else None
 

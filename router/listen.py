@@ -6,8 +6,15 @@ of them dies is taken by another, or by its successor.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import socket
+import ssl
+import time
+
+HEALTH_INTERVAL = 0.1
+"""Seconds between two looks whether the endpoint takes requests."""
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -40,3 +47,28 @@ def inherited(descriptor: int) -> socket.socket:
         OSError: the descriptor is no open socket.
     """
     return socket.socket(fileno=descriptor)
+
+
+async def wait_for_health(host: str, port: int, *, tls: bool, timeout: float) -> bool:
+    """Wait until ``GET /health`` says 200; False if it has not within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                if await _is_healthy(host, port, tls):
+                    return True
+        await asyncio.sleep(HEALTH_INTERVAL)
+    return False
+
+
+async def _is_healthy(host: str, port: int, tls: bool) -> bool:
+    context = None
+    if tls:  # it is our own endpoint; whose name is on its certificate does not matter
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return (await reader.readline()).split()[1:2] == [b"200"]
+    finally:
+        writer.close()

@@ -6,7 +6,10 @@ from coordinator import process
 
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
-"""Seconds before a process is started again: the first time, and at most; doubled in between."""
+"""Seconds before an instance is started again: the first time, and at most; doubled in between."""
+LONGEST_ABSENCE = 5.0
+"""The same at most for the coordinator and for routers, which are quick to load and which all others need.
+They come back at once the first time, after ``FIRST_DELAY`` the second time."""
 STEADY = 30.0
 """Seconds of service after which an end counts as the first one again."""
 MAX_INSTANCE_RESTARTS = 5
@@ -41,4 +44,6 @@ class Restarts:
         if role == "engine" and row >= MAX_INSTANCE_RESTARTS:
             return None
         self._row[key] = row + 1
-        return min(FIRST_DELAY * 2.0**row, LONGEST_DELAY)
+        if role == "engine":
+            return min(FIRST_DELAY * 2.0**row, LONGEST_DELAY)
+        return min(FIRST_DELAY * 2.0 ** (min(row, 10) - 1), LONGEST_ABSENCE) if row else 0.0

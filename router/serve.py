@@ -27,9 +27,9 @@ from engine.checkpoint import CheckpointError
 from engine.cluster import why_not
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
-from router.config import ServeConfig
+from router.config import HttpConfig, ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
-from router.listen import bind
+from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
 from router.scaling import Machine
@@ -38,6 +38,8 @@ from router.supervisor import Supervisor
 
 logger = logging.getLogger("serve")
 
+HEALTH_TIMEOUT = 10.0
+"""Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about what is waited for."""
 
@@ -171,6 +173,7 @@ async def _supervise(
     async def until_ready() -> None:
         view = await wait_for_instances(config, supervisor, overseer)
         if not config.mesh.headless:
+            await _wait_for_endpoint(config)
             _print_try_line(config, view)
 
     try:
@@ -218,9 +221,27 @@ async def _wait(event: asyncio.Event, timeout: float) -> None:
     waiting.cancel()
 
 
+async def _wait_for_endpoint(config: ServeConfig) -> None:
+    """Routers learn of the instances when we do, but must connect to them yet."""
+    http = config.http
+    if http.ssl_ca_certs is not None:
+        return  # it may ask for a certificate that we do not have
+    if not await wait_for_health(
+        _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT
+    ):
+        logger.warning(
+            "the instances are ready, but GET /health does not say so after %.0f s", HEALTH_TIMEOUT
+        )
+
+
+def _own_host(http: HttpConfig) -> str:
+    """Where this host reaches the endpoint."""
+    return "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+
+
 def _print_try_line(config: ServeConfig, view: View) -> None:
     http = config.http
-    host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+    host = _own_host(http)
     name = view.settings.served_model_name[0] if view.settings else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if http.api_key else ""
     body = msgspec.json.encode(

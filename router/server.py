@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from router.dashboard.page import Dashboard
 from router.listen import bind, inherited
 from router.metrics import Metrics
 from router.policy import Policy
+from router.pool import ANSWER_TIMEOUT
 from router.quotas import Quotas
 from router.shelf import Shelf
 
@@ -155,9 +157,11 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     beside = [following]
     if shelf is not None:
         beside.append(asyncio.create_task(shelf.keep(metrics.snapshot)))
-    for listener in listeners:
-        logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
     try:
+        if any(map(_had_others, listeners)):
+            await _find_the_world(mesh, following)
+        for listener in listeners:
+            logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
         await server.serve(sockets=listeners)
     finally:
         for task in beside:
@@ -167,6 +171,19 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         await asyncio.to_thread(tracing.close)
     logger.info("ends")
     return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
+
+
+def _had_others(listener: socket.socket) -> bool:
+    """Whether another front end accepts here, or did: then connections may wait in its queue."""
+    return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> None:
+    """Who waits at a door whose front end died is not to hear that nobody serves, just because its successor
+    has not heard of anybody yet."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT
+    while not (mesh.healthy or following.done()) and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
+        await asyncio.sleep(0.02)
 
 
 def _tally(config: RouterConfig) -> Tally | None:

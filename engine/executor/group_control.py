@@ -36,7 +36,8 @@ COUNTS_INTERVAL = 1.0
 LOOK_INTERVAL = 0.05
 """Seconds after which somebody who waits for workers looks whether it is still wanted."""
 SILENCE_TIMEOUT = 20.0
-"""Seconds after which a worker that does not answer a plain question is lost: it is stopped, or hangs."""
+"""Seconds after which a worker that does not answer a plain question is lost: it is stopped or hangs. Workers
+answer from a thread that does nothing else; during steps they are asked every ``COUNTS_INTERVAL``."""
 MOST_EPOCHS = 8
 """Of so many newest ones answers are kept."""
 
@@ -46,8 +47,10 @@ Answer = TypeVar("Answer", ExpertsRead, GroupsFormed)
 class GroupControl:
     """Tells all workers of an instance, and collects what they answer."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], on_silence: Callable[[], None] = lambda: None) -> None:
+        """``on_silence`` is called, in a thread of this object, when :attr:`silent` is set."""
         self._channels = list(channels)
+        self._on_silence = on_silence
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromGroups] = msgspec.msgpack.Decoder(FromGroups)
         self._sending = threading.Lock()
@@ -59,6 +62,7 @@ class GroupControl:
         self.counts: list[Counts | None] = [None] * len(self._channels)
         """The newest of each worker."""
         self._asked_at = 0.0
+        """When the oldest question came that is not answered by all, or the newest that is."""
         self._heard_at = [0.0] * len(self._channels)
         self.silent: int | None = None
         """The number of a worker that does not answer."""
@@ -100,9 +104,10 @@ class GroupControl:
         self._asks = True
 
     def ask_who_lives(self) -> None:
-        """Who has not said anything ``SILENCE_TIMEOUT`` later, while answers are collected, is lost."""
+        """Who has not said anything ``SILENCE_TIMEOUT`` later is lost."""
         with self._changed:
-            self._asked_at = time.monotonic()
+            if self._who_owes_an_answer() is None:
+                self._asked_at = time.monotonic()
         self.tell(TellCounts())
 
     def close(self) -> None:
@@ -135,11 +140,7 @@ class GroupControl:
                     return [found[worker] for worker in range(len(self._channels))]
                 if self._ended:
                     raise CollectiveError("a worker of this instance is gone", None, "aborted")
-                now = time.monotonic()
-                if now - self._asked_at > SILENCE_TIMEOUT:
-                    late = (worker for worker, at in enumerate(self._heard_at) if at < self._asked_at)
-                    self.silent = next(late, None)
-                if self.silent is not None or now > deadline:
+                if self.silent is not None or time.monotonic() > deadline:
                     raise CollectiveError("a worker of this instance does not answer", None, "deadline")
                 self._changed.wait(LOOK_INTERVAL)
 
@@ -162,10 +163,24 @@ class GroupControl:
                     self._changed.notify_all()
                 logger.debug("a worker says no more of its groups: %s", error)
                 return
+            self._look_for_silence()
             now = time.monotonic()
             if self._asks and now - asked_at >= COUNTS_INTERVAL:
                 self._asks, asked_at = False, now
-                self.tell(TellCounts())
+                self.ask_who_lives()
+
+    def _look_for_silence(self) -> None:
+        """To be called when all that was said is read: this process may have been stopped itself."""
+        with self._changed:
+            if self.silent is not None or time.monotonic() - self._asked_at <= SILENCE_TIMEOUT:
+                return
+            self.silent = self._who_owes_an_answer()
+            self._changed.notify_all()
+        if self.silent is not None:
+            self._on_silence()
+
+    def _who_owes_an_answer(self) -> int | None:
+        return next((worker for worker, at in enumerate(self._heard_at) if at < self._asked_at), None)
 
     def _take_in(self, worker: int) -> None:
         while (payload := self._channels[worker].take()) is not None:

@@ -86,6 +86,8 @@ class SpreadMpExecutor(MpExecutor):
         super().__init__(config, info, crew, threads, cores)
         self._place = place
         self._control: GroupControl | None = None
+        self._group: InstanceGroup | None = None
+        """Of this epoch, once there is one."""
         self._held: list[list[int]] = []
         self._kv_bytes = 0
         self._epoch = 0
@@ -108,7 +110,7 @@ class SpreadMpExecutor(MpExecutor):
         first = place_experts(self._info.num_experts, size * ranks, device.expert_placement_strategy)
         self._held = [first.experts_of(here * ranks + rank) for rank in range(ranks)]
         controls = [worker.more_channels[0] for worker in self._workers if isinstance(worker, LocalWorker)]
-        self._control = GroupControl(controls)
+        self._control = GroupControl(controls, self._on_silence)
         return facts
 
     def allocate(self, num_blocks: int) -> None:
@@ -144,7 +146,9 @@ class SpreadMpExecutor(MpExecutor):
                 self._take_in(self._poll.poll())
 
     def _check_groups(self) -> None:
-        """Raise what a worker has said of a broken group, or another thread of this process."""
+        """Raise what a worker has said of a broken group, or another thread of this process; or that one does
+        not answer any more."""
+        self._check_silence()
         for worker in self._workers:
             for message in worker.inbox:
                 if isinstance(message, Broken) and message.epoch == self._epoch:
@@ -160,6 +164,14 @@ class SpreadMpExecutor(MpExecutor):
     def check(self) -> None:
         """See ``executor.base.Executor``."""
         super().check()
+        self._check_silence()
+
+    def _on_silence(self) -> None:
+        """Have the step thread look up, wherever it waits: for workers here, or for other instances."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _check_silence(self) -> None:
         silent = self._groups.silent
         if silent is not None:
             self._serves = False
@@ -194,7 +206,7 @@ class SpreadMpExecutor(MpExecutor):
     def join(self, group: Communicator, placement: Placement) -> None:
         """See ``executor.base.SpreadExecutor``. What workers still say of steps before is dropped."""
         assert isinstance(group, InstanceGroup)
-        self._epoch, self._broken = group.form.epoch, None
+        self._epoch, self._broken, self._group = group.form.epoch, None, group
         self._send_all(Join(self._epoch))
         deadline = time.monotonic() + self._config.device.collective_timeout + ANSWER_GRACE
         for worker in self._workers:

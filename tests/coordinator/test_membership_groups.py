@@ -499,10 +499,25 @@ def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -
     assert isinstance(view, View)
     assert (view.members, view.complete) == ([], False)
     mesh.membership.tick(mesh.now)
-    assert to(b"w", mesh.membership.tick(mesh.now + 1.4)) == []
-    (view,) = to(b"w", mesh.membership.tick(mesh.now + 1.5))
+    assert to(b"w", mesh.membership.tick(mesh.now + 4.9)) == []
+    (view,) = to(b"w", mesh.membership.tick(mesh.now + 5.0))
     assert isinstance(view, View)
     assert view.complete
+
+
+def test_the_view_is_complete_earlier_once_all_serve(mesh: Mesh) -> None:
+    group = mesh.forms["a"]
+    mesh.restart_coordinator()
+    mesh.membership.handle(b"w", Watch("router"), mesh.now)
+    for name in "ab":
+        mesh.register(name, epoch=1, group=group)
+        mesh.says(name)
+    mesh.wait(2.0, alive="ab")
+    assert not mesh.membership.view().complete, "the third may still look for the coordinator"
+    mesh.register("c", epoch=1, group=group)
+    mesh.says("c")
+    mesh.membership.tick(mesh.now)
+    assert mesh.membership.view().complete
 
 
 def test_a_coordinator_that_just_began_may_find_a_mesh() -> None:

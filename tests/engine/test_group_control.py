@@ -38,8 +38,12 @@ class Ends:
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
-        self.control = GroupControl([Channel(ours) for ours, _ in pairs])
+        self.silences: list[int | None] = []
+        self.control = GroupControl([Channel(ours) for ours, _ in pairs], self._on_silence)
         self.workers = [Channel(theirs) for _, theirs in pairs]
+
+    def _on_silence(self) -> None:
+        self.silences.append(self.control.silent)
 
     def say(self, worker: int, message: FromGroups) -> None:
         self.workers[worker].send(msgspec.msgpack.encode(message))
@@ -126,6 +130,24 @@ def test_nobody_waits_for_a_worker_that_is_gone_or_silent(
     with pytest.raises(CollectiveError, match="is gone"):
         ends.control.collect(4, ExpertsRead, PATIENCE, never)
     assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_worker_that_falls_silent_is_noticed_while_steps_go_on(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_control, "COUNTS_INTERVAL", 0.02)
+    monkeypatch.setattr(group_control, "SILENCE_TIMEOUT", 1.0)
+    deadline = time.monotonic() + PATIENCE
+    num_answers = 0
+    while not ends.silences:  # as an engine and its workers do while steps go on; one of them stops soon
+        assert time.monotonic() < deadline
+        ends.control.ask_counts()
+        time.sleep(0.01)
+        for worker in (0, 1) if num_answers < 20 else (0,):
+            ends.workers[worker].send(msgspec.msgpack.encode(Counts({}, spare_bytes=0)))
+        num_answers += 1
+    assert ends.silences == [1]
+    assert num_answers > 20, "as long as both answered nobody was blamed"
 
 
 def until(condition: Callable[[], object]) -> None:

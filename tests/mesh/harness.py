@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -96,6 +97,8 @@ class Command:
 
     def family(self, *, itself: bool = False) -> list[psutil.Process]:
         """This process's descendants; and ``itself``, if told so."""
+        if self.process.returncode is not None:
+            return []  # its number may be another process's by now
         try:
             process = psutil.Process(self.process.pid)
             return [process] * itself + process.children(recursive=True)
@@ -107,8 +110,9 @@ class Command:
 
         def find() -> psutil.Process | None:
             for member in self.family():
-                if " ".join(member.cmdline()).startswith(f"lockstep: {title}"):
-                    return member
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    if " ".join(member.cmdline()).startswith(f"lockstep: {title}"):
+                        return member
             return None
 
         found: psutil.Process = wait_until(find, 10, title)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import enum
+import heapq
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ SHORTEST, LONGEST = 10, 1500
 PATIENCE = 90.0
 """Seconds within which any request ends, whatever happens."""
 VOCABULARY = range(5, 4000)
+NUM_GAPS = 10
 
 
 class Verdict(enum.StrEnum):
@@ -120,16 +122,25 @@ class Load:
         whole: int = 0,
         leaves: float = 0.0,
         seed: int = 0,
+        keeps: bool = True,
     ) -> None:
         """``streams`` clients read streams, ``whole`` more ask for answers in one piece. ``leaves``: share of
-        the streams whose client goes away in the middle."""
+        the streams whose client goes away in the middle. Without ``keeps``, answers are forgotten once they are
+        judged, so that a run may last for hours."""
         self._url, self._truth, self._bodies = url, truth, bodies
         self._streams, self._whole, self._leaves = streams, whole, leaves
         self._rng = random.Random(seed)
+        self._keeps = keeps
+        self._num_asked = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.answers: list[Answer] = []
-        """All that were asked, those under way included."""
+        """All that were asked, those under way included; without ``keeps``, only these."""
+        self.tokens = 0
+        """Of the answers that have ended."""
+        self.gaps: list[tuple[float, float]] = []
+        """The longest waits from chunk to chunk of streams that have ended: seconds, and when it was over. A
+        heap of ``NUM_GAPS``."""
         self.verdicts: collections.Counter[Verdict] = collections.Counter()
         self.problems: list[str] = []
 
@@ -137,8 +148,11 @@ class Load:
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._stopped.set()  # somebody wants to end: what was asked is not waited for
 
     def stop(self) -> None:
         """Ask nothing more, and wait until what was asked has ended."""
@@ -187,7 +201,8 @@ class Load:
             answer = Answer(number, time.monotonic(), streams=streams)
             self.answers.append(answer)
             # A salt of its own: what was computed for this prompt before does not spare a resumed request its prefill.
-            salt = f"{number}-{len(self.answers)}"
+            self._num_asked += 1
+            salt = f"{number}-{self._num_asked}"
             body = self._bodies[number] | {"stream": streams, "cache_salt": salt}
             try:
                 await asyncio.wait_for(ask(client, self._url, body, answer), patience)
@@ -195,11 +210,19 @@ class Load:
                 answer.left = leaves
                 answer.error = None if leaves else f"took more than {PATIENCE:.0f} s"
             self._judge(answer)
+            if not self._keeps:
+                self.answers.remove(answer)
 
     def _judge(self, answer: Answer) -> None:
         truth = self._truth[answer.number]
         verdict = answer.verdict(truth)
         self.verdicts[verdict] += 1
+        self.tokens += len(answer.ids)
+        gap = max(((end - begin, end) for begin, end in answer.waits()), default=None)
+        if gap is not None:
+            heapq.heappush(self.gaps, gap)
+            if len(self.gaps) > NUM_GAPS:
+                heapq.heappop(self.gaps)
         if verdict not in (Verdict.RIGHT, Verdict.LEFT):
             what = answer.error or f"{answer.ids} {answer.text!r} instead of {truth.ids} {truth.text!r}"
             self.problems.append(f"request {answer.number}: {verdict}: {what}")

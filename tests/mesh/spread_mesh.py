@@ -44,6 +44,8 @@ class SpreadMesh(Ports):
         self._directory = directory
         self._stack = stack
         self.commands: list[Command] = []
+        self._num_started = 0
+        self._tracebacks: list[str] = []
         placed = ["-dp", str(size), *(["-dpl", "0"] if apart else [])]
         self._start(model, *placed, *how, "--all2all-backend", backend, *self.head(), *flags, *each)
         for _ in range(size if apart else 0):
@@ -60,7 +62,8 @@ class SpreadMesh(Ports):
         return "".join(command.log for command in self.commands)
 
     def _start(self, *argv: str) -> Command:
-        log = self._directory / f"log.{len(self.commands)}"
+        log = self._directory / f"log.{self._num_started}"
+        self._num_started += 1
         command = self._stack.enter_context(serve(log, *argv))
         self.commands.append(command)
         return command
@@ -68,6 +71,13 @@ class SpreadMesh(Ports):
     def join_one(self, *argv: str) -> Command:
         """Start one more instance, as on another machine: all that it knows is where the mesh is."""
         return self._start("--headless", *self.join(), *self._each, *argv)
+
+    def forget_ended(self) -> None:
+        """Of a mesh that runs for long: who has ended is looked at once more, by :meth:`tracebacks`."""
+        for command in self.commands[1:]:
+            if command.process.poll() is not None:
+                self._tracebacks += _tracebacks(command)
+                self.commands.remove(command)
 
     def view(self) -> View:
         """Asked for directly, since tests ask often."""
@@ -94,9 +104,8 @@ class SpreadMesh(Ports):
 
     def tracebacks(self) -> list[str]:
         """What no log may have."""
-        return [
-            f"{command.log_file.name}: {line}"
-            for command in self.commands
-            for line in command.log.splitlines()
-            if "Traceback" in line
-        ]
+        return self._tracebacks + [line for command in self.commands for line in _tracebacks(command)]
+
+
+def _tracebacks(command: Command) -> list[str]:
+    return [f"{command.log_file.name}: {line}" for line in command.log.splitlines() if "Traceback" in line]

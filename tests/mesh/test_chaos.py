@@ -1,8 +1,8 @@
-"""A minute of `make chaos` with a fixed seed."""
+"""Some of `make chaos` with a fixed seed."""
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SEED = 11
+SECONDS = 100
+"""Of chaos; starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer
+than that."""
+PATIENCE = 480
+"""Seconds for all of it."""
 
-pytestmark = [
-    pytest.mark.mesh,
-    pytest.mark.timeout(290),
-    pytest.mark.skipif(
-        "LOCKSTEP_CHAOS" not in os.environ,
-        reason="set LOCKSTEP_CHAOS=1 to run it: behind other tests it fails now and then, for a reason not found yet",
-    ),
-]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(PATIENCE + 90)]
 
 
-def test_a_minute_of_deaths_stops_joins_and_leaves_loses_nothing() -> None:
+def test_deaths_stops_joins_and_leaves_lose_nothing(tmp_path: Path) -> None:
     """Shorter than `make chaos` runs by hand, and with shorter prompts: machines that run tests are slow."""
-    flags = ["--seed", "11", "--seconds", "60", "--longest", "300"]
+    output = tmp_path / "chaos.json"
+    flags = ["--seed", str(SEED), "--seconds", str(SECONDS), "--longest", "300", "--output-json", str(output)]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.mesh.chaos", *flags],
         cwd=ROOT,
@@ -33,10 +33,13 @@ def test_a_minute_of_deaths_stops_joins_and_leaves_loses_nothing() -> None:
         text=True,
     ) as chaos:
         try:
-            said, _ = chaos.communicate(timeout=240)
+            said, _ = chaos.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             chaos.send_signal(signal.SIGINT)  # it ends what it has started
             said, _ = chaos.communicate()
     assert chaos.returncode == 0, said
-    assert "'kill'" in said
-    assert "'right'" in said
+    page = json.loads(output.read_text())
+    assert page["problems"] == []
+    assert page["requests"]["right"] > 50
+    assert page["events"]["kill"] > 1
+    assert page["events"]["join"] > 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import shutil
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from coordinator.flags import FlagError, from_flat
 from engine.messages import Counters, Delta, Report
 from router.app import make_app
 from router.config import HttpConfig, RouterConfig
+from router.listen import wait_for_health
 from router.loads import Loads, loads_of
 from router.mesh import ServedModel
 from tests.router.conftest import Server, serving, wait_for
@@ -396,3 +399,18 @@ def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
 def test_flags_that_make_no_sense(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HttpConfig(**flags)
+
+
+# ---- the line that says ready
+
+
+def test_ready_is_said_when_a_request_would_be_taken(served: ServedModel) -> None:
+    def look(seconds: float) -> bool:
+        return asyncio.run(wait_for_health("127.0.0.1", server.port, tls=False, timeout=seconds))
+
+    with served_with(served) as server:
+        server.mesh.healthy = False
+        assert not look(0.3)
+        threading.Timer(0.2, setattr, (server.mesh, "healthy", True)).start()
+        assert look(20.0)
+    assert not look(0.3), "nobody listens"

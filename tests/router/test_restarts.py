@@ -14,7 +14,7 @@ from coordinator import process
 from coordinator.messages import Load, Member, State, View
 from router.faults import Event
 from router.launch import ProcessSpec
-from router.restarts import LONGEST_DELAY, MAX_INSTANCE_RESTARTS, STEADY, Restarts
+from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, STEADY, Restarts
 from router.supervisor import Supervisor, exit_status
 
 # ---- the rules
@@ -37,11 +37,13 @@ def test_steady_service_ends_a_row() -> None:
     ]
 
 
-def test_a_router_is_never_given_up() -> None:
+@pytest.mark.parametrize("role", ["router", "coordinator"])
+def test_what_all_others_need_is_back_at_once_and_never_given_up(role: str) -> None:
     restarts = Restarts(instances=False)
-    delays = [restarts.after_end(1, "router", 1.0) for _ in range(20)]
-    assert delays[:3] == [0.5, 1.0, 2.0]
-    assert delays[-1] == LONGEST_DELAY
+    delays = [restarts.after_end(1, role, 1.0) for _ in range(2000)]
+    assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert max(filter(None, delays)) == delays[-1] == LONGEST_ABSENCE
+    assert restarts.after_end(1, role, STEADY) == 0.0
 
 
 @pytest.mark.parametrize(
