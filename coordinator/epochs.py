@@ -153,7 +153,7 @@ class Epochs:
     def next_form(self, size: int | None, settings: Settings, now: float) -> tuple[Form, str] | None:
         """The group to form now, and why; None if things stay as they are. To be asked while nobody is
         under suspicion."""
-        if self._adopted_at is not None and not self._adoption_ends(now):
+        if self._adopted_at is not None and not self._adoption_ends(size, now):
             return None
         why = self._reason(size, now)
         if why is None:
@@ -218,12 +218,21 @@ class Epochs:
         fit = survivors and not _shortage(settings, survivors)
         return survivors if fit else candidates
 
-    def _adoption_ends(self, now: float) -> bool:
+    def _all_are_back(self, size: int | None) -> bool:
+        """Whether the group that was taken over is whole, and steps: as many as ``-dp`` says, all in it. A
+        smaller one may be what those have left behind who go on in a newer one."""
+        assert self.form is not None
+        if len(self.form.peers) < max(2, size or 0):
+            return False
+        known = self._by_instance()
+        return all(name in known and known[name].epoch == self.form.epoch for name in _names(self.form))
+
+    def _adoption_ends(self, size: int | None, now: float) -> bool:
         """Whether this coordinator, restarted, knows by now what became of the group that it took over."""
         assert self.form is not None
         assert self._adopted_at is not None
         since = now - self._adopted_at
-        if self._is_young(now):
+        if self._is_young(now) and not self._all_are_back(size):
             return False  # there may be a newer group, of which nobody has registered yet
         known = self._by_instance()
         for instance in _names(self.form):

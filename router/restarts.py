@@ -11,7 +11,8 @@ LONGEST_ABSENCE = 5.0
 """The same at most for the coordinator and for routers, which are quick to load and which all others need.
 They come back at once the first time, after ``FIRST_DELAY`` the second time."""
 STEADY = 30.0
-"""Seconds of service after which an end counts as the first one again."""
+QUICKLY_STEADY = 10.0
+"""Seconds of service after which an end counts as the first one again: an instance's, and that of others."""
 MAX_INSTANCE_RESTARTS = 5
 """Instances that end so often in a row, without steady service in between, are left alone: the cause stays,
 and each try takes the memory and the time of a whole load."""
@@ -40,7 +41,8 @@ class Restarts:
     def after_end(self, key: int, role: str, served_for: float) -> float | None:
         """Seconds to wait before the next start; None when it has ended too often. ``served_for``: seconds of
         service (not of loading) before this end."""
-        row = 0 if served_for >= STEADY else self._row.get(key, 0)
+        steady = STEADY if role == "engine" else QUICKLY_STEADY
+        row = 0 if served_for >= steady else self._row.get(key, 0)
         if role == "engine" and row >= MAX_INSTANCE_RESTARTS:
             return None
         self._row[key] = row + 1

@@ -493,6 +493,20 @@ def test_a_restarted_coordinator_may_hear_of_an_older_group_first(mesh: Mesh) ->
     assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 3, 1)}
 
 
+def test_a_restarted_coordinator_that_finds_all_in_one_group_acts_on_a_loss_at_once(mesh: Mesh) -> None:
+    group = mesh.forms["a"]
+    mesh.restart_coordinator()
+    for name in "abc":
+        mesh.register(name, epoch=1, group=group)
+        mesh.says(name)
+    mesh.wait(0.25, alive="abc")
+    assert mesh.new_forms() == []
+    for name in "ab":
+        mesh.lost(name, 1, "c", Evidence.EXITED)
+    mesh.answer("b")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
 def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -> None:
     mesh.restart_coordinator()
     (view,) = to(b"w", mesh.membership.handle(b"w", Watch("router"), mesh.now))

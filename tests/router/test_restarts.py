@@ -14,7 +14,7 @@ from coordinator import process
 from coordinator.messages import Load, Member, State, View
 from router.faults import Event
 from router.launch import ProcessSpec
-from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, STEADY, Restarts
+from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
 from router.supervisor import Supervisor, exit_status
 
 # ---- the rules
@@ -43,7 +43,7 @@ def test_what_all_others_need_is_back_at_once_and_never_given_up(role: str) -> N
     delays = [restarts.after_end(1, role, 1.0) for _ in range(2000)]
     assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
     assert max(filter(None, delays)) == delays[-1] == LONGEST_ABSENCE
-    assert restarts.after_end(1, role, STEADY) == 0.0
+    assert restarts.after_end(1, role, QUICKLY_STEADY) == 0.0
 
 
 @pytest.mark.parametrize(
