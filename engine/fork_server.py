@@ -112,7 +112,8 @@ class Server:
         os.environ.update(request.environment)
         process.die_with_parent()
         os.chdir(request.directory)
-        sys.argv = [request.module, *request.argv]
+        sys.argv = [request.entry, *request.argv]
+        title(request.entry)
         numbers = [0, 1, 2, *request.descriptors]
         moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above + 1) for each in received]
         while received:
@@ -180,12 +181,13 @@ def _branch(request: Fork) -> Fork | None:
 
 
 def _run(request: Fork) -> int:
-    module = importlib.import_module(request.module)
+    module, _, function = request.entry.partition(":")
+    run = getattr(importlib.import_module(module), function)
     threads = request.environment.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdecimal():
         sys.modules["torch"].set_num_threads(max(1, int(threads)))
     try:
-        return int(module.main() or 0)
+        return int(run() or 0)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)

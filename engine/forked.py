@@ -45,8 +45,8 @@ OFF = "LOCKSTEP_FORK_SERVER"
 class Fork(msgspec.Struct, frozen=True):
     """Make a process. With it come descriptors: its standard streams, then those it inherits."""
 
-    module: str
-    """Whose ``main()`` is the process."""
+    entry: str
+    """What is run, as ``module:function``; its result is the exit status."""
     argv: tuple[str, ...]
     environment: dict[str, str]
     descriptors: tuple[int, ...]
@@ -193,7 +193,7 @@ class ForkServer:
 
     def fork(
         self,
-        module: str,
+        entry: str,
         argv: Sequence[str],
         environment: Mapping[str, str],
         descriptors: Sequence[int] = (),
@@ -202,14 +202,14 @@ class ForkServer:
         branches: bool = False,
         timeout: float = ANSWER_TIMEOUT,
     ) -> Forked:
-        """A process of ours that runs ``main()`` of this module, in a session of its own. ``streams``: its
-        standard input, output and error; None for an empty one and ours.
+        """A process of ours that runs this function, ``module:function``, in a session of its own.
+        ``streams``: its standard input, output and error; None for an empty one and ours.
 
         Raises:
             Unforked: it was not made.
         """
         request = Fork(
-            module, tuple(argv), dict(environment), tuple(descriptors), os.getcwd(), os.getpid(), branches
+            entry, tuple(argv), dict(environment), tuple(descriptors), os.getcwd(), os.getpid(), branches
         )
         with self._asking:
             if self.problem:

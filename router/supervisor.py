@@ -256,7 +256,7 @@ class Supervisor:
         try:
             return await asyncio.to_thread(
                 self._fork_server.fork,
-                f"{spec.role}.__main__",
+                f"{spec.role}.__main__:main",
                 spec.argv,
                 environment,
                 spec.descriptors,

@@ -161,7 +161,7 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
     arguments = [str(descriptor) for descriptor in descriptors]
     if forked.inherited is not None:
         try:
-            return forked.inherited.fork("engine.worker", arguments, environment, descriptors)
+            return forked.inherited.fork("engine.worker:main", arguments, environment, descriptors)
         except Unforked as problem:
             logger.warning("%s; a worker is started the plain way", problem)
     return subprocess.Popen(
