@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_PIDS = 256
 """Processes of ours that ended, and that the view may still show."""
+COORDINATOR_FIRST = 10.0
+"""Seconds that forked instances wait for the coordinator, which they can do without."""
 STOP_TIMEOUT = 10.0
 """Seconds a process may take to end before it is told again, and then killed."""
 
@@ -96,6 +98,8 @@ class Supervisor:
         self._gone_names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._known = asyncio.Event()
+        """A view has come."""
         self._ended = asyncio.Event()
         self._stopping = False
         self._status = 0
@@ -147,7 +151,7 @@ class Supervisor:
         for spec in self._table:
             if spec not in forked:
                 await self.start(spec)
-        starting = asyncio.gather(*(self.start(spec) for spec in forked))
+        starting = asyncio.ensure_future(self._start_forked(forked))
         waiting = asyncio.ensure_future(self._wait_until_ready(until_ready))
         await self._ended.wait()
         waiting.cancel()
@@ -157,6 +161,17 @@ class Supervisor:
     def stop(self) -> None:
         """Let :meth:`run` end all and return."""
         self._end(self._status)
+
+    async def _start_forked(self, table: Sequence[ProcessSpec]) -> None:
+        """They take no time to start, so our coordinator goes first: where it cannot listen, it says why, and
+        they would find the one of another mesh there."""
+        if any(spec.role == "coordinator" for spec in self._table):
+            first = [asyncio.ensure_future(event.wait()) for event in (self._known, self._ended)]
+            await asyncio.wait(first, timeout=COORDINATOR_FIRST, return_when=asyncio.FIRST_COMPLETED)
+            for each in first:
+                each.cancel()
+        if not self._stopping:
+            await asyncio.gather(*(self.start(spec) for spec in table))
 
     async def start(self, spec: ProcessSpec) -> None:
         """One process more."""
@@ -184,6 +199,7 @@ class Supervisor:
     def learn(self, view: View) -> None:
         """Ranks that the coordinator gave to our instances, and since when they serve."""
         self._view = view
+        self._known.set()
         here = socket.gethostname()
         of_pid = {child.process.pid: child for child in self._of_role("engine")}
         of_name = {child.name: child for child in of_pid.values()}
