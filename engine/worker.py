@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -254,7 +254,13 @@ def pin(cores: tuple[int, ...]) -> None:
 ALL_CORES = os.sched_getaffinity(0)
 
 
-def main() -> int:
+def main() -> NoReturn:
+    status = _work()
+    logging.shutdown()
+    os._exit(status)  # no destructor of a library may keep a worker whose engine is gone
+
+
+def _work() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the engine, which may still need its workers
         signal.signal(number, signal.SIG_IGN)
     process.die_with_parent()
@@ -269,6 +275,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    logging.shutdown()
-    os._exit(status)  # no destructor of a library may keep a worker whose engine is gone
+    main()

@@ -14,6 +14,7 @@ from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import to_argv
 from coordinator.messages import Settings
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
+from engine.forked import thread_environment
 from parallel.topology import threads_per_worker, workers_of_node
 from router.config import RouterConfig, ServeConfig
 
@@ -49,17 +50,16 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def environment(self) -> dict[str, str]:
         """This process's own, with the thread share and the pid whose death ends the child."""
-        threads = str(self.threads)
         return {
             **os.environ,
+            **thread_environment(self.threads),
             process.PARENT_VARIABLE: str(os.getpid()),
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            # Waiting threads must not spin on cores that others need.
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
         }
+
+    @property
+    def may_be_forked(self) -> bool:
+        """Whether a fork server has what it loads. Routers and the coordinator load little."""
+        return self.role == "engine" and not self.module
 
 
 def process_table(

@@ -23,8 +23,10 @@ from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from coordinator.tracing import TracingMissing, check_installed
+from engine import forked
 from engine.checkpoint import CheckpointError
 from engine.cluster import why_not
+from engine.forked import ForkServer
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
@@ -64,7 +66,7 @@ def main_serve(argv: list[str] | None = None) -> int:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
     settings = None
-    title = "serve"
+    title, model_type = "serve", ""
     if config.engine.model.model is not None or not config.mesh.headless:
         try:
             info, settings = resolve(config.engine, config.mesh.data_parallel_size)
@@ -75,12 +77,13 @@ def main_serve(argv: list[str] | None = None) -> int:
         if problem is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
+        model_type = info.model_type
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
     if config.engine.nodes.node_rank:
         return run_node(config, title)
     try:
         with contextlib.ExitStack() as held:
-            return _run(config, settings, title, held, keys)
+            return _run(config, settings, title, held, keys, model_type)
     except OSError as error:  # a port of the endpoint
         print(f"serve: error: {error.strerror}", file=sys.stderr)
         return process.EXIT_FAILED
@@ -92,6 +95,7 @@ def _run(
     title: str,
     held: contextlib.ExitStack,
     keys: MeshKeys | None,
+    model_type: str,
 ) -> int:
     """Start and supervise; what is ``held`` is given back at the end."""
     mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
@@ -119,8 +123,22 @@ def _run(
         restart=config.restart,
         engine_spec=lambda rank: _one_more(config, rank),
         doors=sockets,
+        fork_server=_fork_server(config, model_type),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
+    """For several processes that compute, or one that may have to be started again."""
+    device = config.engine.device
+    if config.data_parallel_backend == "ray" or device.distributed_executor_backend == "ray":
+        return None
+    if config.engine.nodes.nnodes > 1 or not forked.is_possible(device.device, visible_cuda_devices()):
+        return None
+    if forked.inherited is not None:
+        return forked.inherited
+    several = config.mesh.local_size * max(1, config.engine.num_local_workers) > 1
+    return ForkServer.start(forked.modules_of(model_type)) if several or config.restart else None
 
 
 def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:

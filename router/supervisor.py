@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from coordinator import process
 from coordinator.messages import State, View
 from coordinator.rpc import KeyRefused
+from engine.forked import Forked, ForkServer, Unforked
 from router.faults import Event, Faults
 from router.launch import ProcessSpec
 from router.restarts import Restarts
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_PIDS = 256
 """Processes of ours that ended, and that the view may still show."""
+COORDINATOR_FIRST = 10.0
+"""Seconds that forked instances wait for the coordinator, which they can do without."""
 STOP_TIMEOUT = 10.0
 """Seconds a process may take to end before it is told again, and then killed."""
 
@@ -37,7 +40,7 @@ class Child:
     key: int
     """Its place in the table; a process that is started again keeps it."""
     spec: ProcessSpec
-    process: Process
+    process: Process | Forked
     began: float | None
     """When it began to serve; None while an instance loads."""
     rank: int | None
@@ -50,6 +53,12 @@ class Child:
     retired: bool = False
     """Told to drain and go, by us or by others: it never comes back, and its process may outlive its
     leaving."""
+
+    async def ended(self) -> int:
+        """Its exit status, as subprocess has it."""
+        if isinstance(self.process, Forked):
+            return await self.process.ended()
+        return await self.process.wait()
 
     @property
     def stays(self) -> bool:
@@ -71,15 +80,17 @@ class Supervisor:
         restart: bool = False,
         engine_spec: Callable[[int], ProcessSpec] | None = None,
         doors: Sequence[socket.socket] = (),
+        fork_server: ForkServer | None = None,
     ) -> None:
         """``drain_timeout``: seconds that headless instances may take to finish what they have.
         ``engine_spec`` makes the instance of a rank. ``doors`` are held open for routers to come, and
-        closed at the end."""
+        closed at the end; so is ``fork_server``, which makes the instances, if there is one."""
         self._table = list(table)
         self._drain_timeout = drain_timeout
         self._restarts = Restarts(instances=restart)
         self._engine_spec = engine_spec
         self._doors = doors
+        self._fork_server = fork_server
         self._children: dict[int, Child] = {}
         self._coming_back: dict[int, ProcessSpec] = {}
         self._num_keys = 0
@@ -87,6 +98,8 @@ class Supervisor:
         self._gone_names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._names: deque[str] = deque(maxlen=REMEMBERED_PIDS)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._known = asyncio.Event()
+        """A view has come."""
         self._ended = asyncio.Event()
         self._stopping = False
         self._status = 0
@@ -134,17 +147,31 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM) if takes_signals else ():
             loop.add_signal_handler(number, self._on_signal)
+        forked = [spec for spec in self._table if self._forks(spec)]
         for spec in self._table:
-            await self.start(spec)
+            if spec not in forked:
+                await self.start(spec)
+        starting = asyncio.ensure_future(self._start_forked(forked))
         waiting = asyncio.ensure_future(self._wait_until_ready(until_ready))
         await self._ended.wait()
         waiting.cancel()
-        await self._stop_all()
+        await self._stop_all(starting)
         return self._status
 
     def stop(self) -> None:
         """Let :meth:`run` end all and return."""
         self._end(self._status)
+
+    async def _start_forked(self, table: Sequence[ProcessSpec]) -> None:
+        """They take no time to start, so our coordinator goes first: where it cannot listen, it says why, and
+        they would find the one of another mesh there."""
+        if any(spec.role == "coordinator" for spec in self._table):
+            first = [asyncio.ensure_future(event.wait()) for event in (self._known, self._ended)]
+            await asyncio.wait(first, timeout=COORDINATOR_FIRST, return_when=asyncio.FIRST_COMPLETED)
+            for each in first:
+                each.cancel()
+        if not self._stopping:
+            await asyncio.gather(*(self.start(spec) for spec in table))
 
     async def start(self, spec: ProcessSpec) -> None:
         """One process more."""
@@ -172,6 +199,7 @@ class Supervisor:
     def learn(self, view: View) -> None:
         """Ranks that the coordinator gave to our instances, and since when they serve."""
         self._view = view
+        self._known.set()
         here = socket.gethostname()
         of_pid = {child.process.pid: child for child in self._of_role("engine")}
         of_name = {child.name: child for child in of_pid.values()}
@@ -212,21 +240,51 @@ class Supervisor:
     async def _start(self, key: int, spec: ProcessSpec) -> None:
         name = uuid.uuid4().hex[:12]
         self._names.append(name)
-        started = await asyncio.create_subprocess_exec(
-            *spec.command(),
-            env={**spec.environment(), process.INSTANCE_VARIABLE: name},
-            stdin=DEVNULL,
-            start_new_session=True,
-            pass_fds=spec.descriptors,
-        )
+        environment = {**spec.environment(), process.INSTANCE_VARIABLE: name}
+        started: Process | Forked | None = None
+        if self._forks(spec):
+            self._coming_back[key] = spec
+            started = await self._fork(spec, environment)
+            if self._coming_back.pop(key, None) is None or self._stopping:  # retired meanwhile
+                if started is not None:
+                    started.kill()
+                return
+        if started is None:
+            started = await asyncio.create_subprocess_exec(
+                *spec.command(),
+                env=environment,
+                stdin=DEVNULL,
+                start_new_session=True,
+                pass_fds=spec.descriptors,
+            )
         began = None if spec.role == "engine" else time.monotonic()
         child = self._children[key] = Child(key, spec, started, began, spec.rank, name=name)
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
+    def _forks(self, spec: ProcessSpec) -> bool:
+        return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
+
+    async def _fork(self, spec: ProcessSpec, environment: dict[str, str]) -> Forked | None:
+        """None: it has to be started the plain way."""
+        assert self._fork_server is not None
+        try:
+            return await asyncio.to_thread(
+                self._fork_server.fork,
+                f"{spec.role}.__main__:main",
+                spec.argv,
+                environment,
+                spec.descriptors,
+                branches=bool(spec.workers),
+            )
+        except Unforked as problem:
+            if not self._stopping:
+                logger.warning("%s; %s is started the plain way", problem, spec.name)
+            return None
+
     async def _watch(self, child: Child) -> None:
-        status = await child.process.wait()
+        status = await child.ended()
         self._children.pop(child.key, None)
         self._gone.append(child.process.pid)
         self._gone_names.append(child.name)
@@ -305,9 +363,12 @@ class Supervisor:
 
     # ---- the end
 
-    async def _stop_all(self) -> None:
+    async def _stop_all(self, starting: Awaitable[object]) -> None:
         """Routers first, so that nothing new comes in; the coordinator last."""
         self._stopping = True
+        if self._fork_server is not None:
+            self._fork_server.close()
+        await starting
         for door in self._doors:
             door.close()
         is_head = any(spec.role == "router" for spec in self._table)
@@ -321,7 +382,7 @@ class Supervisor:
     async def _wait_for(self, children: list[Child], patience: float) -> None:
         if not children:
             return
-        ended = asyncio.gather(*(child.process.wait() for child in children))
+        ended = asyncio.gather(*(child.ended() for child in children))
         for last_resort in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(ended), patience)

@@ -17,12 +17,15 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from coordinator import process
+from engine import forked
 from engine.executor.base import Progress
 from engine.executor.channel import Channel
 from engine.executor.messages import FromWorker
+from engine.forked import Forked, Unforked
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +116,7 @@ class LocalWorker(WorkerEnd):
         super().__init__(name, host, address, number)
         pairs = [socket.socketpair() for _ in range(num_channels)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
-        self.child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.worker", *map(str, descriptors)],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            env=_environment(threads),
-            start_new_session=True,
-        )
+        self.child = _start(descriptors, _environment(threads))
         for _, theirs in pairs:
             theirs.close()
         self.channel, *self.more_channels = [Channel(ours) for ours, _ in pairs]
@@ -154,11 +151,26 @@ class LocalWorker(WorkerEnd):
 def _environment(threads: int) -> dict[str, str]:
     return {
         **os.environ,
+        **forked.thread_environment(threads),
         process.PARENT_VARIABLE: str(os.getpid()),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
+
+
+def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
+    """A worker that inherits these; forked, where this process can have that."""
+    arguments = [str(descriptor) for descriptor in descriptors]
+    if forked.inherited is not None:
+        try:
+            return forked.inherited.fork("engine.worker:main", arguments, environment, descriptors)
+        except Unforked as problem:
+            logger.warning("%s; a worker is started the plain way", problem)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.worker", *arguments],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 class RelayedWorker(WorkerEnd):

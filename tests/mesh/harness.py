@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import os
 import signal
@@ -10,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import psutil
 
+from coordinator.client import fetch_view
 from coordinator.messages import View
+from engine.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
 
 START_TIMEOUT = 120.0
 
@@ -48,6 +53,39 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str = "") -> 
         time.sleep(0.05)
 
 
+WARM = {"router.serve": "router.serve:main_serve", "engine": "engine.__main__:main"}
+"""Modules that load torch, or start what does, and what each runs."""
+
+
+@cache
+def _fork_server() -> ForkServer:
+    """Of this run of the tests. It saves each of their meshes seconds of loading libraries; what ``serve`` does
+    with a fork server of its own is the same. LOCKSTEP_FORK_SERVER=0 does without."""
+    server = ForkServer.start([*modules_of("qwen3_moe"), "router.serve"])
+    atexit.register(server.close)
+    return server
+
+
+def warm_start(module: str, argv: Sequence[str], environment: dict[str, str], log: int) -> Forked | None:
+    """A command line that runs, without having been loaded from the disk; None if it has to be."""
+    if module not in WARM or not is_possible("cpu", 0):
+        return None
+    with open(os.devnull) as nothing:
+        streams = (nothing.fileno(), log, log)
+        kept = {name: value for name, value in thread_environment(1).items() if name not in environment}
+        try:
+            return _fork_server().fork(
+                WARM[module],
+                argv,
+                {**environment, **kept},
+                streams=streams,
+                branches=module == "router.serve",
+            )
+        except Unforked as problem:
+            print(f"started the plain way: {problem}", file=sys.stderr)
+            return None
+
+
 class Command:
     """One command line of ours, running."""
 
@@ -61,13 +99,16 @@ class Command:
     ) -> None:
         """``prefix``: a command that runs the command line given behind it."""
         self.log_file = log
+        environment = {**os.environ, **(env or {})}
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] | Forked = (
+                None if prefix else warm_start(module, argv, environment, file.fileno())
+            ) or subprocess.Popen(
                 [*prefix, sys.executable, "-P", "-m", module, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=environment,
                 start_new_session=True,
             )
 
@@ -157,14 +198,9 @@ class Ports:
         return ["-dpa", "127.0.0.1", "-dpp", str(self.rpc)]
 
     def view(self) -> View:
-        """What ``lockstep status --json`` says."""
-        output = subprocess.run(
-            [sys.executable, "-P", "-m", "router.status", "--json", *self.join()],
-            capture_output=True,
-            check=True,
-            timeout=30,
-        ).stdout
-        return msgspec.json.decode(output, type=View)
+        """The coordinator's. Asked for without a command, since tests ask often."""
+        with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
+            return thread.submit(asyncio.run, fetch_view(f"tcp://127.0.0.1:{self.rpc}", 30.0)).result()
 
     def status(self) -> str:
         """What ``lockstep status`` prints."""

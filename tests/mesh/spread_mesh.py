@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from coordinator.client import fetch_view
-from coordinator.messages import State, View
+from coordinator.messages import State
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
@@ -78,10 +76,6 @@ class SpreadMesh(Ports):
             if command.process.poll() is not None:
                 self._tracebacks += _tracebacks(command)
                 self.commands.remove(command)
-
-    def view(self) -> View:
-        """Asked for directly, since tests ask often."""
-        return asyncio.run(fetch_view(f"tcp://127.0.0.1:{self.rpc}", 20.0))
 
     def ready(self) -> list[int]:
         """Ranks that serve."""
