@@ -48,6 +48,8 @@ ANSWER_GRACE = 30.0
 READING_TIMEOUT = 600.0
 """Seconds in which a worker must have read the experts that it gets."""
 FORMING_TIMEOUT = 60.0
+ASK_SECONDS = 1.0
+"""Of a step, after which its workers are asked for a sign of life again."""
 
 
 class InstanceGroup(RenewableCommunicator):
@@ -143,7 +145,8 @@ class SpreadMpExecutor(MpExecutor):
             if time.perf_counter() < look_until:
                 os.sched_yield()
             else:
-                self._take_in(self._poll.poll())
+                self._take_in(self._poll.poll(ASK_SECONDS * 1000))
+                self._groups.ask_counts()  # a step that takes long may be one that hangs
 
     def _check_groups(self) -> None:
         """Raise what a worker has said of a broken group, or another thread of this process; or that one does

@@ -21,8 +21,8 @@ SETTLES = 120.0
 """Seconds that somebody who is about to join may take to load."""
 MORE_MEMORY = 48 * 2**20
 """Bytes by which a process may grow after its first minute: caches fill, allocators keep what they had."""
-MORE_DESCRIPTORS = 36
-"""Each other instance of the group costs about six, and there may be more of them than at first."""
+MORE_DESCRIPTORS = 64
+"""Each other instance of a group costs about eleven, and who was alone at first may have four or five at the end."""
 MORE_THREADS = 8
 
 
