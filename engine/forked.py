@@ -173,12 +173,13 @@ class ForkServer:
         return self._child.pid
 
     @classmethod
-    def start(cls, modules: Sequence[str]) -> ForkServer:
-        """A new one, which loads these modules now; it is asked at once and answers when it has them."""
+    def start(cls, modules: Sequence[str], prefix: Sequence[str] = ()) -> ForkServer:
+        """A new one, which loads these modules now; it can be asked at once and answers when it has them.
+        ``prefix``: a command that becomes the command line given behind it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "engine.fork_server", str(theirs.fileno()), *modules],
+                [*prefix, sys.executable, "-P", "-m", "engine.fork_server", str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={

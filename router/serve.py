@@ -137,6 +137,7 @@ def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
         return None
     if forked.inherited is not None:
         return forked.inherited
+    # One instance alone gains nothing by it.
     several = config.mesh.local_size * max(1, config.engine.num_local_workers) > 1
     return ForkServer.start(forked.modules_of(model_type)) if several or config.restart else None
 

@@ -148,6 +148,8 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM) if takes_signals else ():
             loop.add_signal_handler(number, self._on_signal)
         forked = [spec for spec in self._table if self._forks(spec)]
+        if self._fork_server is not None:
+            logger.info("the fork server (pid %d) loads libraries for all instances", self._fork_server.pid)
         for spec in self._table:
             if spec not in forked:
                 await self.start(spec)

@@ -101,6 +101,24 @@ def test_no_module_outside_the_engine_loads_torch(package: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["engine.__main__", "engine.executor.mp", "engine.fork_server", "engine.nodes.__main__", "engine.worker"],
+)
+def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
+    """An instance registers, and may be refused, before it spends seconds on libraries; one with workers never
+    does, nor does a fork server before it is told what to load."""
+    code = (
+        f"import sys, {module}\n"
+        "found = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {found}' if found else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_package_and_module_says_what_it_is() -> None:
     for package in ORDER:
         for path in sources(package):

@@ -58,15 +58,17 @@ WARM = {"router.serve": "router.serve:main_serve", "engine": "engine.__main__:ma
 
 
 @cache
-def _fork_server() -> ForkServer:
+def fork_server(*prefix: str) -> ForkServer:
     """Of this run of the tests. It saves each of their meshes seconds of loading libraries; what ``serve`` does
     with a fork server of its own is the same. LOCKSTEP_FORK_SERVER=0 does without."""
-    server = ForkServer.start([*modules_of("qwen3_moe"), "router.serve"])
+    server = ForkServer.start([*modules_of("qwen3_moe"), "router.serve"], prefix)
     atexit.register(server.close)
     return server
 
 
-def warm_start(module: str, argv: Sequence[str], environment: dict[str, str], log: int) -> Forked | None:
+def warm_start(
+    module: str, argv: Sequence[str], environment: dict[str, str], log: int, prefix: Sequence[str]
+) -> Forked | None:
     """A command line that runs, without having been loaded from the disk; None if it has to be."""
     if module not in WARM or not is_possible("cpu", 0):
         return None
@@ -74,7 +76,7 @@ def warm_start(module: str, argv: Sequence[str], environment: dict[str, str], lo
         streams = (nothing.fileno(), log, log)
         kept = {name: value for name, value in thread_environment(1).items() if name not in environment}
         try:
-            return _fork_server().fork(
+            return fork_server(*prefix).fork(
                 WARM[module],
                 argv,
                 {**environment, **kept},
@@ -97,12 +99,12 @@ class Command:
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        """``prefix``: a command that runs the command line given behind it."""
+        """``prefix``: a command that becomes the command line given behind it."""
         self.log_file = log
         environment = {**os.environ, **(env or {})}
         with log.open("wb") as file:
             self.process: subprocess.Popen[bytes] | Forked = (
-                None if prefix else warm_start(module, argv, environment, file.fileno())
+                warm_start(module, argv, environment, file.fileno(), prefix)
             ) or subprocess.Popen(
                 [*prefix, sys.executable, "-P", "-m", module, *argv],
                 stdin=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.mesh.harness import Command
+from tests.mesh.harness import Command, fork_server
 
 NETWORK = "198.18.77"  # of the range that is reserved for such trials (RFC 2544)
 
@@ -112,6 +112,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield head, other
     finally:
         for host in made:
+            fork_server(*host.prefix).close()
             _ip("netns", "del", host.name)
 
 

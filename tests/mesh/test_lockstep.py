@@ -19,6 +19,8 @@ from tests.mesh.test_loss import crowd_of
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 
 NUM_LAYERS = 6
+REST = 4.0
+"""Seconds over which the CPU time of a sleeping mesh is taken."""
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"]
 
 
@@ -64,10 +66,13 @@ def test_spread_experts_change_no_token(
         assert "Traceback" not in command.log
 
 
-def test_idle_instances_take_part_and_sleep_costs_nothing(tmp_path: Path) -> None:
+def test_spreading_is_the_default_and_idle_instances_take_part_and_sleep_costs_nothing(
+    tmp_path: Path,
+) -> None:
     ports = Ports()
-    with serve(tmp_path / "log", "-dp", "2", "-ep", *ports.head(), *FLAGS) as command:
+    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *FLAGS) as command:
         command.wait_for("2 instances ready")
+        assert "2 instances in lockstep over shared_memory" in command.log
         ask(ports, rank=0, max_tokens=40)
         wait_until(lambda: min(metrics(ports).get(_of(rank, "sleeps_total"), 0) for rank in (0, 1)) >= 2, 10)
         found = metrics(ports)
@@ -83,15 +88,24 @@ def test_idle_instances_take_part_and_sleep_costs_nothing(tmp_path: Path) -> Non
         engines = [command.child("Engine_0"), command.child("Engine_1")]
         time.sleep(1.0)
         before = [sum(engine.cpu_times()[:2]) for engine in engines]
-        time.sleep(6.0)
+        time.sleep(REST)
         used = [sum(engine.cpu_times()[:2]) - then for engine, then in zip(engines, before, strict=True)]
-        assert max(used) < 6.0 * 0.01, f"CPU seconds in 6 s of sleep: {used}"
+        assert max(used) < REST * 0.01, f"CPU seconds in {REST} s of sleep: {used}"
         command.child("Coordinator").send_signal(signal.SIGSTOP)
         try:
             assert streamed(ports), "sleeping and waking need no coordinator"
         finally:
             command.child("Coordinator").send_signal(signal.SIGCONT)
+        assert_is_agreed_on(ports, tmp_path)
         assert command.stop() == 0
+
+
+def assert_is_agreed_on(ports: Ports, tmp_path: Path) -> None:
+    """One that spreads no experts cannot come."""
+    other = [SHIPPED_MODEL, "-dp", "2", "-dpr", "1", "--no-enable-expert-parallel", "--headless"]
+    with serve(tmp_path / "other.log", *other, *ports.join()) as late:
+        assert late.end() == 3
+        assert "-ep is False, the mesh has True" in late.log
 
 
 def _empty_steps(rank: int) -> str:
@@ -102,18 +116,6 @@ def _of(rank: int, name: str, **more: str) -> str:
     labels = {"engine": str(rank), "model_name": SHIPPED_MODEL, **more}
     inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"lockstep:{name}{{{inside}}}"
-
-
-def test_spreading_is_the_default_and_agreed_on(tmp_path: Path) -> None:
-    ports = Ports()
-    with serve(tmp_path / "log", "-dp", "2", *ports.head(), *FLAGS) as command:
-        command.wait_for("2 instances ready")
-        assert "2 instances in lockstep over shared_memory" in command.log
-        other = [SHIPPED_MODEL, "-dp", "2", "-dpr", "1", "--no-enable-expert-parallel", "--headless"]
-        with serve(tmp_path / "other.log", *other, *ports.join()) as late:
-            assert late.end() == 3
-            assert "-ep is False, the mesh has True" in late.log
-        assert command.stop() == 0
 
 
 def test_random_experts_are_not_spread(tmp_path: Path) -> None:

@@ -252,11 +252,13 @@ def test_what_is_refused(operated: Operated) -> None:
         urllib.request.urlopen(f"{operated.url}/admin/world")
 
 
-def test_emptied_by_force_the_mesh_waits_for_others(operated: Operated) -> None:
+def test_emptied_by_force_and_without_its_fork_server_the_mesh_waits_for_others(operated: Operated) -> None:
     assert operated.lockstep("drain", "0", "--force").returncode == 0
     assert [member for member in operated.view().members if member.state is State.READY] == []
+    operated.command.child("ForkServer").kill()
     grown = operated.lockstep("scale", "1")
     assert grown.returncode == 0, grown.stderr
+    operated.command.wait_for("Engine_0 is started the plain way")
     assert operated.ready_ranks() == [0]
     victim = operated.command.child("Engine_0")
     killed = under_load(operated, 0, lambda: victim.send_signal(signal.SIGKILL))
