@@ -34,9 +34,11 @@ def even_sizes(total: int, size: int) -> list[int]:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as the transports want it: on the CPU, in one piece, outside autograd."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"this communicator carries CPU tensors only, not {tensor.device}")
-    return tensor.detach().contiguous()
+    if tensor.requires_grad or not tensor.is_contiguous():  # asking is faster than doing nothing
+        return tensor.detach().contiguous()
+    return tensor
 
 
 def check_sizes(what: str, sizes: Sequence[int], size: int) -> None:
@@ -47,7 +49,7 @@ def check_sizes(what: str, sizes: Sequence[int], size: int) -> None:
 
 def check_rows(what: str, tensor: torch.Tensor, rows: int) -> None:
     """The first dimension must be what the sizes say."""
-    if tensor.dim() == 0 or len(tensor) != rows:
+    if tensor.dim() == 0 or tensor.shape[0] != rows:
         raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(tensor.shape)}")
 
 

@@ -11,41 +11,87 @@ import torch
 
 from parallel.communicators.segments import Segment
 
-_LINE_WORDS = 8  # words (int64) of a cache line
+_WORD_BYTES = 8
+LINE_BYTES = 64
+"""Of a cache line. Words that different members wait for stand on different ones."""
 _PAGE_BYTES = 4096
 
 
-class Slots:
-    """One member's segment. Words that different members wait for stand on different cache lines."""
+class Layout(NamedTuple):
+    """Where things are in a segment, in bytes from its beginning."""
 
-    def __init__(self, segment: Segment, size: int, slot_bytes: int, arena_bytes: int = 0) -> None:
+    size: int
+    """Members of the group."""
+    slot_bytes: int
+    counter: int
+    notes: int
+    """Two words, on the line of the counter: who waits for the one reads the other next."""
+    state: int
+    announced: int
+    """Twice as many lines as 1 + ``size`` words need."""
+    sent: int
+    """A line for each member, and so below."""
+    envelopes: int
+    taken: int
+    slots: int
+    """Two of them, then two for letters."""
+    letters: int
+    arena: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, size: int, slot_bytes: int, arena_bytes: int = 0) -> Layout:
+        announced = 2 * LINE_BYTES
+        sent = announced + 2 * _lines(1 + size) * LINE_BYTES
+        envelopes, taken, end = (sent + each * size * LINE_BYTES for each in (1, 2, 3))
+        slots = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        letters = slots + 2 * slot_bytes
+        arena = letters + 2 * slot_bytes
+        return cls(
+            size, slot_bytes, 0, _WORD_BYTES, LINE_BYTES, announced, sent, envelopes, taken, slots, letters,
+            arena, arena + arena_bytes,
+        )  # fmt: skip
+
+
+class Slots:
+    """One member's segment."""
+
+    def __init__(self, segment: Segment, layout: Layout) -> None:
         self.memory = segment.memory
-        words = _Words(segment)
-        self.counter = words.take(1)
+        size, slot_bytes = layout.size, layout.slot_bytes
+
+        def words(at: int, number: int) -> memoryview:
+            return segment.words[at // _WORD_BYTES :][:number]
+
+        self.counter = words(layout.counter, 1)
         """Rounds that it has published."""
-        self.state = words.take(1)
+        self.notes = words(layout.notes, 2)
+        """By slot: which call it belongs to."""
+        self.state = words(layout.state, 1)
         """Whether it is still there: see the communicator."""
-        self.notes = words.take(2 + size), words.take(2 + size)
-        """By slot: call, rounds that follow, bytes for each member."""
-        self.sent = [words.take(1) for _ in range(size)]
+        line = _lines(1 + size) * LINE_BYTES
+        self.announced = [words(layout.announced + slot * line, 1 + size) for slot in (0, 1)]
+        """By slot: rounds that follow, bytes for each member."""
+        self.sent = [words(layout.sent + each * LINE_BYTES, 1) for each in range(size)]
         """By receiver: letters written for it."""
-        self.envelopes = [words.take(2) for _ in range(size)]
+        self.envelopes = [words(layout.envelopes + each * LINE_BYTES, 2) for each in range(size)]
         """By receiver, for its letters in turn: slot + 2 * bytes."""
-        self.taken = [words.take(1) for _ in range(size)]
+        self.taken = [words(layout.taken + each * LINE_BYTES, 1) for each in range(size)]
         """By sender: letters read."""
-        first = _words_bytes(size)
+        first = layout.slots
         self.slot_offsets = first, first + slot_bytes
         """Of what this member gives in every other round."""
         slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=first, count=2 * slot_bytes)
         self._slots = slots.split(slot_bytes)
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
-        address: int = slots.data_ptr()
-        self.slot_addresses = address, address + slot_bytes
-        self.letter_addresses = address + 2 * slot_bytes, address + 3 * slot_bytes
+        self.address: int = slots.data_ptr() - first
+        """Of the segment."""
+        self.slot_addresses = self.address + first, self.address + first + slot_bytes
+        self.letter_addresses = self.address + layout.letters, self.address + layout.letters + slot_bytes
         """Of what it sends to one other."""
-        self.arena = address + 4 * slot_bytes
+        self.arena = self.address + layout.arena
         """Address of memory whose use is up to the group's owner: see the communicator."""
-        self.arena_bytes = arena_bytes
+        self.arena_bytes = layout.num_bytes - layout.arena
 
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """A slot as a tensor: [elements that fit]."""
@@ -89,28 +135,6 @@ def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
     return spans
 
 
-class _Words:
-    """Hands out the words at the beginning of a segment."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._words, self._next = segment.words, 0
-
-    def take(self, number: int) -> memoryview:
-        first = self._next
-        self._next += _lines(number) * _LINE_WORDS
-        return self._words[first : first + number]
-
-
-def segment_bytes(size: int, slot_bytes: int, arena_bytes: int = 0) -> int:
-    """Of the segment of each member in a group of ``size``."""
-    return _words_bytes(size) + 4 * slot_bytes + arena_bytes
-
-
-def _words_bytes(size: int) -> int:
-    lines = 2 + 2 * _lines(2 + size) + 3 * size
-    return -(-lines * _LINE_WORDS * 8 // _PAGE_BYTES) * _PAGE_BYTES
-
-
 def _lines(number: int) -> int:
     """Cache lines for this many words."""
-    return -(-number // _LINE_WORDS)
+    return -(-number * _WORD_BYTES // LINE_BYTES)

@@ -1,0 +1,253 @@
+"""The rounds of :mod:`parallel.communicators.shared_memory` in plain Python: what each member writes and reads, and
+when. ``native/collectives.cpp`` does the same in one call each; this is what is left where it cannot be compiled.
+
+Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
+That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
+store order; an aligned 8-byte word is never torn; the C library fences its streaming copies). Elsewhere it is
+not, and the communicator refuses to be made.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
+from parallel.communicators.slots import LINE_BYTES, Layout, Slots, span_of, spans_of
+from parallel.communicators.standing import Standing
+from parallel.communicators.waiting import Patience
+
+TWO_STEP_BYTES = 64 << 10
+"""Tensors of more bytes are reduced in parts, if there are more than two members."""
+CALLS = ("all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")
+
+
+class Rounds:
+    """One member's part. Tensors are contiguous and on the CPU; results are written to tensors that are given."""
+
+    is_native = False
+
+    def __init__(
+        self, rank: int, layout: Layout, members: Sequence[Slots], standing: Standing, *, crowded: bool
+    ) -> None:
+        self.rank, self.size = rank, layout.size
+        self._slot_bytes = layout.slot_bytes
+        self._region_bytes = region_bytes(layout)
+        self._members = members
+        self._standing = standing
+        self._peers = [peer for peer in range(self.size) if peer != rank]
+        self._patience = Patience(crowded)
+        self._letters = 0
+        self._letter_users: list[tuple[int, int] | None] = [None, None]
+
+    def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
+        """Every member's row of 64-bit integers, by rank."""
+        packing = struct.Struct(f"={len(row)}q")
+        note = _note("all_gather_ints", packing.size)
+        slot = self._take_slot()
+        own = self._members[self.rank]
+        packing.pack_into(own.memory, own.slot_offsets[slot], *row)
+        self._publish(slot, note)
+        rows = []
+        for rank, member in enumerate(self._members):
+            self._await_round(rank, slot, note)
+            rows.append(list(packing.unpack_from(member.memory, member.slot_offsets[slot])))
+        return rows
+
+    def all_gather(self, part: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Parts of ``sizes[rank]`` rows to the whole."""
+        note = _note("all_gather", whole.nbytes)
+        spans, mine = spans_of(whole, sizes), span_of(part)
+        mine.copy_to(spans[self.rank].address)
+        step = self._slot_bytes
+        for low in range(0, max(span.length for span in spans), step):
+            slot = self._take_slot()
+            mine.copy_to(self._place(self.rank, slot), low, step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+                spans[peer].copy_from(self._place(peer, slot), low, step)
+
+    def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
+        """The sums of all wholes to this member's total."""
+        note = _note("reduce_scatter", whole.nbytes)
+        spans = spans_of(whole, sizes)
+        mine = whole.split(list(sizes))[self.rank]
+        step = self._region_bytes
+        for low in range(0, max(span.length for span in spans), step):
+            slot = self._take_slot()
+            for peer in self._peers:
+                spans[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+            self._sum(slot, self.rank * step, mine, total, low, step)
+
+    def all_to_all(
+        self,
+        outgoing: torch.Tensor,
+        incoming: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+    ) -> None:
+        """Rows go to the members, and come from them, in rank order."""
+        note = _note("all_to_all", 0)
+        sent, received = spans_of(outgoing, send_sizes), spans_of(incoming, receive_sizes)
+        sent[self.rank].copy_to(received[self.rank].address)
+        step = self._region_bytes
+        # Nobody knows how much the others send each other: each says how many rounds it needs itself.
+        rounds = max([1, *(-(-sent[peer].length // step) for peer in self._peers)])
+        low = 0
+        while low < rounds * step:
+            slot = self._take_slot()
+            if low == 0:
+                announced = self._members[self.rank].announced[slot]
+                announced[0] = rounds
+                for peer in self._peers:
+                    announced[1 + peer] = sent[peer].length
+            for peer in self._peers:
+                sent[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+                if low == 0:
+                    announced = self._members[peer].announced[slot]
+                    rounds = max(rounds, announced[0])
+                    self._check_bytes(peer, announced[1 + self.rank], received[peer].length)
+                received[peer].copy_from(self._place(peer, slot, self.rank), low, step)
+            low += step
+
+    def all_reduce(self, given: torch.Tensor, total: torch.Tensor) -> None:
+        """The sum over all members to the total."""
+        if self.size > 2 and given.nbytes > TWO_STEP_BYTES:
+            sizes = even_sizes(given.numel(), self.size)
+            flat = total.view(-1)
+            mine = flat.new_empty(sizes[self.rank])
+            self.reduce_scatter(given.view(-1), mine, sizes)
+            self.all_gather(mine, flat, sizes)
+            return
+        note = _note("all_reduce", given.nbytes)
+        span, step = span_of(given), self._slot_bytes
+        for low in range(0, span.length, step):
+            slot = self._take_slot()
+            span.copy_to(self._place(self.rank, slot), low, step)
+            self._publish(slot, note)
+            for peer in self._peers:
+                self._await_round(peer, slot, note)
+            self._sum(slot, 0, given, total, low, step)
+
+    def broadcast(self, data: torch.Tensor, source: int) -> None:
+        """What the source has here, to all."""
+        note = _note("broadcast", data.nbytes)
+        span, step = span_of(data), self._slot_bytes
+        for low in range(0, span.length, step):
+            slot = self._take_slot()
+            if source == self.rank:
+                span.copy_to(self._place(source, slot), low, step)
+            self._publish(slot, note)
+            if source != self.rank:
+                self._await_round(source, slot, note)
+                span.copy_from(self._place(source, slot), low, step)
+
+    def send(self, given: torch.Tensor, to: int) -> None:
+        """To one member."""
+        own, step = self._members[self.rank], self._slot_bytes
+        span = span_of(given)
+        for low in range(0, span.length, step):
+            letter = self._letters % 2
+            user = self._letter_users[letter]
+            if user is not None:  # what was in it before has been read
+                self._await(user[0], self._members[user[0]].taken[self.rank], user[1])
+            num_bytes = span.copy_to(own.letter_addresses[letter], low, step)
+            number = own.sent[to][0]
+            own.envelopes[to][number % 2] = letter + 2 * num_bytes
+            own.sent[to][0] = number + 1
+            self._letter_users[letter] = to, number + 1
+            self._letters += 1
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """From one member."""
+        own, peer = self._members[self.rank], self._members[source]
+        span, step = span_of(data), self._slot_bytes
+        for low in range(0, span.length, step):
+            number = own.taken[source][0]
+            self._await(source, peer.sent[self.rank], number + 1)
+            num_bytes, letter = divmod(peer.envelopes[self.rank][number % 2], 2)
+            self._check_bytes(source, num_bytes, min(step, span.length - low))
+            span.copy_from(peer.letter_addresses[letter], low, step)
+            own.taken[source][0] = number + 1
+
+    # ---- one round
+
+    def _take_slot(self) -> int:
+        """The slot of the next round, when all others have read what was in it."""
+        done = self._members[self.rank].counter[0]
+        for peer in self._peers:
+            self._await(peer, self._members[peer].counter, done)
+        return (done + 1) % 2
+
+    def _publish(self, slot: int, note: int) -> None:
+        own = self._members[self.rank]
+        own.notes[slot] = note
+        own.counter[0] += 1
+
+    def _await_round(self, rank: int, slot: int, note: int) -> None:
+        """Until this member's slot of the current round can be read."""
+        member = self._members[rank]
+        self._await(rank, member.counter, self._members[self.rank].counter[0])
+        if member.notes[slot] != note:
+            self._fail_on_note(rank, member.notes[slot])
+
+    def _place(self, rank: int, slot: int, region: int = 0) -> int:
+        """Address of a member's slot, or of what is in it for one member."""
+        return self._members[rank].slot_addresses[slot] + region * self._region_bytes
+
+    def _sum(self, slot: int, at: int, mine: torch.Tensor, total: torch.Tensor, low: int, step: int) -> None:
+        """Of ``total``, the elements that this round brings: at most ``step`` bytes from ``low`` on, which
+        stand in the others' slots ``at`` this byte. ``mine`` is this member's own term of the total."""
+        size = mine.element_size()
+        first, stop = low // size, min((low + step) // size, mine.numel())
+        if first >= stop:
+            return
+        at //= size
+        terms = [
+            _elements(mine, first, stop)
+            if rank == self.rank
+            else member.slot(slot, mine.dtype)[at : at + stop - first]
+            for rank, member in enumerate(self._members)
+        ]
+        sum_in_rank_order(terms, out=_elements(total, first, stop))
+
+    # ---- waiting and failing
+
+    def _await(self, rank: int, word: memoryview, target: int) -> None:
+        if word[0] < target:
+            self._patience.wait(
+                word, target, lambda: self._standing.check(rank, lambda: bool(word[0] >= target))
+            )
+
+    def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
+        if sent != expected:
+            self._standing.fail_on_bytes(rank, sent, expected)
+
+    def _fail_on_note(self, rank: int, note: int) -> None:
+        num_bytes, call = divmod(note, len(CALLS))
+        self._standing.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
+
+
+def region_bytes(layout: Layout) -> int:
+    """Of a slot, what is for one member."""
+    return layout.slot_bytes // layout.size // LINE_BYTES * LINE_BYTES
+
+
+def _note(call: str, num_bytes: int) -> int:
+    """What all members must have beside the slots of a round."""
+    return CALLS.index(call) + num_bytes * len(CALLS)
+
+
+def _elements(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Of a contiguous tensor, flat. Views cost time, so none is made without need."""
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return flat if stop - first == len(flat) else flat[first:stop]

@@ -1,0 +1,120 @@
+"""Whether a group is still whole, as one of its members sees it, and how it leaves (loads no torch).
+
+Each member has a state word that the others can read. Waits are in vain when the process of a member has ended,
+when somebody has given up, when this end was aborted or closed, and when the time of the call is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from parallel.communicators.base import CollectiveError, Evidence
+from parallel.communicators.segments import Watch
+
+_OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
+
+
+class Standing:
+    """One member's view. Only :meth:`leave` may be called from another thread than that of the calls."""
+
+    def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
+        """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`."""
+        self.rank = rank
+        self.watch = Watch()
+        self.reason: str | None = None
+        """Why the group is broken."""
+        self._blamed: int | None = None
+        self._evidence: Evidence = "aborted"
+        self._lock = threading.RLock()  # abort may come from a signal handler
+        self._timeout = timeout
+        self._should_stop = should_stop
+        self._call = "forming the group"
+        self._deadline = time.monotonic() + timeout
+        self._states: dict[int, memoryview] = {}
+
+    def know(self, rank: int, state: memoryview) -> None:
+        """The state word of a member."""
+        self._states[rank] = state
+
+    def formed(self) -> None:
+        """Whoever waited for the others to come may forget it."""
+        self._should_stop = None
+
+    def begin(self, call: str) -> None:
+        """A call begins: it has until the deadline.
+
+        Raises:
+            CollectiveError: the group is broken.
+        """
+        if self.reason is not None:
+            raise self._error(call)
+        self._call = call
+        self._deadline = time.monotonic() + self._timeout
+
+    def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
+        """To be called every few milliseconds while waiting for member ``rank``.
+
+        Raises:
+            CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
+                others.
+        """
+        blame = self._hopeless(rank)
+        if blame is not None and not has_arrived():  # it may have come before it went
+            self.fail(*blame)
+
+    def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
+        """Why a wait for member ``rank`` is in vain, whose fault it is, and how that is known."""
+        if self.reason is not None:
+            return self.reason, self._blamed, self._evidence
+        if self._should_stop is not None and self._should_stop():
+            return "it was stopped from outside", None, "aborted"
+        dead = self.watch.dead()
+        states = {peer: state[0] for peer, state in self._states.items()}  # after the dead: a last word counts
+        for peer in dead:
+            if states[peer] == _OPEN:
+                return f"rank {peer} has died", peer, "exited"
+        for peer, state in states.items():
+            if state == _ABORTED:
+                return f"rank {peer} has aborted", None, "closed"
+            if state > _ABORTED:
+                blamed = state - _ABORTED - 1
+                return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
+        if states[rank] == _CLOSED:
+            return f"rank {rank} has closed its end", rank, "closed"
+        if time.monotonic() > self._deadline:
+            return f"rank {rank} did not come within {self._timeout:g} s", rank, "deadline"
+        return None
+
+    def fail(self, reason: str, rank: int | None, evidence: Evidence) -> NoReturn:
+        """The call has failed, because of member ``rank``, if it is known."""
+        self._leave(_ABORTED if rank is None else _ABORTED + 1 + rank, reason, rank, evidence)
+        raise self._error(self._call)
+
+    def fail_on_bytes(self, rank: int, sent: int, expected: int) -> NoReturn:
+        """Member ``rank`` sends another number of bytes than is expected here."""
+        self.fail(f"rank {rank} sends {sent} bytes where {expected} are expected", rank, "closed")
+
+    def abort(self) -> None:
+        """From now on all calls fail, here and soon at the others."""
+        self._leave(_ABORTED, "it was aborted")
+
+    def close(self) -> None:
+        """No call comes any more; the words of the members are let go."""
+        self._leave(_CLOSED, "it was closed")
+        self._states = {}
+        self.watch.close()
+
+    def _error(self, call: str) -> CollectiveError:
+        return CollectiveError(f"{call} on rank {self.rank}: {self.reason}", self._blamed, self._evidence)
+
+    def _leave(
+        self, state: int, reason: str, rank: int | None = None, evidence: Evidence = "aborted"
+    ) -> None:
+        with self._lock:
+            if self.reason is None:
+                self.reason, self._blamed, self._evidence = reason, rank, evidence
+                if self.rank in self._states:
+                    self._states[self.rank][0] = state

@@ -1,0 +1,76 @@
+"""Compiles C++ files of Lockstep at first use and keeps the results in a cache (loads no torch).
+
+Nothing that is compiled is needed to serve: whoever asks has another way, and says why it is taken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared", "-march=native")
+TIMEOUT = 120.0
+"""Seconds; it takes a few."""
+INCLUDE = Path(__file__).parent / "communicators" / "native"
+"""Where headers are that other packages may use."""
+
+
+def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -> Path:
+    """The shared object of a source file on this kind of CPU; ``headers`` are all that it includes from here.
+
+    Raises:
+        OSError: there is no compiler, or no room for the result.
+        subprocess.SubprocessError: the compiler fails, or takes more than :data:`TIMEOUT`.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("no C++ compiler was found (install g++)")
+    options = [*COMPILE, *flags]
+    what = [*(each.read_text() for each in (source, *headers)), compiler, *options, *sorted(cpu_flags())]
+    key = hashlib.sha256("\0".join(what).encode())
+    directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "kernels"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{source.stem}-{key.hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    with (directory / "lock").open("w") as lock:  # several processes start at once; one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            logger.info("compiling %s (once, a few seconds)", source.name)
+            fresh = path.with_suffix(f".{os.getpid()}")
+            subprocess.run(
+                [compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
+                check=True,
+                capture_output=True,
+                timeout=TIMEOUT,
+            )
+            fresh.rename(path)
+    return path
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can, as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), ":")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def reason(error: Exception) -> str:
+    """Why :func:`compiled` gave up, in one line."""
+    if isinstance(error, subprocess.CalledProcessError):
+        said: bytes = error.stderr
+        return "the compiler failed: " + said.decode(errors="replace").strip().split("\n")[0][:200]
+    return str(error)
