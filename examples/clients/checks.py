@@ -12,10 +12,10 @@ import os
 import sys
 import time
 import traceback
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
+from urllib.error import HTTPError
 
 URL = os.environ.get("LOCKSTEP_URL", "http://127.0.0.1:8000")
 """Where the mesh is, without /v1."""
@@ -112,7 +112,7 @@ def needs_tool_parser() -> None:
     question = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "max_tokens": 1}
     try:
         post("/v1/chat/completions", question)
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         if error.code != 400:
             raise
         raise Skipped("start the mesh with --enable-auto-tool-choice --tool-call-parser hermes") from None
