@@ -68,8 +68,10 @@ def make_app(
             Route("/v1/completions", generating.completions, methods=["POST"]),
             Route("/v1/chat/completions", generating.chat, methods=["POST"]),
             Route("/v1/responses", generating.responses, methods=["POST"]),
+            Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
             Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
             Route("/v1/messages", generating.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
             Route("/v1/loads", endpoints.loads, methods=["GET"]),
@@ -127,6 +129,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such path, no such method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
+    if error.status_code == 404:
+        message = (
+            f"This server has no {request.url.path}: it serves a model that generates text. "
+            "GET /openapi.json lists what it has."
+        )
     return error_response(
         ApiError(error.status_code, message, headers=dict(error.headers or {})), request.url.path
     )

@@ -37,7 +37,7 @@ from router.prompts import PromptText, chat_prompt, completion_prompts
 from router.quotas import Quotas
 from router.responses import request as responses_request
 from router.responses.answer import ResponsesAnswer
-from router.responses.wire import ResponsesRequest
+from router.responses.wire import InputTokens, ResponsesRequest
 from router.rules import check_chat, check_completion
 from router.streaming import Call, EventStream, whole_answer
 from router.structured import ANSWER, form_of, text_of
@@ -131,6 +131,14 @@ class Generating:
         with in_terms_of(responses_request.NAMES):
             chat = await self._understand(responses_request.chat_request(asked), len(body))
             return await self._answer(request, "resp_", chat, shape)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens a request to /v1/responses would have as its prompt."""
+        body = await read_body(request, self._config)
+        asked = _read_responses(body)
+        with in_terms_of(responses_request.NAMES):
+            chat = await self._understand(responses_request.chat_request(asked), len(body))
+        return json_response(encode(InputTokens(len(chat.prompt.ids))))
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)

@@ -119,6 +119,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    functions: Any = None
+    """What tools were before; refused."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

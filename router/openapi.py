@@ -22,7 +22,7 @@ from router.openai_api import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from router.responses.wire import ResponseObject, ResponsesRequest
+from router.responses.wire import InputTokens, ResponseObject, ResponsesRequest
 
 Struct = type[msgspec.Struct]
 
@@ -44,7 +44,11 @@ OPERATIONS = [
     Operation("post", "/v1/completions", "Text to text", CompletionRequest, Completion, True),
     Operation("post", "/v1/chat/completions", "Messages to a message", ChatRequest, ChatCompletion, True),
     Operation("post", "/v1/responses", "The same as a response", ResponsesRequest, ResponseObject, True),
+    Operation(
+        "post", "/v1/responses/input_tokens", "Tokens of such a request", ResponsesRequest, InputTokens
+    ),
     Operation("get", "/v1/responses/{id}", "Answers are not kept"),
+    Operation("get", "/v1/responses/{id}/input_items", "Answers are not kept"),
     Operation("delete", "/v1/responses/{id}", "Answers are not kept"),
     Operation("post", "/v1/responses/{id}/cancel", "Answers are not kept"),
     Operation(

@@ -51,6 +51,8 @@ def check_chat(request: ChatRequest) -> None:
         refuse("top_logprobs needs logprobs to be true.", "top_logprobs")
     if wanted_tokens(request) == 0:
         refuse("at least one token must be generated.", name_of_max_tokens(request))
+    if request.functions:
+        refuse("functions is not supported: name them in tools.", "functions")
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)

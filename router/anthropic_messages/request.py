@@ -12,7 +12,10 @@ from router.openai_api import ChatRequest
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_format"}
 """What a chat request calls otherwise."""
 
-SAME = ("stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority", "cache_salt", "timeout")
+SAME = (
+    "stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority", "cache_salt", "timeout",
+    "structured_outputs", "min_tokens", "ignore_eos",
+)  # fmt: skip
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:

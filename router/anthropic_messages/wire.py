@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from router.openai_api import Int
+from router.openai_api import Int, StructuredOutputs
 
 # ---- requests
 
@@ -36,7 +36,10 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     output_config: dict[str, Any] | None = None
     # Beyond Anthropic's
     request_id: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Int | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
     priority: Int | None = None
     timeout: float | None = None
     cache_salt: str | None = None

@@ -57,6 +57,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
 
+class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
 # ---- output
 
 

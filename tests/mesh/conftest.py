@@ -20,6 +20,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     ports = Mesh()
     log: Path = tmp_path_factory.mktemp("mesh") / "serve.log"
     flags = ["--num-gpu-blocks-override", "600", "--dtype", "float32", "--max-num-seqs", "64"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with serve(log, "-dp", "2", *ports.head(), *flags, "--request-timeout", "5") as command:
         command.wait_for("2 instances ready")
         ports.command = command

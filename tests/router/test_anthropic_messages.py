@@ -204,6 +204,16 @@ def test_count_tokens(client: anthropic.Anthropic, say: Speaker) -> None:
     assert client.messages.create(**BASIC, **fields).usage.input_tokens == count.input_tokens
 
 
+def test_fields_beyond_anthropics(client: anthropic.Anthropic, say: Speaker) -> None:
+    say("x")
+    client.messages.create(
+        **BASIC, extra_body={"structured_outputs": {"regex": "[a-z]"}, "min_tokens": 2, "ignore_eos": True}
+    )
+    params = say.server.mesh.prompts[-1].params
+    assert "[a-z]" in (params.grammar or "")
+    assert (params.min_tokens, params.ignore_eos) == (2, True)
+
+
 def test_thinking_can_be_left_out(client: anthropic.Anthropic, say: Speaker) -> None:
     say(THOUGHT + "Yes.")
     answer = client.messages.create(**BASIC, thinking={"type": "disabled"})

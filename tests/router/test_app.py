@@ -372,6 +372,7 @@ def test_open_paths(server: Server) -> None:
     ("method", "path", "status", "kind"),
     [
         ("GET", "/nothing", 404, "NotFoundError"),
+        ("POST", "/v1/embeddings", 404, "NotFoundError"),
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
         ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
@@ -383,6 +384,7 @@ def test_other_paths_and_methods(server: Server, method: str, path: str, status:
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == (kind, status)
     assert ("allow" in answer.headers) == (status == 405)
+    assert (f"has no {path}" in error["message"]) == (status == 404)
 
 
 def test_no_model_yet() -> None:

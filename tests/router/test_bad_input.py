@@ -222,6 +222,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "continue_final_message",
     ),
     ({"tools": []}, "tools must not be an empty list", "tools"),
+    ({"functions": [{"name": "f"}]}, "functions is not supported: name them in tools", "functions"),
     ({"tools": [{}]}, "tools[0].function must be an object with a name", "tools"),
     ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type must be 'function'", "tools"),
     (
@@ -536,6 +537,7 @@ def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
         ("/v1/completions", CompletionRequest, "data: [DONE]\n\n"),
         ("/v1/chat/completions", ChatRequest, "data: [DONE]\n\n"),
         ("/v1/responses", ResponsesRequest, "}}\n\n"),
+        ("/v1/responses/input_tokens", ResponsesRequest, ""),
         ("/v1/messages", MessagesRequest, '{"type":"message_stop"}\n\n'),
         ("/v1/messages/count_tokens", CountTokensRequest, ""),
         ("/tokenize", TokenizeRequest, ""),

@@ -47,6 +47,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/responses/input_tokens"),
         ("GET", "/v1/responses/resp_1"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),

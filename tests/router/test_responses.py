@@ -247,9 +247,22 @@ def test_fields_that_are_accepted(client: openai.OpenAI, say: Speaker) -> None:
 
 
 def test_nothing_is_kept(client: openai.OpenAI) -> None:
-    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+    kept = client.responses
+    for call in (kept.retrieve, kept.delete, kept.cancel, kept.input_items.list):
         with pytest.raises(openai.NotFoundError, match="not kept"):
             call("resp_1")  # type: ignore[operator]
+
+
+def test_input_tokens_are_counted(client: openai.OpenAI, say: Speaker) -> None:
+    say("x")
+    fields: dict[str, Any] = {"model": "tiny", "input": "Hello", "instructions": "Be nice", "tools": TOOLS}
+    count = client.responses.input_tokens.count(**fields)
+    assert say.server.mesh.generations == []
+    usage = client.responses.create(**fields).usage
+    assert usage is not None
+    assert count.input_tokens == usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="input must not be empty"):
+        client.responses.input_tokens.count(model="tiny", input=[])
 
 
 def test_failures(client: openai.OpenAI, say: Speaker) -> None:

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Other people's clients against a mesh, each in an environment of its own.
+
+    python examples/clients/run.py                              # all, against a mesh that is started for them
+    python examples/clients/run.py openai langchain-openai      # some
+    python examples/clients/run.py --url http://127.0.0.1:8000 --api-key KEY llm
+
+Environments are made in build/clients/ (about 4 GB for all) and used again; --upgrade makes them new. Run it
+where Lockstep is installed. A mesh of your own should serve with ``--dtype float32`` for lm-eval, and with
+``--enable-auto-tool-choice --tool-call-parser hermes`` and ``--enable-tokenizer-info-endpoint``; what it does not
+have is skipped. Names the checks of each client and ends with a table; the exit status is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+SHIPPED = ROOT / "engine" / "models" / "lockstep-moe"
+START_TIMEOUT = 300.0
+INSTALL_TIMEOUT = 1800.0
+RUN_TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class Client:
+    """A package, and the script that uses it."""
+
+    script: str
+    packages: Sequence[str]
+    torch: bool = False
+    """It needs torch: the version that Lockstep is tested with, so that a CPU build is found where there is one."""
+
+
+CLIENTS = {
+    "openai": Client("use_openai.py", ["openai"]),
+    "openai-npm": Client("use_openai.mjs", ["openai"]),
+    "anthropic": Client("use_anthropic.py", ["anthropic"]),
+    "instructor": Client("use_instructor.py", ["instructor"]),
+    "langchain-openai": Client("use_langchain.py", ["langchain-openai"]),
+    "litellm": Client("use_litellm.py", ["litellm", "mcp"]),  # its tools import mcp, its metadata forgets to say so
+    "llm": Client("use_llm.py", ["llm"]),
+    "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
+    "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),
+    "aiperf": Client("use_aiperf.py", ["aiperf"]),
+}
+
+
+class Unavailable(Exception):
+    """What a client needs is not on this machine."""
+
+
+# ---- environments
+
+
+def environment(name: str, client: Client, folder: Path, *, upgrade: bool) -> list[str]:
+    """Make the environment of a client unless it is there; the command that runs its script."""
+    place = folder / name
+    if upgrade:
+        shutil.rmtree(place, ignore_errors=True)
+    is_npm = client.script.endswith(".mjs")
+    done = place / ".installed"
+    if not done.exists():
+        print(f"{name}: installing into {place}", flush=True)
+        place.mkdir(parents=True, exist_ok=True)
+        (_install_npm if is_npm else _install_python)(place, client)
+        done.touch()
+    return ["node"] if is_npm else [str(place / "bin" / "python")]
+
+
+def _install_npm(place: Path, client: Client) -> None:
+    if not (shutil.which("node") and shutil.which("npm")):
+        raise Unavailable("node and npm are not installed")
+    (place / "package.json").write_text('{"private": true}\n')
+    _quietly(["npm", "install", "--no-audit", "--no-fund", *client.packages], cwd=place)
+
+
+def _install_python(place: Path, client: Client) -> None:
+    _quietly([sys.executable, "-m", "venv", "--clear", str(place)])
+    constraint = place / "constraints.txt"
+    constraint.write_text(_torch_pin() if client.torch else "")
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _quietly([*pip, "-c", str(constraint), *client.packages])
+
+
+def _torch_pin() -> str:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return "".join(f"{line}\n" for line in lines if line.startswith("torch=="))
+
+
+def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
+
+
+# ---- the mesh
+
+
+@contextlib.contextmanager
+def own_mesh() -> Iterator[dict[str, str]]:
+    """Start a mesh with everything that the checks ask for; gives the variables that lead there."""
+    with tempfile.TemporaryDirectory(prefix="clients-") as folder:
+        key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
+        limits, log = Path(folder, "limits.yaml"), Path(folder, "serve.log")
+        limits.write_text(f"{limited}: {{requests_per_minute: 1}}\n")
+        port, rpc_port = _free_port(), _free_port()
+        command = [
+            *(sys.executable, "-P", "-m", "router.serve", "-dp", "2", "--dtype", "float32"),
+            *("--port", str(port), "-dpp", str(rpc_port), "--api-key", key, "--api-key-limits", str(limits)),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
+        ]
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + START_TIMEOUT
+            while "instances ready" not in (said := log.read_text(errors="replace")):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the mesh did not start:\n{said}")
+                time.sleep(0.2)
+            yield _variables(f"http://127.0.0.1:{port}", key, limited)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _variables(url: str, key: str, limited: str = "") -> dict[str, str]:
+    return {"LOCKSTEP_URL": url, "LOCKSTEP_API_KEY": key, "LOCKSTEP_LIMITED_KEY": limited}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- all of it
+
+
+def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
+    """Run one client's script, its words to the terminal; what became of it."""
+    client = CLIENTS[name]
+    try:
+        command = environment(name, client, folder, upgrade=upgrade)
+    except Unavailable as reason:
+        return f"skipped: {reason}"
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(error, flush=True)
+        return "FAILED: it could not be installed"
+    try:
+        status = subprocess.run(
+            [*command, str(FOLDER / client.script)],
+            cwd=folder / name,
+            env=_surroundings() | variables,
+            stdin=subprocess.DEVNULL,
+            timeout=RUN_TIMEOUT,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return f"FAILED: not done after {RUN_TIMEOUT:g} s"
+    return "passed" if status == 0 else "FAILED"
+
+
+def _surroundings() -> dict[str, str]:
+    """This process's variables, but for those that would lead a client's Python to modules of ours."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)} (default: all)")
+    parser.add_argument("--url", help="a mesh that runs, without /v1 (default: start one)")
+    parser.add_argument("--api-key", default="", help="for --url, if it wants one")
+    parser.add_argument("--model-dir", default=str(SHIPPED), help="what --url serves, for its tokenizer")
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "clients")
+    parser.add_argument("--upgrade", action="store_true", help="make the environments new")
+    args = parser.parse_args()
+    names = args.names or list(CLIENTS)
+    if unknown := sorted(set(names) - set(CLIENTS)):
+        parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
+    with contextlib.ExitStack() as stack:
+        variables = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
+        variables = variables or stack.enter_context(own_mesh())
+        variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
+        folder = args.environments.resolve()
+        outcomes = {name: run(name, folder, variables, upgrade=args.upgrade) for name in names}
+    print()
+    for name, outcome in outcomes.items():
+        print(f"{name:<18} {outcome}")
+    sys.exit(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    main()
