@@ -29,7 +29,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.bench_serving import mesh
+from router.bench.local_mesh import mesh
 
 MOST_SLOWDOWN = 1.2
 MOST_REFUSAL_SECONDS = 0.1

@@ -25,8 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench_serving import machine, percentile
-
 from engine import sampler
 from engine.checkpoint import find_model, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -35,6 +33,7 @@ from engine.executor.uni import UniExecutor
 from engine.grammar import Grammar, compile_grammar, load_vocabulary
 from engine.messages import Submit
 from engine.sampling import SamplingParams
+from router.bench.report import machine, percentile
 from router.structured import ANSWER, json_body, text_of
 from router.structured_config import StructuredOutputsConfig
 from tests.mesh.schemas import schema

@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 from bench_lockstep import print_table
-from bench_serving import machine
 
 from engine.attention.base import PackedRows
 from engine.checkpoint import read_model_info
@@ -45,6 +44,7 @@ from engine.kernels.decoder import Decoder, Mlp, recognise
 from engine.kernels.operations import Kind
 from engine.kernels.program import Program
 from engine.weights import load_model
+from router.bench.report import machine
 
 CONTEXT = 160
 BLOCK = 16

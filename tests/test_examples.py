@@ -1,0 +1,45 @@
+"""What examples import from Lockstep and from each other is there: nothing else loads most of them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OURS = {"parallel", "coordinator", "engine", "router", "tests", "examples", "lockstep"}
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module of this repository; examples import each other by their bare names."""
+    path = ROOT / Path(*module.split("."))
+    places = [path.with_suffix(".py"), path / "__init__.py", ROOT / "examples" / f"{module}.py"]
+    return next((place for place in places if place.exists()), None)
+
+
+def names_in(path: Path) -> set[str]:
+    """What a module defines or imports at its top level, and the modules in its package."""
+    names = {place.stem for place in path.parent.iterdir()} if path.name == "__init__.py" else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+    return names
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_imports_what_exists(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        source = source_of(node.module)
+        assert source or node.module.split(".")[0] not in OURS, f"no module {node.module}"
+        if source:
+            missing = {alias.name for alias in node.names} - names_in(source)
+            assert not missing, f"{node.module} has no {', '.join(sorted(missing))}"
