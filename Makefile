@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-collectives bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -29,10 +29,15 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 
 bench: $(STAMP)  ## collectives, then other serving systems (examples/install_peers.sh first): about a quarter of an hour
 	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python examples/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
 
 bench-collectives: $(STAMP)  ## gloo and shared memory side by side, 64 bytes to 4 MB, 2 and 4 members
 	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
+
+bench-growth: $(STAMP)  ## tokens per second against requests at once, context and instances, as plots (about five minutes)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python examples/bench_growth.py --output-json build/bench-growth.json --plots build/plots $(ARGS)
 
 bench-kv-room: $(STAMP)  ## what -tp and -pp do to the room for the KV cache, and to throughput
 	$(BIN)/python examples/make_bench_models.py build/models dense-small

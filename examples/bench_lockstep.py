@@ -176,9 +176,9 @@ def tell(name: str, number: int, cell: Cell, seconds: float) -> None:
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """Median (lowest-highest)."""
-    if not values:
-        return ""
+    """Median (lowest-highest), or the only one."""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 8192
-CONTEXT = 4096
+CONTEXT = 16384
 CORPUS_BYTES = 8_000_000
 SPECIAL = ["<s>", "</s>", "<pad>"]
 NAMES = ("dense-small", "dense-0.5b", "moe-small")

@@ -98,6 +98,11 @@ class Room {
     }
 };
 
+// Asks for what is needed soon: the blocks of a row lie anywhere, so nobody else can foresee them.
+inline void fetch(const uint32_t* from, int64_t words) {
+    for (int64_t i = 0; i < words; i += LANES) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
+}
+
 // One KV head against a few queries of one row: up to MOST query vectors at a time.
 template <class T, int MOST>
 struct Attended {
@@ -110,16 +115,28 @@ struct Attended {
     float inverse[MOST];
     float* scores;                       // [MOST, length]
     E* weights;                          // [MOST, length]
+    const int64_t* places;               // [blocks] where the words of each block begin
+    const uint32_t *keys, *values;       // of the whole cache
+    bool cold;                           // these queries are the first to see the blocks
 
-    template <class Place>
-    void score(const uint32_t* keys, Place place, Room&) {
+    // Before the scores of two blocks: the keys of the next two, and the values of these.
+    void fetch_around(int64_t block) const {
+        if (!cold) return;
+        for (int64_t i = block; i < std::min(block + 2, blocks); ++i) {
+            fetch(values + places[i], LANES * dim / T::PACK);
+            if (i + 2 < blocks) fetch(keys + places[i + 2], LANES * dim / T::PACK);
+        }
+    }
+
+    void score(Room&) {
         const uint32_t* inputs[MAX_ROWS];
         for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(queries[i]);
         for (int64_t block = 0; block < blocks; block += 2) {
             int64_t next = std::min(block + 1, blocks - 1);
+            fetch_around(block);
             __m512 sum[MAX_ROWS][2];
             clear(sum);
-            multiply<T>(count, sum, keys + place(block), keys + place(next), LANES, inputs, 0, dim / T::PACK);
+            multiply<T>(count, sum, keys + places[block], keys + places[next], LANES, inputs, 0, dim / T::PACK);
             for (int i = 0; i < count; ++i) {
                 _mm512_storeu_ps(scores + i * length + block * LANES, sum[i][0]);
                 _mm512_storeu_ps(scores + i * length + next * LANES, sum[i][next == block ? 0 : 1]);
@@ -153,15 +170,14 @@ struct Attended {
         }
     }
 
-    template <class Place>
-    void weigh(const uint32_t* values, Place place) {
+    void weigh() {
         const uint32_t* inputs[MAX_ROWS];
         for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(weights + i * length);
         for (int64_t column = 0; column < dim; column += 2 * LANES) {
             __m512 sum[MAX_ROWS][2];
             clear(sum);
             for (int64_t block = 0; block < blocks; ++block) {
-                const uint32_t* panel = values + place(block) + column;
+                const uint32_t* panel = values + places[block] + column;
                 multiply<T>(count, sum, panel, column + LANES < dim ? panel + LANES : panel, dim, inputs, block * LANES / T::PACK, LANES / T::PACK);
             }
             for (int i = 0; i < count; ++i)
@@ -180,12 +196,12 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
 
     static bool fits(int64_t dim) { return use_tiles<BFloat16>() && dim % (2 * TILE) == 0; }
 
-    template <class Place>
-    void score(const uint32_t* keys, Place place, Room& query_room) {
+    void score(Room& query_room) {
         auto* query_rows = reinterpret_cast<E*>(query_room.of(TILE * dim / 2));
         for (int i = 0; i < count; ++i) std::memcpy(query_rows + i * dim, queries[i], size_t(dim) * sizeof(E));
         for (int64_t block = 0; block < blocks; block += 2) {
-            const uint32_t *one = keys + place(block), *two = keys + place(std::min(block + 1, blocks - 1));
+            const uint32_t *one = keys + places[block], *two = keys + places[std::min(block + 1, blocks - 1)];
+            fetch_around(block);
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t step = 0; step < dim / 2; step += TILE) {
@@ -200,14 +216,13 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
         }
     }
 
-    template <class Place>
-    void weigh(const uint32_t* values, Place place) {
+    void weigh() {
         alignas(64) float sums[TILE * 2 * LANES];
         for (int64_t column = 0; column < dim; column += 2 * LANES) {
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t block = 0; block < blocks; ++block) {
-                const uint32_t* panel = values + place(block) + column;
+                const uint32_t* panel = values + places[block] + column;
                 _tile_loadd(5, weights + block * LANES, length * 2);
                 _tile_loadd(7, panel, dim * 4);
                 _tile_dpbf16ps(0, 5, 7);
@@ -230,7 +245,7 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
 template <class T, class Tile, int MOST>
 void attend_task(const Operation& op, const Step& step, const int32_t* task, int64_t kv_head) {
     using E = typename T::Element;
-    thread_local Room score_room, query_room;
+    thread_local Room score_room, query_room, place_room;
     int64_t heads = op.a, kv_heads = op.b, dim = op.c, window = op.d, group = heads / kv_heads;
     int64_t width = (heads + 2 * kv_heads) * dim, row = task[0], first = task[1], queries = task[2];
     int64_t position = step.starts[row] + first, last = position + queries - 1;
@@ -239,11 +254,13 @@ void attend_task(const Operation& op, const Step& step, const int32_t* task, int
     tile.begin = window > 0 ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
     tile.blocks = (last - tile.begin) / LANES + 1, tile.length = tile.blocks * LANES;
     const int32_t* table = step.tables + row * step.table_width;
-    auto place = [&](int64_t block) {
+    auto* places = reinterpret_cast<int64_t*>(place_room.of(2 * tile.blocks));
+    for (int64_t block = 0; block < tile.blocks; ++block) {
         int64_t key = tile.begin + block * LANES;
         int64_t slot = int64_t(table[key / step.block_size]) * step.block_size + key % step.block_size;
-        return block_words<T>(slot, kv_head, kv_heads, dim, step.block_size);
-    };
+        places[block] = block_words<T>(slot, kv_head, kv_heads, dim, step.block_size);
+    }
+    tile.places = places, tile.keys = static_cast<const uint32_t*>(op.extra), tile.values = op.weights;
     tile.scores = reinterpret_cast<float*>(score_room.of(2 * MOST * tile.length));
     tile.weights = reinterpret_cast<E*>(tile.scores + MOST * tile.length);
     for (int64_t base = 0; base < queries * group; base += MOST) {
@@ -255,9 +272,10 @@ void attend_task(const Operation& op, const Step& step, const int32_t* task, int
             tile.outputs[i] = static_cast<E*>(op.out) + (token * heads + head) * dim;
             tile.at[i] = position + query;
         }
-        tile.score(static_cast<const uint32_t*>(op.extra), place, query_room);
+        tile.cold = base == 0;
+        tile.score(query_room);
         tile.softmax(float(op.number), window);
-        tile.weigh(op.weights, place);
+        tile.weigh();
     }
 }
 

@@ -3,25 +3,34 @@
 #pragma once
 
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <ctime>
 
 namespace {
 
-constexpr int SPINS = 2000;    // before a waiting thread offers its core to others
+constexpr int SPINS = 1000;    // before a waiting thread offers its core to others: about what a wake costs
+constexpr long TEAM_SLEEP = 10'000'000;  // nanoseconds, should a wake be lost
+constexpr int SHARES = 8;      // that a thread takes of an operation, one after the other
 
 struct Team {
     int size;
     std::atomic<int> arrived{0};
     std::atomic<int> phase{0};
+    std::atomic<int> asleep{0};
     std::atomic<int64_t> next{0};  // tasks handed out in this phase
     std::atomic<bool> failed{false};  // the step cannot come to its end
 
     explicit Team(int threads) : size(threads) {}
 
-    // All threads have passed all that is before it; the task counter starts again.
+    // All threads have passed all that is before it; the task counter starts again. Whoever waits for long sleeps:
+    // on cores that others use, too, a thread that spins would use up the time that the one it waits for needs.
     void wait() {
         if (size == 1) {
             next.store(0, std::memory_order_relaxed);
@@ -31,13 +40,35 @@ struct Team {
         if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
             arrived.store(0, std::memory_order_relaxed);
             next.store(0, std::memory_order_relaxed);
-            phase.store(mine + 1, std::memory_order_release);
+            phase.store(mine + 1, std::memory_order_seq_cst);
+            if (asleep.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, size, nullptr);
             return;
         }
-        for (int spins = 0; phase.load(std::memory_order_acquire) == mine;)
-            if (++spins < SPINS) _mm_pause(); else sched_yield();
+        for (int spins = 0; spins < SPINS; ++spins) {
+            if (phase.load(std::memory_order_acquire) != mine) return;
+            _mm_pause();
+        }
+        asleep.fetch_add(1, std::memory_order_seq_cst);
+        const timespec at_most{0, TEAM_SLEEP};
+        while (phase.load(std::memory_order_seq_cst) == mine) futex(FUTEX_WAIT_PRIVATE, mine, &at_most);
+        asleep.fetch_sub(1, std::memory_order_relaxed);
     }
     int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
+
+    // body(each) for 0 ... total - 1: every thread takes some and comes back for more, so that one which has to
+    // share its core with another process holds up no more than those.
+    template <class Body>
+    void share_out(int64_t total, Body body) {
+        int64_t count = std::max<int64_t>(1, total / (size == 1 ? 1 : SHARES * size));
+        for (int64_t first = take(count); first < total; first = take(count))
+            for (int64_t each = first; each < std::min(first + count, total); ++each) body(each);
+    }
+
+   private:
+    void futex(int what, int value, const timespec* at_most) {
+        static_assert(sizeof(phase) == sizeof(int));
+        syscall(SYS_futex, &phase, what, value, at_most, nullptr, 0);
+    }
 };
 
 struct Share { int64_t begin, end; };

@@ -51,13 +51,12 @@ void norm(const Operation& op, const Step& step, int member, int size) {
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias) (+ out)
 template <class T>
-void linear(const Operation& op, const Step& step, int member, int size) {
+void linear(const Operation& op, const Step& step, Team& team) {
     using E = typename T::Element;
     int64_t rows = op.flags & SELECTED ? step.selected : step.tokens;
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
-    auto [begin, end] = share(pairs, member, size);
     auto* bias = static_cast<const float*>(op.more);
-    for (int64_t pair = begin; pair < end; ++pair) {
+    team.share_out(pairs, [&](int64_t pair) {
         const uint32_t* a = op.weights + 2 * pair * panel;
         int64_t column = 2 * pair * LANES;
         __mmask16 low = lanes_of(int(op.n - column)), high = lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)));
@@ -72,20 +71,19 @@ void linear(const Operation& op, const Step& step, int member, int size) {
             put(row * op.n + column, one, low, column);
             put(row * op.n + column + LANES, two, high, column + LANES);
         });
-    }
+    });
 }
 
 // out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's
 template <class T>
-void gated(const Operation& op, const Step& step, int member, int size) {
+void gated(const Operation& op, const Step& step, Team& team) {
     using E = typename T::Element;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
-    auto [begin, end] = share(panels, member, size);
-    for (int64_t panel = begin; panel < end; ++panel) {
+    team.share_out(panels, [&](int64_t panel) {
         const uint32_t* gate = op.weights + panel * words;
         gated_panel<T>(static_cast<const E*>(op.in), op.k, step.tokens, gate, gate + panels * words,
                        static_cast<E*>(op.out), panel * LANES, op.n);
-    }
+    });
 }
 
 // False if the step did not come to its end.
@@ -100,10 +98,10 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
             switch (op.kind) {
                 case EMBED: embed<T>(op, step, member, threads); break;
                 case NORM: norm<T>(op, step, member, threads); break;
-                case LINEAR: linear<T>(op, step, member, threads); break;
+                case LINEAR: linear<T>(op, step, team); break;
                 case QKV: qkv<T>(op, step, member, threads); break;
                 case ATTEND: attend<T>(op, step, team); break;
-                case GATED: gated<T>(op, step, member, threads); break;
+                case GATED: gated<T>(op, step, team); break;
                 case ROUTE: route<T>(op, step, member, threads); break;
                 case SORT: sort_pairs<T>(op, team, member, threads); break;
                 case EXPERTS_UP: experts_up<T>(op, team); break;
