@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine import forked
 from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
@@ -24,6 +25,7 @@ from engine.trace import Span
 from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
 from tests.engine.tiny_models import make_tiny_model
+from tests.mesh.harness import fork_server
 
 pytestmark = pytest.mark.mesh
 
@@ -42,7 +44,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> Iterator[tuple[MpExecutor, ModelFacts]]:
+def forks() -> Iterator[None]:
+    """Workers are forked, as those of ``serve`` are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forked, "inherited", fork_server() if forked.is_possible("cpu", 0) else None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def loaded(directory: Path, forks: None) -> Iterator[tuple[MpExecutor, ModelFacts]]:
     executor = make_executor(
         settings(directory, tensor_parallel_size=2, pipeline_parallel_size=2),
         read_model_info(directory),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mesh.conftest import Mesh
+
 SOAK = Path(__file__).parents[2] / "examples" / "soak.py"
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
@@ -34,8 +36,10 @@ def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
     assert sum(page["steps_up_to_seconds"].values()) > 0
 
 
-def test_a_step_over_the_bound_fails(tmp_path: Path) -> None:
-    done = soak("--minutes", "0.01", "--rest-seconds", "0.1", "--max-step-seconds", "0.0001")
+def test_a_step_over_the_bound_fails(mesh: Mesh) -> None:
+    done = soak(
+        "--base-url", mesh.url, "--minutes", "0.01", "--rest-seconds", "0.1", "--max-step-seconds", "0.0001"
+    )
     assert done.returncode == 1
     assert "PROBLEM: a step took" in done.stdout
 
