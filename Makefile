@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -75,6 +75,9 @@ fuzz: $(STAMP)  ## many requests made of the OpenAPI document, wrong ones most o
 
 crowd: $(STAMP)  ## 1,000 clients at once that stall, leave and send garbage; fails if anything is left of them
 	$(BIN)/python -m tests.mesh.crowd $(ARGS)
+
+clients: $(STAMP)  ## openai, anthropic, langchain, lm-eval and others, each in its own environment (4 GB) against one mesh
+	$(BIN)/python examples/clients/run.py $(ARGS)
 
 screenshots: $(STAMP)  ## the pictures of the page in docs/ (needs chromium)
 	LOCKSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/mesh/test_dashboard.py $(ARGS)

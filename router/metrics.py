@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.messages import FinishReason, Report
+from router.choice_counts import ChoiceCounts
 from router.faults import KINDS, Faults
 from router.mesh import Generation, Mesh
 from router.report_metrics import LABELS, buckets, of_reports
@@ -127,6 +128,7 @@ class Metrics:
         instances: Callable[[], Mapping[str, int]] = dict,
         refused_peers: Callable[[], Mapping[str, int]] = dict,
         block_size: Callable[[], int | None] = lambda: None,
+        choices: Callable[[], Mapping[str, int]] = dict,
         faults: Faults | None = None,
         shelf: Shelf | None = None,
         alone: bool = True,
@@ -140,6 +142,7 @@ class Metrics:
         self._refused_peers = refused_peers
         self._block_size = block_size
         self._shelf = shelf
+        self._choices = ChoiceCounts(choices)
         self.faults = Faults() if faults is None else faults
         self.in_flight = 0
         self.ttft = Histogram(
@@ -245,6 +248,7 @@ class Metrics:
             histograms={histogram.name: histogram.totals() for histogram in self._histograms},
             success=success,
             faults=self.faults,
+            choices=self._choices.total(),
         )
 
     def faults_of_all(self) -> Faults:
@@ -265,6 +269,7 @@ class Metrics:
             for engine, reasons in left.success.items()
             for reason, count in reasons.items()
         }
+        self._choices.go_on_from(left.choices)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
     def _success_of_all(self, others: Sequence[Snapshot]) -> dict[tuple[str, str], int]:
@@ -290,6 +295,7 @@ class Metrics:
             for kind, count in sorted((dict.fromkeys(KINDS[event], 0) | kinds).items()):
                 faults.add_metric((event.value, kind), count)
         yield faults
+        yield self._choices.family([other.choices for other in others])
         if (epoch := self._epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))

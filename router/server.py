@@ -131,6 +131,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         instances=mesh.instances_by_state,
         refused_peers=mesh.refused_peers,
         block_size=mesh.block_size,
+        choices=lambda: {**mesh.choices, "moves": mesh.num_moves},
         faults=mesh.faults,
         shelf=shelf,
         alone=config.front_ends == 1,

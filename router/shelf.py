@@ -41,6 +41,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     success: dict[str, dict[str, int]] = {}
     """By engine and finish reason."""
     faults: Faults = msgspec.field(default_factory=Faults)
+    choices: dict[str, int] = {}
+    """By outcome: see :mod:`router.choice_counts`."""
 
 
 class Shelf:

@@ -28,7 +28,7 @@ HELP = (
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Chat."""
 
-    url: Annotated[str, flag(help="Base URL of the API.")] = "http://127.0.0.1:8000/v1"
+    url: Annotated[str, flag(help="Base URL of the API, with or without /v1.")] = "http://127.0.0.1:8000/v1"
     model_name: Annotated[str | None, flag("--model", help="Unset: the first that the server lists.")] = None
     system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
     quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
@@ -44,6 +44,10 @@ class ChatError(Exception):
     """In words for the user."""
 
 
+class NoApi(ChatError):
+    """Somebody answers, but not as this API does: perhaps it is at another path."""
+
+
 class Conversation:
     """What was said, and how to say more."""
 
@@ -56,6 +60,11 @@ class Conversation:
         self.model = ""
         self.reset()
 
+    @property
+    def url(self) -> str:
+        """Where the API was found."""
+        return self._url
+
     def reset(self, system: str | None = None) -> None:
         """Begin again; ``system`` replaces the first line."""
         self._system = system or self._system
@@ -67,14 +76,27 @@ class Conversation:
         Raises:
             ChatError: the server is not there, or does not want us.
         """
-        with self._open("/models") as answer:
-            listed = [entry["id"] for entry in json.load(answer)["data"]]
+        try:
+            listed = self._listed()
+        except NoApi as error:
+            if self._url.endswith("/v1"):
+                raise
+            given = self._url
+            self._url += "/v1"
+            try:
+                listed = self._listed()
+            except NoApi:
+                raise ChatError(f"there is no API at {given} or {self._url}: {error}; see --url") from error
         wanted = self._config.model_name
         if wanted is not None and wanted not in listed:
             raise ChatError(f"the server has no model {wanted!r}; it has {', '.join(listed) or 'none'}")
         if not listed:
             raise ChatError("the server lists no model")
         self.model = wanted or listed[0]
+
+    def _listed(self) -> list[str]:
+        with self._open("/models") as answer:
+            return [entry["id"] for entry in json.load(answer)["data"]]
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """The answer as it comes. It becomes part of the conversation, also what came of it until it was
@@ -110,7 +132,7 @@ class Conversation:
             with urllib.request.urlopen(request, timeout=self._config.timeout) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
-            raise ChatError(_told(error)) from error
+            raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
         except urllib.error.URLError as error:
             raise ChatError(f"no server answers at {self._url}: {error.reason}; see --url") from error
         except TimeoutError as error:
@@ -118,9 +140,7 @@ class Conversation:
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ChatError(
-                f"{self._url} does not answer as OpenAI's API does: {error}; see --url"
-            ) from error
+            raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}; see --url") from error
 
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
@@ -172,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history
     if sys.stdin.isatty():
-        print(f"{conversation.model} at {config.url}. {HELP}")
+        print(f"{conversation.model} at {conversation.url}. {HELP}")
     return _converse(conversation)
 
 

@@ -7,8 +7,8 @@
 
 Environments are made in build/clients/ (about 4 GB for all) and used again; --upgrade makes them new. Run it
 where Lockstep is installed. A mesh of your own should serve with ``--dtype float32`` for lm-eval, and with
-``--enable-auto-tool-choice --tool-call-parser hermes`` and ``--enable-tokenizer-info-endpoint``; what it does not
-have is skipped. Names the checks of each client and ends with a table; the exit status is 1 if any failed.
+``--enable-auto-tool-choice --tool-call-parser hermes`` and ``--enable-tokenizer-info-endpoint``; what it
+does not have is skipped. Names the checks of each client, and ends with a table; exits with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Client:
     script: str
     packages: Sequence[str]
     torch: bool = False
-    """It needs torch: the version that Lockstep is tested with, so that a CPU build is found where there is one."""
+    """It needs torch: the version that Lockstep is tested with, of which a CPU build may be at hand."""
 
 
 CLIENTS = {
@@ -51,7 +51,9 @@ CLIENTS = {
     "anthropic": Client("use_anthropic.py", ["anthropic"]),
     "instructor": Client("use_instructor.py", ["instructor"]),
     "langchain-openai": Client("use_langchain.py", ["langchain-openai"]),
-    "litellm": Client("use_litellm.py", ["litellm", "mcp"]),  # its tools import mcp, its metadata forgets to say so
+    "litellm": Client(
+        "use_litellm.py", ["litellm", "mcp"]
+    ),  # its tools import mcp, its metadata forgets to say so
     "llm": Client("use_llm.py", ["llm"]),
     "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
     "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),
@@ -125,7 +127,9 @@ def own_mesh() -> Iterator[dict[str, str]]:
             *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
         ]
         with log.open("wb") as file:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
         try:
             deadline = time.monotonic() + START_TIMEOUT
             while "instances ready" not in (said := log.read_text(errors="replace")):

@@ -1,4 +1,4 @@
-"""The command ``aiperf``: benchmarks of four endpoints finish without an error, with the mesh's own metrics."""
+"""The command ``aiperf``: benchmarks of four endpoints finish without an error, with metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,24 @@ def run(*more: str) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
-                *(str(Path(sys.executable).with_name("aiperf")), "profile", "--model", MODEL, "--url", checks.URL),
-                *("--api-key", checks.KEY, "--tokenizer", DIRECTORY, "--ui", "none", "--artifact-dir", folder),
+                *(
+                    str(Path(sys.executable).with_name("aiperf")),
+                    "profile",
+                    "--model",
+                    MODEL,
+                    "--url",
+                    checks.URL,
+                ),
+                *(
+                    "--api-key",
+                    checks.KEY,
+                    "--tokenizer",
+                    DIRECTORY,
+                    "--ui",
+                    "none",
+                    "--artifact-dir",
+                    folder,
+                ),
                 *("--request-count", str(NUM_REQUESTS), "--concurrency", "2"),
                 *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", str(OUTPUT_TOKENS)),
                 *more,
@@ -46,9 +62,13 @@ def run(*more: str) -> tuple[Any, Any]:
 
 def check_report(report: Any, server: Any, what: str) -> None:
     count, errors = report["request_count"]["avg"], report["request_error_rate"]["avg"]
-    print(f"{what}: {count:.0f} requests, {errors:.0f}% errors, {report['request_latency']['avg']:.0f} ms each")
+    print(
+        f"{what}: {count:.0f} requests, {errors:.0f}% errors, {report['request_latency']['avg']:.0f} ms each"
+    )
     assert count == NUM_REQUESTS and errors == 0 and not report["error_summary"] and report["is_complete"]
-    assert {"vllm:generation_tokens", "vllm:num_requests_running", "lockstep:epoch"} <= set(server), sorted(server)
+    assert {"vllm:generation_tokens", "vllm:num_requests_running", "lockstep:epoch"} <= set(server), sorted(
+        server
+    )
 
 
 @check

@@ -18,7 +18,7 @@ WEATHER: Any = {"name": "weather", "description": "Of tomorrow.", "input_schema"
 
 
 class Guest(BaseModel):
-    """Without bounds: the package takes them out of the schema, and the shipped model finds no end without."""
+    """The package takes bounds out of schemas, and the shipped model finds no end without: none here."""
 
     name: Literal["Bingley", "Darcy", "Wickham"]
     dances: bool

@@ -25,7 +25,9 @@ OUTPUT_TOKENS = 8
 
 def run(route: str, profile: str) -> Any:
     """The report of one benchmark."""
-    backend = f"kind=openai_http,target={checks.URL},model={MODEL},api_key={checks.KEY},request_format={route}"
+    backend = (
+        f"kind=openai_http,target={checks.URL},model={MODEL},api_key={checks.KEY},request_format={route}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
@@ -49,7 +51,8 @@ def check_report(metrics: Any, what: str) -> None:
     totals = metrics["request_totals"]
     tokens = metrics["output_token_count"]["successful"]
     latency = metrics["time_to_first_token_ms"]["successful"]
-    print(f"{what}: {totals['successful']} requests, {totals['errored']} errors, first token {latency['mean']:.0f} ms")
+    count, errors = totals["successful"], totals["errored"]
+    print(f"{what}: {count} requests, {errors} errors, first token after {latency['mean']:.0f} ms")
     assert totals["successful"] >= NUM_REQUESTS and totals["errored"] == totals["incomplete"] == 0, totals
     assert tokens["mean"] == OUTPUT_TOKENS, tokens  # as the mesh counts them
     assert latency["mean"] > 0

@@ -42,7 +42,9 @@ def modes_with_a_schema() -> None:
     for mode in (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA):
         patched = instructor.from_openai(client, mode=mode)
         for wanted in (Guest, Party):
-            found, completion = patched.chat.completions.create_with_completion(**FIXED, response_model=wanted)
+            found, completion = patched.chat.completions.create_with_completion(
+                **FIXED, response_model=wanted
+            )
             assert isinstance(found, wanted), mode
             assert completion.usage.completion_tokens > 0
 
@@ -60,7 +62,11 @@ def modes_that_leave_the_schema_to_the_model() -> None:
     greedy = FIXED | {"temperature": 0, "extra_body": {"repetition_penalty": 1.3}}
     patched = instructor.from_openai(client, mode=Mode.JSON)
     assert isinstance(patched.chat.completions.create(**greedy, response_model=Anything), Anything)
-    block = {"structured_outputs": {"regex": '```json\n\\{"name": "[A-Z][a-z]{1,9}", "age": [1-9], "rank": "none"\\}\n```'}}
+    block = {
+        "structured_outputs": {
+            "regex": '```json\n\\{"name": "[A-Z][a-z]{1,9}", "age": [1-9], "rank": "none"\\}\n```'
+        }
+    }
     patched = instructor.from_openai(client, mode=Mode.MD_JSON)
     assert isinstance(patched.chat.completions.create(**FIXED, extra_body=block, response_model=Guest), Guest)
 
@@ -84,7 +90,9 @@ def partial_and_iterable_streams() -> None:
     *parts, last = patched.chat.completions.create_partial(**FIXED, response_model=Party)
     assert len(parts) > 3
     assert Party.model_validate(last.model_dump())
-    guests = list(patched.chat.completions.create_iterable(**FIXED | {"max_tokens": 60}, response_model=Guest))
+    guests = list(
+        patched.chat.completions.create_iterable(**FIXED | {"max_tokens": 60}, response_model=Guest)
+    )
     assert all(isinstance(guest, Guest) for guest in guests)
 
 

@@ -1,4 +1,4 @@
-"""The ``langchain-openai`` package: chat, completions and responses; streams, tools, schemas, errors, async."""
+"""The ``langchain-openai`` package: chat, completions, responses; streams, tools, schemas, errors, async."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 MODEL = checks.model()
-PLACE: dict[str, Any] = {"model": MODEL, "base_url": f"{checks.URL}/v1", "api_key": checks.KEY, "max_retries": 0}
+PLACE: dict[str, Any] = {
+    "model": MODEL,
+    "base_url": f"{checks.URL}/v1",
+    "api_key": checks.KEY,
+    "max_retries": 0,
+}
 chat = ChatOpenAI(**PLACE, max_completion_tokens=12, seed=1)
 QUESTION = "Who was at the ball?"
 
@@ -85,7 +90,9 @@ def structured_outputs() -> None:
 
 @check
 def json_mode() -> None:
-    greedy = ChatOpenAI(**PLACE, temperature=0, max_completion_tokens=300, extra_body={"repetition_penalty": 1.3})
+    greedy = ChatOpenAI(
+        **PLACE, temperature=0, max_completion_tokens=300, extra_body={"repetition_penalty": 1.3}
+    )
     assert isinstance(greedy.with_structured_output(None, method="json_mode").invoke(QUESTION), dict)
 
 
@@ -123,11 +130,19 @@ def responses_api() -> None:
     answer = new.invoke([SystemMessage("You are Jane Austen."), HumanMessage(QUESTION)])
     assert answer.text
     assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 12
-    assert "".join(chunk.text for chunk in new.stream([SystemMessage("You are Jane Austen."), HumanMessage(QUESTION)])) == answer.text
+    assert (
+        "".join(
+            chunk.text
+            for chunk in new.stream([SystemMessage("You are Jane Austen."), HumanMessage(QUESTION)])
+        )
+        == answer.text
+    )
     long = ChatOpenAI(**PLACE, use_responses_api=True, max_completion_tokens=300)
     assert isinstance(long.with_structured_output(Guest).invoke(QUESTION), Guest)
     schema = {"name": "weather", "description": "Of a city.", "parameters": checks.WEATHER_SCHEMA}
-    (call,) = long.bind_tools([schema], tool_choice="any", parallel_tool_calls=False).invoke(QUESTION).tool_calls
+    (call,) = (
+        long.bind_tools([schema], tool_choice="any", parallel_tool_calls=False).invoke(QUESTION).tool_calls
+    )
     checks.check_weather(call["args"])
 
 

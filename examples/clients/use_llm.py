@@ -44,14 +44,20 @@ QUESTION = "Who was at the ball?"
 def command(*words: str, status: int = 0) -> str:
     """What ``llm WORDS`` prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "llm", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "llm", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == status, f"{done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout if status == 0 else done.stdout + done.stderr
 
 
 subprocess.run(
-    [sys.executable, "-m", "llm", "keys", "set", "lockstep", "--value", checks.KEY], check=True, capture_output=True
+    [sys.executable, "-m", "llm", "keys", "set", "lockstep", "--value", checks.KEY],
+    check=True,
+    capture_output=True,
 )
 
 
@@ -62,7 +68,19 @@ def models() -> None:
 
 @check
 def prompts_with_and_without_a_stream() -> None:
-    fixed = ["-m", "chat", QUESTION, "-o", "max_tokens", "20", "-o", "seed", "1", "-s", "You are Jane Austen."]
+    fixed = [
+        "-m",
+        "chat",
+        QUESTION,
+        "-o",
+        "max_tokens",
+        "20",
+        "-o",
+        "seed",
+        "1",
+        "-s",
+        "You are Jane Austen.",
+    ]
     streamed = command(*fixed)
     assert len(streamed) > 20
     assert command(*fixed, "--no-stream") == streamed
@@ -78,7 +96,9 @@ def completions() -> None:
 @check
 def schemas() -> None:
     for more in ([], ["--no-stream"]):
-        checks.check_weather(command("-m", "chat", QUESTION, "--schema", json.dumps(checks.WEATHER_SCHEMA), *more))
+        checks.check_weather(
+            command("-m", "chat", QUESTION, "--schema", json.dumps(checks.WEATHER_SCHEMA), *more)
+        )
 
 
 @check
@@ -101,7 +121,9 @@ def tools() -> None:
 @check
 def errors() -> None:
     assert "nobody" in command("-m", "nobody", QUESTION, status=1)
-    assert "temperature" in command("-m", "chat", QUESTION, "-o", "temperature", "2", "-o", "top_p", "0", status=1).replace("top_p", "temperature")
+    assert "temperature" in command(
+        "-m", "chat", QUESTION, "-o", "temperature", "2", "-o", "top_p", "0", status=1
+    ).replace("top_p", "temperature")
     if checks.KEY != "none":
         assert "key" in command("-m", "chat", QUESTION, "--key", "wrong", status=1)
 

@@ -29,7 +29,9 @@ TASKS = ["lockstep_choices", "lockstep_passages", "lockstep_continued"]
 FOLDER = Path(__file__).resolve().parent / "lm_eval_tasks"
 os.chdir(FOLDER)  # the tasks name their data from here
 MODEL = checks.model()
-DIRECTORY = os.environ.get("LOCKSTEP_MODEL_DIR", str(FOLDER.parents[2] / "engine" / "models" / "lockstep-moe"))
+DIRECTORY = os.environ.get(
+    "LOCKSTEP_MODEL_DIR", str(FOLDER.parents[2] / "engine" / "models" / "lockstep-moe")
+)
 """Where the model that is served lies."""
 
 TOLERANCE = 1e-4
@@ -50,11 +52,17 @@ def evaluated(model: str, arguments: dict[str, Any]) -> dict[str, list[Any]]:
     """By task, the model's answers to its documents in order."""
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
     found = lm_eval.simple_evaluate(
-        model=model, model_args=arguments, tasks=TASKS, task_manager=manager, log_samples=True, bootstrap_iters=0
+        model=model,
+        model_args=arguments,
+        tasks=TASKS,
+        task_manager=manager,
+        log_samples=True,
+        bootstrap_iters=0,
     )
     samples = found["samples"]
     return {
-        task: [sample["resps"] for sample in sorted(samples[task], key=lambda one: one["doc_id"])] for task in TASKS
+        task: [sample["resps"] for sample in sorted(samples[task], key=lambda one: one["doc_id"])]
+        for task in TASKS
     }
 
 
@@ -66,7 +74,13 @@ def reference() -> dict[str, list[Any]]:
         _reference.update(
             evaluated(
                 "hf",
-                {"pretrained": DIRECTORY, "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH, "batch_size": 1},
+                {
+                    "pretrained": DIRECTORY,
+                    "dtype": "float32",
+                    "device": "cpu",
+                    "max_length": MAX_LENGTH,
+                    "batch_size": 1,
+                },
             )
         )
     return _reference

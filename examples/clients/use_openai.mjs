@@ -36,11 +36,11 @@ function checkWeather(given) {
 }
 
 async function idle() {
-  for (let tries = 0; tries < 300; tries++) {
+  for (let tries = 0; tries < 900; tries++) {
     if ((await (await fetch(`${url}/load`)).json()).server_load === 0) return;
     await new Promise((done) => setTimeout(done, 100));
   }
-  assert.fail('still running after 30 s');
+  assert.fail('still running after 90 s');
 }
 
 const checks = {

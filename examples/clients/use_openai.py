@@ -1,4 +1,4 @@
-"""The ``openai`` package: completions, chat, responses; streams, tools, schemas, errors, async, cancellation."""
+"""The ``openai`` package: completions, chat, responses; streams, tools, schemas, errors, async."""
 
 from __future__ import annotations
 
@@ -265,9 +265,7 @@ def responses() -> None:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
     assert final.output_text == text and final.status == "completed"
-    counted = client.responses.input_tokens.count(
-        model=MODEL, input=fixed["input"], instructions="Be brief."
-    )
+    counted = client.responses.input_tokens.count(model=MODEL, input=fixed["input"], instructions="Be brief.")
     assert counted.input_tokens == answer.usage.input_tokens
 
 

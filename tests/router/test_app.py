@@ -523,6 +523,7 @@ def test_metrics(served: ServedModel) -> None:
         epoch=lambda: 4,
         instances=lambda: {"ready": 2},
         refused_peers=lambda: {"coordinator": 5, "0": 1},
+        choices=lambda: {"affinity_hits": 3, "moves": 2},
     )
     with serving(mesh, HttpConfig()) as server:
         server.post("/v1/completions", {"prompt": "a", "n": 2})
@@ -585,6 +586,9 @@ def test_metrics(served: ServedModel) -> None:
     assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)
     assert values['lockstep:refused_peers_total{by="coordinator"}'] == 5
     assert values['lockstep:refused_peers_total{by="0"}'] == 1
+    outcomes = ("affinity_hits", "affinity_misses", "moves", "queue_full")
+    choices = [values[f'lockstep:choices_total{{outcome="{outcome}"}}'] for outcome in outcomes]
+    assert choices == [3, 0, 2, 0]
 
 
 # ---- helpers

@@ -18,7 +18,7 @@ MESH = FakeMesh(ServedModel(("tiny",), "", 1, 1), saying([]))
 
 def front_end(directory: Path, number: int) -> Metrics:
     shelf = Shelf(directory, f"router-{number}")
-    metrics = Metrics(MESH, shelf=shelf, alone=False)
+    metrics = Metrics(MESH, shelf=shelf, alone=False, choices=lambda: {"affinity_hits": 4})
     shelf.write(metrics.snapshot())
     return metrics
 
@@ -55,6 +55,7 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         assert found["lockstep:requests_in_flight"] == 5
         assert found['lockstep:faults_total{event="resume",kind="connection_lost"}'] == 8
         assert found['lockstep:faults_total{event="restart",kind="engine"}'] == 1
+        assert found['lockstep:choices_total{outcome="affinity_hits"}'] == 8
         assert not any(name.startswith("process_") for name in found), "they would be of one of the two"
 
 
