@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -280,6 +281,7 @@ def main() -> None:
             partly.write_text(json.dumps(page, indent=1) + "\n")
             partly.replace(args.output_json)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what was measured is shown
     try:
         bench(args, page, save)
     finally:
