@@ -22,6 +22,7 @@ import psutil
 
 from coordinator.client import fetch_view
 from coordinator.messages import View
+from coordinator.process import PARENT_VARIABLE
 from engine.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
 
 START_TIMEOUT = 120.0
@@ -75,6 +76,7 @@ def warm_start(
     with open(os.devnull) as nothing:
         streams = (nothing.fileno(), log, log)
         kept = {name: value for name, value in thread_environment(1).items() if name not in environment}
+        kept[PARENT_VARIABLE] = str(os.getpid())  # it ends with this run, whatever ends that
         try:
             return fork_server(*prefix).fork(
                 WARM[module],
