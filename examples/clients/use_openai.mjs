@@ -60,7 +60,7 @@ const checks = {
       usage = chunk.usage ?? usage;
     }
     assert.equal(text, whole.choices[0].text);
-    assert.deepEqual(usage, whole.usage);
+    assert.equal(usage.total_tokens, whole.usage.total_tokens);
   },
 
   async chatAndItsStreams() {
@@ -188,5 +188,5 @@ for (const [name, check] of Object.entries(checks)) {
   }
 }
 const total = Object.keys(checks).length;
-console.log(`openai (npm) ${version}: ${total - failed} of ${total} passed`);
+console.log(`openai (npm) ${version}: ${total - failed} passed, ${failed} failed`);
 process.exit(failed ? 1 : 0);

@@ -39,6 +39,11 @@ def models() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
+def counts(usage: Any) -> tuple[int, int, int]:
+    """Without what came from the cache, which is another time's."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 @check
 def completion_with_usage() -> None:
     answer = client.completions.create(model=MODEL, prompt=OPENING, max_tokens=20, seed=1)
@@ -54,7 +59,7 @@ def completion_streams_say_the_same() -> None:
     whole = client.completions.create(**fixed)
     chunks = list(client.completions.create(**fixed, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
 
 
 @check
@@ -112,7 +117,7 @@ def chat_streams_say_the_same() -> None:
             texts[choice.index] += choice.delta.content or ""
         usage = chunk.usage
     assert texts == [choice.message.content for choice in whole.choices]
-    assert usage == whole.usage
+    assert counts(usage) == counts(whole.usage)
 
 
 @check
