@@ -235,7 +235,10 @@ def plot(path: Path, axis: str, found: dict[str, dict[int, float]], places: list
     if axis != "dp":
         axes.set_xscale("log", base=2)
     axes.set_xticks(places, [str(at) for at in places])
-    axes.set_ylim(bottom=0)
+    if axis == "context":  # prompts are tens of times faster than decode
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel(LABELS[axis])
     axes.set_ylabel("tokens/s")
     axes.grid(alpha=0.3)
