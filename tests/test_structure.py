@@ -16,6 +16,8 @@ ORDER = ["parallel", "coordinator", "engine", "router"]
 COMPUTES = {
     "parallel.communicators.arithmetic",
     "parallel.communicators.gloo",
+    "parallel.communicators.native_rounds",
+    "parallel.communicators.rounds",
     "parallel.communicators.shared_memory",
     "parallel.communicators.slots",
     "parallel.expert_parallel",

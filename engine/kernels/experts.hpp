@@ -9,22 +9,16 @@
 
 #pragma once
 
-#include <time.h>
-
 #include <algorithm>
-#include <chrono>
 #include <vector>
 
 #include "contract.hpp"
 #include "products.hpp"
+#include "waiting.hpp"  // of parallel/communicators/native
 
 namespace {
 
 constexpr int64_t OFFERED = 0, RETURNED = 16;  // words of an arena: layers so far; on cache lines of their own
-constexpr double CHECK_SECONDS = 0.01;         // how often a waiting member asks whether the wait still makes sense
-constexpr double ALONE_SECONDS = 20e-6;        // looking again at once, before the core is offered to others
-constexpr double YIELD_SECONDS = 2e-3;         // offering it, before sleep
-constexpr double SHORTEST_SLEEP = 50e-6, LONGEST_SLEEP = 1e-3;
 
 struct Exchange {
     int64_t rank, size, num_experts, num_local, top_k, hidden;
@@ -38,36 +32,9 @@ struct Exchange {
     int64_t* begins;          // [num_local + 1] first pair of each expert
     const void** sources;     // [pairs] rows of the sorted pairs
     void* gathered;           // [pairs, hidden]
-    int64_t (*check)(int64_t rank, const int64_t* word, int64_t target);  // not 0: give up
+    Check check;
     int64_t crowded;          // more members than cores
 };
-
-// Until the word is at least target; false if that will not be.
-bool await(const Exchange& exchange, int64_t rank, const int64_t* word, int64_t target) {
-    using Clock = std::chrono::steady_clock;
-    auto arrived = [&] { return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= target; };
-    if (arrived()) return true;
-    auto began = Clock::now();
-    double next_check = CHECK_SECONDS;
-    for (;;) {
-        for (int spin = 0; spin < 32; ++spin) {
-            if (arrived()) return true;
-            _mm_pause();
-        }
-        double waited = std::chrono::duration<double>(Clock::now() - began).count();
-        if (waited >= next_check) {
-            if (exchange.check(rank, word, target) != 0) return false;
-            next_check = waited + CHECK_SECONDS;
-        }
-        if (waited >= YIELD_SECONDS) {
-            double pause = std::min(std::max(waited / 8, SHORTEST_SLEEP), LONGEST_SLEEP);
-            timespec length{0, long(pause * 1e9)};
-            nanosleep(&length, nullptr);
-        } else if (exchange.crowded || waited >= ALONE_SECONDS) {
-            sched_yield();
-        }
-    }
-}
 
 // extra: the exchange. This member's rows are in its arena (OFFER), or its results (RETURN).
 void publish(const Operation& op, int64_t which) {
@@ -80,11 +47,14 @@ void publish(const Operation& op, int64_t which) {
 // extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
 void meet(const Operation& op, int64_t which, Team& team) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    for (int64_t rank = 0; rank < exchange.size; ++rank)
-        if (!await(exchange, rank, reinterpret_cast<const int64_t*>(exchange.arenas[rank]) + which, *exchange.rounds)) {
+    for (int64_t rank = 0; rank < exchange.size; ++rank) {
+        Patience patience{exchange.crowded};
+        auto* word = reinterpret_cast<const int64_t*>(exchange.arenas[rank]) + which;
+        if (!await(word, *exchange.rounds, rank, patience, exchange.check)) {
             team.failed.store(true, std::memory_order_relaxed);
             return;
         }
+    }
 }
 
 // in: logits as float [tokens, n]; out: weights [tokens, k] as float; extra: ids [tokens, k] int64.

@@ -7,27 +7,23 @@ None, and the model runs on torch's own operators.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import threading
 from functools import cache
 from pathlib import Path
 
+from parallel import compiler
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
-SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.hpp"))]
 NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
-COMPILE = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-march=native", "-mprefer-vector-width=512"),
+FLAGS = (
+    *("-fopenmp", "-mprefer-vector-width=512"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # said of gcc's own intrinsics
 )
-COMPILE_TIMEOUT = 120.0
-"""Seconds; it takes about four."""
 OFF = "LOCKSTEP_NATIVE_KERNELS"
 """Environment variable: 0 keeps to torch's own operators, avx512 does without AMX."""
 
@@ -85,53 +81,13 @@ def _load() -> Library | None:
     if os.environ.get(OFF) == "0":
         logger.info("native kernels: off (%s=0)", OFF)
         return None
-    missing = NEEDED_FLAGS - _cpu_flags()
+    missing = NEEDED_FLAGS - compiler.cpu_flags()
     if missing:
         logger.info("native kernels: off, this CPU lacks %s", ", ".join(sorted(missing)))
         return None
     try:
-        return Library(_compiled())
+        headers = [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
+        return Library(compiler.compiled(SOURCE, headers, FLAGS))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("native kernels: off, %s; steps run on torch's own operators", _reason(error))
+        logger.warning("native kernels: off, %s; steps run on torch's own operators", compiler.reason(error))
         return None
-
-
-def _compiled() -> Path:
-    """The shared object of this source on this kind of CPU."""
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler was found (install g++)")
-    what = [*(source.read_text() for source in SOURCES), compiler, *COMPILE, *sorted(_cpu_flags())]
-    key = hashlib.sha256("\0".join(what).encode())
-    directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "kernels"
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"step-{key.hexdigest()[:16]}.so"
-    with (directory / "lock").open("w") as lock:  # several instances start at once; one compiles
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            logger.info("compiling the native kernels (once, a few seconds)")
-            fresh = path.with_suffix(f".{os.getpid()}")
-            subprocess.run(
-                [compiler, *COMPILE, str(SOURCE), "-o", str(fresh)],
-                check=True,
-                capture_output=True,
-                timeout=COMPILE_TIMEOUT,
-            )
-            fresh.rename(path)
-    return path
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    flags = next((line for line in lines if line.startswith("flags")), ":")
-    return set(flags.partition(":")[2].split())
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        said: bytes = error.stderr
-        return "the compiler failed: " + said.decode(errors="replace").strip().split("\n")[0][:200]
-    return str(error)

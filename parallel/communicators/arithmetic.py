@@ -41,16 +41,26 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_sizes(what: str, sizes: Sequence[int], size: int) -> None:
-    """One number of rows for each member."""
+def rows_like(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """An empty tensor of so many rows of the same kind; the fastest of several ways to make it."""
+    shape = tensor.shape
+    if shape[0] == rows:
+        return torch.empty_like(tensor)
+    return tensor.new_empty(rows) if len(shape) == 1 else tensor.new_empty((rows, *shape[1:]))
+
+
+def check_sizes(what: str, sizes: Sequence[int], size: int) -> int:
+    """One number of rows for each member; returns their sum."""
     if len(sizes) != size or min(sizes) < 0:
         raise ValueError(f"{what}: a group of {size} needs that many sizes, none negative, not {list(sizes)}")
+    return sum(sizes)
 
 
 def check_rows(what: str, tensor: torch.Tensor, rows: int) -> None:
     """The first dimension must be what the sizes say."""
-    if tensor.dim() == 0 or tensor.shape[0] != rows:
-        raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(tensor.shape)}")
+    shape = tensor.shape
+    if not shape or shape[0] != rows:
+        raise ValueError(f"{what}: the sizes say {rows} rows, the tensor is {list(shape)}")
 
 
 def check_own(what: str, sent: int, received: int) -> None:

@@ -83,7 +83,9 @@ class Library:
         ):  # fmt: skip
             self.calls[name] = getattr(loaded, f"lockstep_{name}")
             self.calls[name].restype = ctypes.c_int64  # no types of arguments: they are given as C objects
-        self.kinds = {dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))}
+        self.kinds = {
+            dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
+        }
         """Numbers of those types that it adds up."""
 
 
@@ -102,10 +104,14 @@ def load() -> Library | None:
 
 
 def make_rounds(
-    rank: int, layout: Layout, members: Sequence[Slots], standing: Standing, crowded: bool
+    library: Library | None,
+    rank: int,
+    layout: Layout,
+    members: Sequence[Slots],
+    standing: Standing,
+    crowded: bool,
 ) -> Rounds:
-    """One member's part, native if that can be had."""
-    library = load()
+    """One member's part, native if there is a library."""
     if library is None:
         return Rounds(rank, layout, members, standing, crowded=crowded)
     return NativeRounds(library, rank, layout, members, standing, crowded=crowded)
@@ -171,9 +177,7 @@ class NativeRounds(Rounds):
         return [list(numbers[width * rank : width * (rank + 1)]) for rank in range(self.size)]
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._pack_sizes(
-            self._arguments, 0, part.data_ptr(), whole.data_ptr(), _row_bytes(whole), 0, 0, *sizes
-        )
+        self._pack_sizes(self._arguments, 0, part.data_ptr(), whole.data_ptr(), whole.nbytes, 0, 0, *sizes)
         if outcome := self._all_gather(self._at):
             self._fail(outcome)
 
@@ -182,7 +186,7 @@ class NativeRounds(Rounds):
         if kind is None:
             return super().reduce_scatter(whole, total, sizes)
         self._pack_sizes(
-            self._arguments, 0, whole.data_ptr(), total.data_ptr(), _row_bytes(whole), 0, kind, *sizes
+            self._arguments, 0, whole.data_ptr(), total.data_ptr(), whole.nbytes, 0, kind, *sizes
         )
         if outcome := self._reduce_scatter(self._at):
             self._fail(outcome)
@@ -196,8 +200,8 @@ class NativeRounds(Rounds):
         receive_sizes: Sequence[int],
     ) -> None:
         self._pack_two_sizes(
-            self._arguments, 0, outgoing.data_ptr(), incoming.data_ptr(),
-            _row_bytes(outgoing) or _row_bytes(incoming), 0, 0, *send_sizes, *receive_sizes,
+            self._arguments, 0, outgoing.data_ptr(), incoming.data_ptr(), outgoing.nbytes, incoming.nbytes, 0,
+            *send_sizes, *receive_sizes,
         )  # fmt: skip
         if outcome := self._all_to_all(self._at):
             self._fail(outcome)
@@ -206,9 +210,7 @@ class NativeRounds(Rounds):
         kind = self._kinds.get(given.dtype)
         if kind is None:
             return super().all_reduce(given, total)
-        self._pack(
-            self._arguments, 0, given.data_ptr(), total.data_ptr(), given.nbytes, given.itemsize, kind
-        )
+        self._pack(self._arguments, 0, given.data_ptr(), total.data_ptr(), given.nbytes, given.itemsize, kind)
         if outcome := self._all_reduce(self._at):
             self._fail(outcome)
         return None
@@ -254,9 +256,3 @@ def _checking(standing: Standing, errors: list[BaseException]) -> Any:
         return 0
 
     return _Check(check)
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    """Of one of its rows; 0 if it has none."""
-    rows: int = tensor.shape[0]
-    return tensor.nbytes // rows if rows else 0

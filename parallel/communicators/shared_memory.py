@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.distributed import Store
 
-from parallel.communicators.arithmetic import check_own, check_rows, check_sizes, plain
+from parallel.communicators.arithmetic import check_own, check_rows, check_sizes, plain, rows_like
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.rendezvous import exchange
@@ -53,7 +53,9 @@ class SharedMemoryCommunicator:
         forming_timeout: float | None = None,
         slot_bytes: int = SLOT_BYTES,
         arena_bytes: int = ARENA_BYTES,
+        native: bool = True,
     ) -> None:
+        """Without ``native`` this member keeps to Python, whatever the others do."""
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(
                 f"shared memory relies on the memory order of x86-64, this is {platform.machine()}: use gloo"
@@ -66,14 +68,16 @@ class SharedMemoryCommunicator:
         self._standing = Standing(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._rounds: Rounds | None = None
-        load()  # before others wait for this member
+        library = load() if native else None  # compiled before others wait for this member
         layout = Layout.of(size, slot_bytes, arena_bytes)
         patience = timeout if forming_timeout is None else forming_timeout
         try:
             own = OwnSegment(layout.num_bytes)
             try:
                 self._members = self._map(store, patience, own, layout, should_stop)
-                self._rounds = make_rounds(rank, layout, self._members, self._standing, self.is_crowded)
+                self._rounds = make_rounds(
+                    library, rank, layout, self._members, self._standing, self.is_crowded
+                )
                 self._rounds.all_gather_ints([rank])  # whoever took part has mapped everything
             finally:
                 own.conceal()
@@ -94,7 +98,12 @@ class SharedMemoryCommunicator:
         mine = Slots(own, layout)
         self._standing.know(self.rank, mine.state)
         said = exchange(
-            store, self.rank, self.size, msgspec.json.encode(own.address), timeout=patience, should_stop=should_stop
+            store,
+            self.rank,
+            self.size,
+            msgspec.json.encode(own.address),
+            timeout=patience,
+            should_stop=should_stop,
         )
         addresses = [msgspec.json.decode(each, type=Address) for each in said]
         members = []
@@ -119,30 +128,28 @@ class SharedMemoryCommunicator:
         return self._begin("all_gather_ints").all_gather_ints(row)
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        check_sizes("all_gather", sizes, self.size)
+        total = check_sizes("all_gather", sizes, self.size)
         check_rows("all_gather", part, sizes[self.rank])
         part = plain(part)
-        whole = part.new_empty(sum(sizes), *part.shape[1:]) if part.dim() > 1 else part.new_empty(sum(sizes))
+        whole = rows_like(part, total)
         self._begin("all_gather").all_gather(part, whole, sizes)
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        check_sizes("reduce_scatter", sizes, self.size)
-        check_rows("reduce_scatter", whole, sum(sizes))
+        check_rows("reduce_scatter", whole, check_sizes("reduce_scatter", sizes, self.size))
         whole = plain(whole)
-        total = whole.new_empty(sizes[self.rank], *whole.shape[1:])
+        total = rows_like(whole, sizes[self.rank])
         self._begin("reduce_scatter").reduce_scatter(whole, total, sizes)
         return total
 
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
-        check_sizes("all_to_all", send_sizes, self.size)
-        check_sizes("all_to_all", receive_sizes, self.size)
-        check_rows("all_to_all", outgoing, sum(send_sizes))
+        check_rows("all_to_all", outgoing, check_sizes("all_to_all", send_sizes, self.size))
+        total = check_sizes("all_to_all", receive_sizes, self.size)
         check_own("all_to_all", send_sizes[self.rank], receive_sizes[self.rank])
         outgoing = plain(outgoing)
-        incoming = outgoing.new_empty(sum(receive_sizes), *outgoing.shape[1:])
+        incoming = rows_like(outgoing, total)
         self._begin("all_to_all").all_to_all(outgoing, incoming, send_sizes, receive_sizes)
         return incoming
 

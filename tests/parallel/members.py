@@ -20,12 +20,16 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from parallel.communicators import CollectiveError, Communicator
-from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.communicators.native_rounds import load
+from parallel.communicators.shared_memory import SLOT_BYTES, SharedMemoryCommunicator
 from parallel.groups import form, open_store
 
 PATIENCE = 20.0  # seconds for everything that should work
 SMALL_SLOT = 4096
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+TYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 SHAPES = ((), (7,), (3, 5))
 REDUCED_TYPES = TYPES[:-1]
 
@@ -41,9 +45,18 @@ class Member:
 
     def form(self, name: str, size: int | None = None, timeout: float = PATIENCE) -> Communicator:
         size = size or self.size
-        if self.backend == "small_slots":
-            store = PrefixStore(f"{self._test} {name}", self.store)
-            return SharedMemoryCommunicator(store, self.rank, size, timeout=timeout, slot_bytes=SMALL_SLOT)
+        if self.backend in ("small_slots", "python", "mixed"):
+            native = self.backend == "small_slots" or (self.backend == "mixed" and self.rank % 2 == 0)
+            group = SharedMemoryCommunicator(
+                PrefixStore(f"{self._test} {name}", self.store),
+                self.rank,
+                size,
+                timeout=timeout,
+                slot_bytes=SLOT_BYTES if self.backend == "python" else SMALL_SLOT,
+                native=native,
+            )
+            assert group.is_native == (native and load() is not None)
+            return group
         return form(self.store, self._test, self.rank, size, self.backend, timeout, group=name)
 
     def report(self, **facts: Any) -> None:
@@ -199,6 +212,26 @@ def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
     for term in terms[1:]:
         total = total + term.to(exact)
     return total.to(terms[0].dtype)
+
+
+def crowd_of_members(member: Member) -> None:
+    """More members than cores: nobody may keep the core that another needs."""
+    group = member.form("crowd")
+    for turn in range(40):
+        tensor = torch.full((3,), float(turn + member.rank))
+        assert group.all_reduce(tensor)[0] == sum(range(turn, turn + member.size))
+        assert group.all_gather(tensor[:1], [1] * member.size).tolist() == [
+            float(turn + rank) for rank in range(member.size)
+        ]
+    group.all_gather_ints([0])
+    used = time.process_time()
+    if member.rank == 0:
+        time.sleep(1.0)
+    began = time.monotonic()
+    group.all_gather_ints([1])
+    member.report(used=time.process_time() - used, waited=time.monotonic() - began)
+    group.all_gather_ints([2])
+    group.close()
 
 
 def uneven_paces(member: Member) -> None:

@@ -23,7 +23,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from parallel.communicators import CollectiveError, make_communicator
+from parallel import compiler
+from parallel.communicators import CollectiveError, make_communicator, native_rounds
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
 from parallel.communicators.waiting import Patience
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.mesh
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("gloo", "shared_memory")
+ALL_WAYS = (*BACKENDS, "python")
+"""Shared memory with and without the native calls."""
 NUMBERS = itertools.count(100)
 """Tests share one store, in which each has its own."""
 
@@ -43,6 +46,7 @@ SOON = 0.5
 
 @pytest.fixture(scope="module")
 def store() -> TCPStore:
+    native_rounds.load()  # compiled before anybody's time counts
     return open_store("127.0.0.1", None, is_host=True, timeout=members.PATIENCE)
 
 
@@ -116,7 +120,7 @@ def crowd(store: TCPStore, tmp_path: Path) -> Iterator[Crowd]:
 
 @pytest.mark.parametrize(
     ("backend", "size"),
-    [(backend, size) for size in (2, 3, 4) for backend in (*BACKENDS, "small_slots")],
+    [(backend, size) for size in (2, 3, 4) for backend in (*ALL_WAYS, "small_slots", "mixed")],
 )
 def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: str, size: int) -> None:
     crowd.start(members.every_method, backend, size)
@@ -126,6 +130,14 @@ def test_every_method_gives_what_follows_from_the_data(crowd: Crowd, backend: st
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, backend: str) -> None:
     crowd.start(members.uneven_paces, backend, 3)
+    crowd.join()
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "python"])
+def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
+    crowd.start(members.crowd_of_members, backend, 6)
+    for rank in range(1, 6):
+        assert crowd.report(rank, "used")["used"] < 0.3  # of the second that rank 0 lets them wait
     crowd.join()
 
 
@@ -153,7 +165,7 @@ def test_a_group_of_one_is_its_own_world(store: TCPStore, backend: str) -> None:
 # ---- when something fails
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_WAYS)
 def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_is_killed, backend, 3)
     killed_at = crowd.kill(1)
@@ -167,7 +179,7 @@ def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, b
     assert "exited" in {crowd.report(rank, "again")["evidence"] for rank in (0, 2)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_WAYS)
 def test_a_death_is_noticed_by_who_waits_for_somebody_else(crowd: Crowd, backend: str) -> None:
     crowd.start(members.an_onlooker_is_told, backend, 3)
     killed_at = crowd.kill(0)
@@ -176,7 +188,7 @@ def test_a_death_is_noticed_by_who_waits_for_somebody_else(crowd: Crowd, backend
     assert report["message"].startswith("receive on rank 2: ")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_WAYS)
 def test_an_abort_ends_a_waiting_call_and_all_later_ones(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_aborts, backend, 2)
     aborter, late = crowd.report(0, "later"), crowd.report(1, "later")
@@ -190,13 +202,13 @@ def test_an_abort_ends_a_waiting_call_and_all_later_ones(crowd: Crowd, backend: 
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_WAYS)
 def test_nothing_stays_of_many_epochs(crowd: Crowd, backend: str) -> None:
     crowd.start(members.many_epochs, backend, 3)
     crowd.join()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_WAYS)
 def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
     crowd.start(members.one_does_not_come, backend, 2)
     waited = crowd.report(0, "at")
@@ -269,6 +281,26 @@ def test_a_process_ends_well_without_closing_anything(backend: str) -> None:
 
 
 # ---- the parts
+
+
+@pytest.mark.parametrize("way", ["no compiler", "off"])
+def test_without_native_collectives_python_does_the_same(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    if way == "off":
+        monkeypatch.setenv(native_rounds.OFF, "0")
+        caplog.set_level("INFO")
+    else:
+        monkeypatch.setattr(compiler.shutil, "which", lambda _name: None)
+    native_rounds.load.cache_clear()
+    try:
+        group = form(store, 11, 0, 1, "shared_memory", 5.0, group=way)
+        assert torch.equal(group.all_reduce(torch.ones(3)), torch.ones(3))
+        assert not group.is_native  # type: ignore[attr-defined]
+        assert "native collectives: off, " in caplog.text.replace("off (", "off, (")
+        group.close()
+    finally:
+        native_rounds.load.cache_clear()
 
 
 def test_a_store_listens_on_its_address_only(store: TCPStore) -> None:

@@ -269,10 +269,17 @@ Outcome all_gather_ints(Group& group, char* out, int64_t num_bytes) {
     });
 }
 
+// The tensor has so many rows of equal size.
+int64_t bytes_of_row(int64_t num_bytes, const int64_t* sizes, int64_t size) {
+    int64_t rows = 0;
+    for (int64_t rank = 0; rank < size; ++rank) rows += sizes[rank];
+    return rows ? num_bytes / rows : 0;
+}
+
 }  // namespace
 
-// Arguments: what is given, what is returned, number of bytes (of a row, of all), bytes of an element or another
-// member's rank, kind of element; then sizes by rank.
+// Arguments: what is given, what is returned, bytes of the larger; bytes of an element, or another member's rank, or
+// (all-to-all) bytes of what is returned; kind of element; then sizes by rank.
 extern "C" {
 
 int64_t lockstep_group_bytes() { return sizeof(Group); }
@@ -286,17 +293,21 @@ int64_t lockstep_all_gather_ints(Group* group) {
 
 int64_t lockstep_all_gather(Group* group) {
     auto* call = group->call;
-    return all_gather(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(), call[2]);
+    return all_gather(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(),
+                      bytes_of_row(call[2], group->sizes(), group->size));
 }
 
 int64_t lockstep_reduce_scatter(Group* group) {
     auto* call = group->call;
-    return reduce_scatter(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(), call[2], call[4]);
+    return reduce_scatter(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(),
+                          bytes_of_row(call[2], group->sizes(), group->size), call[4]);
 }
 
 int64_t lockstep_all_to_all(Group* group) {
-    auto* call = group->call;
-    return all_to_all(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(), call[2]);
+    auto *call = group->call, *sizes = group->sizes();
+    int64_t row_bytes = bytes_of_row(call[2], sizes, group->size);
+    if (row_bytes == 0) row_bytes = bytes_of_row(call[3], sizes + group->size, group->size);
+    return all_to_all(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), sizes, row_bytes);
 }
 
 int64_t lockstep_all_reduce(Group* group) {
