@@ -1,7 +1,8 @@
-"""The rounds of :mod:`parallel.communicators.rounds`, each collective in one call of ``native/collectives.cpp``.
+"""The rounds of :mod:`parallel.communicators.rounds`, each collective in one call of
+``native/collectives.cpp``.
 
-What a small tensor takes is what Python does around that call, so arguments are packed into one array that the other
-side knows, no tensor is sliced, and nothing is made anew that could be kept.
+What a small tensor takes is what Python does around that call, so arguments are packed into one array that
+the other side knows, no tensor is sliced, and nothing is made anew that could be kept.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class _Group(ctypes.Structure):
     """As in ``collectives.cpp``."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("rank", "size", "slot_bytes", "region_bytes", "two_step_bytes")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("rank", "size", "slot_bytes", "region_bytes", "two_step_bytes")
+        ),
         *(
             (name, ctypes.c_int64)
             for name in (
@@ -78,8 +82,8 @@ class Library:
             raise OSError("collectives.cpp and native_rounds.py do not fit each other")
         self.calls: dict[str, Any] = {}
         for name in (
-            "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send",
-            "receive",
+            "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
+            "send", "receive",
         ):  # fmt: skip
             self.calls[name] = getattr(loaded, f"lockstep_{name}")
             self.calls[name].restype = ctypes.c_int64  # no types of arguments: they are given as C objects
@@ -147,8 +151,8 @@ class NativeRounds(Rounds):
         self._terms = (ctypes.c_int64 * size)()
         self._group = _Group(
             rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=region_bytes(layout),
-            two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes, announced=layout.announced,
-            sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken, slots=layout.slots,
+            two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
+            announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken, slots=layout.slots,
             letters=layout.letters, members=ctypes.addressof(self._addresses),
             terms=ctypes.addressof(self._terms), call=ctypes.addressof(self._arguments),
             check=_checking(standing, self._errors), crowded=crowded, budget=_LONGEST_BUDGET,
@@ -244,8 +248,8 @@ class NativeRounds(Rounds):
 
 
 def _checking(standing: Standing, errors: list[BaseException]) -> Any:
-    """What the collectives call now and then while they wait until the word of a member is ``target``; 1: give
-    up. It must not know the rounds: they would keep each other."""
+    """What the collectives call now and then while they wait until the word of a member is ``target``; 1:
+    give up. It must not know the rounds: they would keep each other."""
 
     def check(rank: int, word: int, target: int) -> int:
         try:

@@ -1,5 +1,6 @@
-"""The rounds of :mod:`parallel.communicators.shared_memory` in plain Python: what each member writes and reads, and
-when. ``native/collectives.cpp`` does the same in one call each; this is what is left where it cannot be compiled.
+"""The rounds of :mod:`parallel.communicators.shared_memory` in plain Python: what each member writes and
+reads, and when. ``native/collectives.cpp`` does the same in one call each; this is what is left where it
+cannot be compiled.
 
 Memory order: data is written before the counter and read after it, with plain stores and loads from Python.
 That is enough on x86-64, whose stores become visible in their order and whose loads are made in theirs (total
@@ -25,7 +26,7 @@ CALLS = ("all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_r
 
 
 class Rounds:
-    """One member's part. Tensors are contiguous and on the CPU; results are written to tensors that are given."""
+    """One member's part. Tensors are contiguous and on the CPU; results go to tensors that are given."""
 
     is_native = False
 
@@ -202,7 +203,8 @@ class Rounds:
 
     def _place(self, rank: int, slot: int, region: int = 0) -> int:
         """Address of a member's slot, or of what is in it for one member."""
-        return self._members[rank].slot_addresses[slot] + region * self._region_bytes
+        start: int = self._members[rank].slot_addresses[slot]
+        return start + region * self._region_bytes
 
     def _sum(self, slot: int, at: int, mine: torch.Tensor, total: torch.Tensor, low: int, step: int) -> None:
         """Of ``total``, the elements that this round brings: at most ``step`` bytes from ``low`` on, which

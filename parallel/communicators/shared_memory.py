@@ -9,9 +9,10 @@ belong together end in an error and not in wrong numbers.
 
 Send and receive have two slots of their own (letters), since only two members take part in them.
 
-The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be compiled,
-in ``rounds``; both do the same with the same memory, so members of a group need not agree. See ``waiting`` for
-how a member waits, ``standing`` for when it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
+The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
+compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. See
+``waiting`` for how a member waits, ``standing`` for when it gives up, ``segments`` for the memory and
+``slots`` for how it is cut.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class SharedMemoryCommunicator:
         self._members, self._rounds = [], None
 
     def _begin(self, call: str) -> Rounds:
-        """Its deadline counts from now. Who holds the rounds holds the memory, whoever closes this meanwhile."""
+        """Its deadline counts from now. Who holds the rounds holds the memory, whoever closes this."""
         rounds = self._rounds
         self._standing.begin(call)
         assert rounds is not None, "it is open"

@@ -1,7 +1,7 @@
 """Whether a group is still whole, as one of its members sees it, and how it leaves (loads no torch).
 
-Each member has a state word that the others can read. Waits are in vain when the process of a member has ended,
-when somebody has given up, when this end was aborted or closed, and when the time of the call is over.
+Each member has a state word that the others can read. Waits are in vain when the process of a member has
+ended, when somebody has given up, when this end was aborted or closed, and when the time of the call is over.
 """
 
 from __future__ import annotations
