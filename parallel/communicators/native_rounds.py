@@ -152,7 +152,8 @@ class NativeRounds(Rounds):
         self._group = _Group(
             rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=region_bytes(layout),
             two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
-            announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken, slots=layout.slots,
+            announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken,
+            slots=layout.slots,
             letters=layout.letters, members=ctypes.addressof(self._addresses),
             terms=ctypes.addressof(self._terms), call=ctypes.addressof(self._arguments),
             check=_checking(standing, self._errors), crowded=crowded, budget=_LONGEST_BUDGET,
