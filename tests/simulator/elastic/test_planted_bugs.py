@@ -66,7 +66,7 @@ class FormsAtOnceAfterARestart(Epochs):
     def _is_young(self, now: float) -> bool:
         return False
 
-    def _adoption_ends(self, now: float) -> bool:
+    def _adoption_ends(self, size: int | None, now: float) -> bool:
         self._adopted_at = None
         return True
 
