@@ -21,9 +21,11 @@ NUM_TOKENS = 250
 """Of each: long enough that a kill finds them all under way."""
 
 
-async def stream(client: openai.AsyncOpenAI, index: int, rank: int | None = None) -> list[int]:
-    """Token ids of one stream: greedy ones and seeded samples, some with penalties. ``rank``: of the instance
-    that is asked for."""
+async def stream(
+    client: openai.AsyncOpenAI, index: int, begun: set[int], rank: int | None = None
+) -> list[int]:
+    """Token ids of one stream: greedy ones and seeded samples, some with penalties. It adds itself to those that
+    have ``begun``. ``rank``: of the instance that is asked for."""
     rng = random.Random(index)
     chunks = await client.completions.create(
         model=SHIPPED_MODEL,
@@ -39,6 +41,7 @@ async def stream(client: openai.AsyncOpenAI, index: int, rank: int | None = None
     ids: list[int] = []
     async with chunks:
         async for chunk in chunks:
+            begun.add(index)
             for choice in chunk.choices:
                 ids += choice.token_ids  # type: ignore[attr-defined]
     return ids
@@ -52,12 +55,15 @@ def crowd_of(ports: Ports, count: int) -> list[list[int]]:
 async def crowd(
     ports: Ports, kill: object = None, count: int = NUM_STREAMS, ranks: dict[int, int] | None = None
 ) -> list[list[int]]:
-    """``ranks``: instances that some of the streams ask for."""
+    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called."""
+    begun: set[int] = set()
+    pinned = ranks or {}
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
         streams = [
-            asyncio.create_task(stream(client, index, (ranks or {}).get(index))) for index in range(count)
+            asyncio.create_task(stream(client, index, begun, pinned.get(index))) for index in range(count)
         ]
         if callable(kill):
+            await asyncio.to_thread(wait_until, lambda: begun >= pinned.keys(), 20, "those with an instance")
             await asyncio.to_thread(kill)
         return await asyncio.gather(*streams)
 

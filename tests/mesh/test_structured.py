@@ -16,7 +16,7 @@ from engine.config import SHIPPED_MODEL
 from tests.mesh.conftest import Mesh
 from tests.mesh.harness import Ports, serve
 from tests.mesh.schemas import WRITTEN
-from tests.mesh.structured import FLAGS, ask_all, killing
+from tests.mesh.structured import FLAGS, ask_all
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -33,7 +33,7 @@ def test_answers_follow_their_schemas_over_a_kill(tmp_path: Path) -> None:
         assert [answer.problem for answer in undisturbed] == [""] * len(SOME)
         finished = [answer for answer in undisturbed if answer.finish_reason == "stop"]
         assert len(finished) >= 0.9 * len(SOME)
-        disturbed = asyncio.run(ask_all(ports, SOME, killing(ports, command.child("Engine_1"))))
+        disturbed = asyncio.run(ask_all(ports, SOME, command.child("Engine_1").kill))
         assert disturbed == undisturbed
         assert "requests of instance 1 go on elsewhere" in command.log
         assert command.stop() == 0
