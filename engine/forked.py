@@ -228,6 +228,7 @@ class ForkServer:
                 self.problem = f"the fork server is lost: {error}"
                 self._connection.close()
                 self._child.kill()
+                self._child.wait()
                 raise Unforked(self.problem) from error
         if isinstance(answer, Failed):
             raise Unforked(answer.reason)

@@ -109,6 +109,7 @@ def serve(argv: list[str]) -> int:
         return [sys.executable, "-P", __file__, "instance", *spec.argv]
 
     ProcessSpec.command = command  # type: ignore[method-assign]
+    os.environ["LOCKSTEP_FORK_SERVER"] = "0"  # which would make real instances
     return main_serve(argv)
 
 

@@ -250,6 +250,7 @@ class Supervisor:
             if self._coming_back.pop(key, None) is None or self._stopping:  # retired meanwhile
                 if started is not None:
                     started.kill()
+                    await started.ended()
                 return
         if started is None:
             started = await asyncio.create_subprocess_exec(
