@@ -193,7 +193,7 @@ def test_a_killed_front_end_takes_only_its_own_connections(operated: Operated) -
             assert time.monotonic() - killed_at < 1.0, f"{held} requests are held for {expected} streams"
             await asyncio.sleep(0.05)
         async with openai.AsyncOpenAI(base_url=f"{operated.url}/v1", api_key="x", max_retries=0) as client:
-            assert await stream(client, 0) == operated.undisturbed[0], "new connections are taken"
+            assert await stream(client, 0, set()) == operated.undisturbed[0], "new connections are taken"
         (text,) = set(await asyncio.gather(*ending[survivor]))
         assert text is not None, "untouched, and all alike"
         assert set(await asyncio.gather(*ending[victim])) == {None}
