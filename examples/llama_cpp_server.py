@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """llama.cpp's single stream behind HTTP, for ``bench_peers.py``: run by the Python of build/peers/llama.cpp.
 
-    build/peers/llama.cpp/bin/python examples/llama_cpp_server.py build/models/dense-small --port 8080 --threads 2
+    build/peers/llama.cpp/bin/python examples/llama_cpp_server.py MODEL --port 8080 --threads 2
 
 Serves a Llama model of transformers' in bfloat16: writes it in llama.cpp's format beside the model at first
 use, then becomes ``llama_cpp_server.mjs``.
