@@ -66,10 +66,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[bool, flag(help="Reuse KV blocks of equal prefixes.")] = True
 
 
+CPU_TOKENS, GPU_TOKENS = 512, 2048
+"""Of a step, where nobody says how many."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What goes into one step."""
 
-    max_num_batched_tokens: Annotated[Size, flag(help="Token budget of a step.")] = 2048
+    max_num_batched_tokens: Annotated[
+        Size | None,
+        flag(help="Token budget of a step; unset: 512 on a CPU, 2048 on a GPU, or --max-num-seqs if that is more."),
+    ] = None
     max_num_seqs: Annotated[Count, flag(help="Requests that run at once.")] = 128
     enable_chunked_prefill: Annotated[
         bool, flag(help="Split long prompts over steps; without it a prompt must fit the token budget.")
@@ -92,6 +99,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if self.max_num_queued_tokens is not None and self.max_num_queued_tokens < 1:
             raise ValueError("--max-num-queued-tokens must be at least 1")
+        if self.max_num_batched_tokens is None:
+            return
         if self.max_num_batched_tokens < 1:
             raise ValueError("--max-num-batched-tokens must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -99,6 +108,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each running request needs a token per step"
             )
+
+    def token_budget(self, has_gpu: bool = False) -> int:
+        """Of a step. A CPU computes prompts no faster from a few hundred tokens on, so more would only make the first
+        of many prompts wait for the last."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -53,7 +53,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             SchedulerRules(
                 max_num_seqs=config.scheduler.max_num_seqs,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                max_num_batched_tokens=config.scheduler.token_budget(),
                 block_size=config.cache.block_size,
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
@@ -280,7 +280,7 @@ class EngineCore:
             block_size=self._config.cache.block_size,
             num_blocks=self._pool.num_blocks,
             max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_batched_tokens=limits.token_budget(),
             max_num_queued_reqs=limits.max_num_queued_reqs,
             max_num_queued_tokens=limits.max_num_queued_tokens,
         )

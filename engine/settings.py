@@ -20,7 +20,7 @@ from engine.checkpoint import (
 from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from parallel.pipeline_parallel import check_split
 from parallel.placement import place
-from parallel.topology import kv_heads_of
+from parallel.topology import kv_heads_of, visible_cuda_devices
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
         **_expert_settings(config, info, size or 1),
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=config.scheduler.token_budget(_has_gpu(config.device)),
         max_num_seqs=config.scheduler.max_num_seqs,
     )
     scheduler = config.scheduler
-    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < settings.max_model_len:
+    if not scheduler.enable_chunked_prefill and settings.max_num_batched_tokens < settings.max_model_len:
         raise CheckpointError(
             f"without chunked prefill a whole prompt must fit one step: raise --max-num-batched-tokens to "
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
@@ -107,13 +107,16 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--served-model-name": bool(config.model.served_model_name),
         "--block-size": config.cache.block_size != CacheConfig().block_size,
         "--max-num-seqs": config.scheduler.max_num_seqs != SchedulerConfig().max_num_seqs,
-        "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens
-        != SchedulerConfig().max_num_batched_tokens,
+        "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens is not None,
         "-tp": config.device.tensor_parallel_size != DeviceConfig().tensor_parallel_size,
         "-ep": config.device.enable_expert_parallel is not None,
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
     }
     return [name for name, was_given in given.items() if was_given]
+
+
+def _has_gpu(device: DeviceConfig) -> bool:
+    return device.device == "cuda" or (device.device == "auto" and visible_cuda_devices() > 0)
 
 
 def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class UniExecutor:
         """One prompt as long as the token budget, so that the allocator has seen its largest step."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None
-        length = min(self._config.scheduler.max_num_batched_tokens, self._info.context_length)
+        length = min(self._config.scheduler.token_budget(), self._info.context_length)
         num_blocks = -(-length // block_size)
         cache = make_attention(
             model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device

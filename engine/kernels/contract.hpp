@@ -55,13 +55,12 @@ struct Team {
     }
     int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
 
-    // body(each) for 0 ... total - 1: every thread takes some and comes back for more, so that one which has to
-    // share its core with another process holds up no more than those.
+    // body(first, stop) for parts of 0 ... total, of at most `most`: every thread takes some and comes back for more, so
+    // that one which has to share its core with another process holds up no more than those.
     template <class Body>
-    void share_out(int64_t total, Body body) {
-        int64_t count = std::max<int64_t>(1, total / (size == 1 ? 1 : SHARES * size));
-        for (int64_t first = take(count); first < total; first = take(count))
-            for (int64_t each = first; each < std::min(first + count, total); ++each) body(each);
+    void share_out(int64_t total, int64_t most, Body body) {
+        int64_t count = std::clamp<int64_t>(total / (size == 1 ? 1 : SHARES * size), 1, std::max<int64_t>(1, most));
+        for (int64_t first = take(count); first < total; first = take(count)) body(first, std::min(first + count, total));
     }
 
    private:

@@ -174,6 +174,17 @@ inline void products(const typename T::Element* in, int64_t k, int64_t rows, con
     }
 }
 
+// Bytes of weights that rows go through together, a block of rows after the other: they stay in a core's own cache,
+// and so do the inputs of a block.
+constexpr int64_t CACHED_BYTES = 512 << 10;
+
+// Calls body(first, count) for blocks of rows, or once for all where a row's inputs are read by vectors.
+template <class T, class Body>
+inline void row_blocks(int64_t k, int64_t rows, Body body) {
+    int64_t block = use_tiles<T>() && k / T::PACK % TILE == 0 ? 2 * TILE : rows;
+    for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
+}
+
 // out [rows, n] = silu(in x gate) * (in x up), 16 columns of it
 template <class T>
 void gated_panel(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* gate, const uint32_t* up,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
 from engine.checkpoint import CheckpointError
-from engine.config import DeviceConfig, EngineConfig
+from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
 from engine.settings import adopt, resolve
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
@@ -82,3 +83,19 @@ def test_an_instance_that_joins_takes_the_sizes_of_the_mesh_or_says_why_not() ->
     uni = EngineConfig(device=DeviceConfig(distributed_executor_backend="uni"))
     with pytest.raises(CheckpointError, match="uni runs one worker"):
         adopt(uni, settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "scheduler", "tokens"),
+    [
+        ("cpu", {}, 512),
+        ("cuda", {}, 2048),
+        ("cpu", {"max_num_seqs": 900}, 900),
+        ("cuda", {"max_num_batched_tokens": 300}, 300),
+    ],
+)
+def test_tokens_of_a_step(device: Any, scheduler: dict[str, int], tokens: int) -> None:
+    config = EngineConfig(device=DeviceConfig(device=device), scheduler=SchedulerConfig(**scheduler))
+    _, settings = resolve(config)
+    assert settings.max_num_batched_tokens == tokens
+    assert adopt(EngineConfig(), settings).scheduler.token_budget() == tokens
