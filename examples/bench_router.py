@@ -12,6 +12,8 @@ The instances are real processes whose model computes nothing and waits ``--step
     sglang-router   SGLang's router (a compiled program) in front of ``lockstep``: its CPU alone, and the time
                     to first token that it adds to what stands behind it
     vllm            vLLM's own front end; its engine is a process of its own that computes ``--vllm-model``
+    writes          no front end: a loop that writes events of the same size and does nothing else
+                    (examples/bare_writer.py), which is the floor for all who give each token a write of its own
 
 Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then requests for one token each, as many at
 once; then one request for one token after the other, whose time is what a first token costs.
@@ -232,6 +234,14 @@ def vllm(args: argparse.Namespace) -> Iterator[System]:
         yield System(port, "bench", [process])
 
 
+@contextlib.contextmanager
+def writes(args: argparse.Namespace) -> Iterator[System]:
+    port = free_port()
+    command = [sys.executable, str(ROOT / "examples/bare_writer.py"), str(port), str(args.step_ms)]
+    with running(command, "writes") as process:
+        yield System(port, "any", [process])
+
+
 def wait_until_answers(port: int, model: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while True:
@@ -249,6 +259,7 @@ SYSTEMS = {
     "lockstep-2": lambda args: lockstep(args, 2),
     "sglang-router": sglang_router,
     "vllm": vllm,
+    "writes": writes,
 }
 
 

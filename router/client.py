@@ -406,11 +406,12 @@ class MeshClient:
                 self._dispatch(entry, chosen)
 
     def _pass_on(self, instance: Instance, delta: Delta) -> None:
-        self._pool.index.settle(instance.name, delta.request)
-        taken = self._ledger.take(instance.name, delta)
-        if taken is None:
+        entry = self._ledger.find(instance.name, delta.request)
+        if entry is None:
             return
-        entry, delta = taken
+        if entry.fruitless:  # the first one of this try
+            self._chooser.settle(entry)
+        delta = self._ledger.book(entry, delta)
         if entry.loss is not None and (loss := entry.returns(delta, time.monotonic())) is not None:
             logger.info("%s", loss)
         ended = delta.finish_reason is not None
