@@ -93,6 +93,9 @@ class ChatAnswer(ChunkedAnswer):
         )
         return opening + event(self._chunk([choice], sample))
 
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)
+
     def text_chunk(self, sample: Sample, text: str) -> bytes:
         return event(self._chunk([ChatChunkChoice(sample.index, ChatDelta(text))], sample))
 

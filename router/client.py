@@ -373,8 +373,9 @@ class MeshClient:
                     self._links[instance.name].ask_for_blocks()
                 if deltas:
                     instance.trust.proved()
+                name = instance.name
                 for delta in deltas:
-                    self._pass_on(instance, delta)
+                    self._pass_on(name, delta)
                 self._recall()
             case Refused():
                 self._on_refused(instance, message)
@@ -405,8 +406,8 @@ class MeshClient:
             else:
                 self._dispatch(entry, chosen)
 
-    def _pass_on(self, instance: Instance, delta: Delta) -> None:
-        entry = self._ledger.find(instance.name, delta.request)
+    def _pass_on(self, instance: str, delta: Delta) -> None:
+        entry = self._ledger.find(instance, delta.request)
         if entry is None:
             return
         if entry.fruitless:  # the first one of this try

@@ -19,7 +19,6 @@ class BodyWriter(Protocol):
     """Writes parts of a body that has begun. Nothing between the application and the server may want to see
     them (no middleware of ours does)."""
 
-    @property
     def is_open(self) -> bool:
         """Whether a part can be written now. If not, the usual way says why: it waits for a client that does
         not keep up, or drops what nobody takes any more."""
@@ -47,9 +46,8 @@ class ChunkWriter:
         self._write = cycle.transport.write
 
     def __repr__(self) -> str:
-        return f"<ChunkWriter {'open' if self.is_open else 'closed'}>"
+        return f"<ChunkWriter {'open' if self.is_open() else 'closed'}>"
 
-    @property
     def is_open(self) -> bool:
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected:

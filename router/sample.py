@@ -59,7 +59,8 @@ class Sample:
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
-        self._is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        """All that its tokens say is text, and no text ends it."""
 
     def __repr__(self) -> str:
         return f"<Sample {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
@@ -78,6 +79,13 @@ class Sample:
         """Whether its text may end it, at any delta."""
         return self._search is not None
 
+    def read(self, token_ids: list[int]) -> str:
+        """The text of its next tokens, where text is all and these are not the last ones."""
+        self.num_tokens += len(token_ids)
+        if len(token_ids) == 1:
+            return self._detokenizer.step(token_ids[0])
+        return "".join(map(self._detokenizer.step, token_ids))
+
     def take(self, delta: Delta) -> Piece:
         """The next delta of the mesh; after one whose piece has a ``finish_reason`` no more are wanted.
 
@@ -85,13 +93,12 @@ class Sample:
             ApiError: the delta says that the request failed.
         """
         if (
-            self._is_text_alone
+            self.is_text_alone
             and delta.finish_reason is None
             and delta.prompt_logprobs is None
             and not delta.num_cached_tokens
         ):  # nearly every one
-            self.num_tokens += len(delta.token_ids)
-            return Piece("".join(map(self._detokenizer.step, delta.token_ids)), delta.token_ids)
+            return Piece(self.read(delta.token_ids), delta.token_ids)
         if delta.finish_reason is FinishReason.ERROR:
             self.finish_reason = FinishReason.ERROR
             raise from_failure(delta)

@@ -11,49 +11,62 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.messages import Delta
-from router.answers import Answer
+from router.answers import Answer, encode
 from router.connection import BodyWriter
 from router.mesh import Generation
 from router.metrics import Meter
 from router.sample import Piece, Sample
 
+Put = Callable[[Delta], None]
+
 
 class Sink(Protocol):
-    """Where pieces of a request with one sample can go without waiting."""
+    """Where the deltas of a request's only sample can go without waiting."""
 
-    @property
     def is_open(self) -> bool:
-        """Whether it takes one now. If not, the piece goes through the request's task."""
+        """Whether it takes one now. If not, the delta goes through the request's task."""
         ...
 
-    def put(self, sample: Sample, piece: Piece) -> None:
-        """The next piece, never the last one; only while open."""
+    def put_for(self, sample: Sample) -> Put:
+        """What takes the deltas of a sample while this is open: never the last one."""
         ...
 
 
 class BodySink:
-    """Writes the events of pieces into an answer that has begun."""
+    """Writes events into an answer that has begun."""
 
     def __init__(self, answer: Answer, writer: BodyWriter) -> None:
         self._answer = answer
-        self._writer = writer
+        self._write = writer.write
+        self.is_open = writer.is_open
 
     def __repr__(self) -> str:
-        return f"<BodySink of {self._answer!r} to {self._writer!r}>"
+        return f"<BodySink of {self._answer!r}, {'open' if self.is_open() else 'closed'}>"
 
-    @property
-    def is_open(self) -> bool:
-        return self._writer.is_open
+    def put_for(self, sample: Sample) -> Put:
+        """See :class:`Sink`. Where events differ in their text only, the rest of them is made once."""
+        answer, write = self._answer, self._write
+        frame = answer.frame(sample) if sample.is_text_alone else None
 
-    def put(self, sample: Sample, piece: Piece) -> None:
-        if events := self._answer.chunk(sample, piece, first=False):
-            self._writer.write(events)
+        def put(delta: Delta) -> None:
+            if events := answer.chunk(sample, sample.take(delta), first=False):
+                write(events)
+
+        if frame is None:
+            return put
+        before, after = frame
+
+        def put_text(delta: Delta) -> None:
+            if delta.num_cached_tokens or delta.prompt_logprobs is not None:  # the first one after a resume
+                put(delta)
+            elif text := sample.read(delta.token_ids):
+                write(before + encode(text) + after)
+
+        return put_text
 
 
 class ListSink:
     """Keeps pieces for an answer that is given as a whole."""
-
-    is_open = True
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = pieces
@@ -61,19 +74,23 @@ class ListSink:
     def __repr__(self) -> str:
         return f"<ListSink of {len(self._pieces)} pieces>"
 
-    def put(self, sample: Sample, piece: Piece) -> None:
-        self._pieces.append(piece)
+    def is_open(self) -> bool:
+        return True
+
+    def put_for(self, sample: Sample) -> Put:
+        """See :class:`Sink`."""
+        return lambda delta: self._pieces.append(sample.take(delta))
 
 
 def shortcut(sample: Sample, generation: Generation, meter: Meter, sink: Sink) -> Callable[[Delta], bool]:
-    """What to hand over for the only sample of a request. The last delta is the task's, and so are all where
-    any may turn out to be the last one (stop strings)."""
+    """What to hand over for the only sample of a request, whose text does not end it (no stop strings)."""
+    is_open, put, clock = sink.is_open, sink.put_for(sample), time.perf_counter
 
     def take(delta: Delta) -> bool:
-        if delta.finish_reason is not None or sample.may_stop or not sink.is_open:
+        if delta.finish_reason is not None or not is_open():
             return False
-        meter.delta(0, generation, time.perf_counter(), delta.times)
-        sink.put(sample, sample.take(delta))
+        meter.delta(0, generation, clock(), delta.times)
+        put(delta)
         return True
 
     return take

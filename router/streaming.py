@@ -105,7 +105,7 @@ class Run:
             if len(self.samples) == 1:
                 # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
-                if sink is not None:
+                if sink is not None and not sample.may_stop:
                     generation.hand_over(shortcut(sample, generation, meter, sink))
                 async for delta in generation:
                     meter.delta(0, generation, time.perf_counter(), delta.times)

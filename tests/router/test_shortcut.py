@@ -132,7 +132,6 @@ class WritingClient(Client):
         self._chance = random.Random(seed)
         self.num_written = 0
 
-    @property
     def is_open(self) -> bool:
         return bool(self.messages) and self._chance.random() < 0.7
 
