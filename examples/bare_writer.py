@@ -14,8 +14,7 @@ import sys
 import time
 
 HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 CHUNK = {
     "id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion", "created": 1700000000,

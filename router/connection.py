@@ -50,9 +50,12 @@ class ChunkWriter:
 
     def is_open(self) -> bool:
         cycle = self._cycle
-        if self._flow.write_paused or cycle.disconnected:
-            return False
-        return cycle.chunked_encoding is True and cycle.response_started and not cycle.response_complete
+        return (
+            not self._flow.write_paused
+            and not cycle.disconnected
+            and cycle.chunked_encoding is True  # decided when an answer begins
+            and not cycle.response_complete
+        )
 
     def write(self, part: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(part), part))

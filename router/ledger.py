@@ -7,6 +7,7 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -122,6 +123,9 @@ class Entry:
         return len(self.prompt.prompt_ids) + len(self.emitted)
 
 
+NONE: Mapping[int, Entry] = {}
+
+
 class Flight(msgspec.Struct, frozen=True):
     """One request in flight, for operators: nothing of what it says."""
 
@@ -162,6 +166,10 @@ class Ledger:
         """:meth:`find` and :meth:`book`; None if the delta belongs to no current try."""
         entry = self.find(instance, delta.request)
         return None if entry is None else (entry, self.book(entry, delta))
+
+    def at(self, instance: str) -> Mapping[int, Entry]:
+        """Requests whose current try is at an instance, by number."""
+        return self._entries.get(instance, NONE)
 
     def book(self, entry: Entry, delta: Delta) -> Delta:
         """Book a delta of an entry's current try; as it is to be passed on. An entry whose last delta this is

@@ -96,7 +96,7 @@ class Sample:
             self.is_text_alone
             and delta.finish_reason is None
             and delta.prompt_logprobs is None
-            and not delta.num_cached_tokens
+            and delta.num_cached_tokens == self.num_cached_tokens
         ):  # nearly every one
             return Piece(self.read(delta.token_ids), delta.token_ids)
         if delta.finish_reason is FinishReason.ERROR:

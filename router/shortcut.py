@@ -17,52 +17,62 @@ from router.mesh import Generation
 from router.metrics import Meter
 from router.sample import Piece, Sample
 
-Put = Callable[[Delta], None]
+Take = Callable[[Delta], bool]
+"""What is handed over: see :meth:`router.mesh.Generation.hand_over`."""
 
 
 class Sink(Protocol):
     """Where the deltas of a request's only sample can go without waiting."""
 
-    def is_open(self) -> bool:
-        """Whether it takes one now. If not, the delta goes through the request's task."""
-        ...
-
-    def put_for(self, sample: Sample) -> Put:
-        """What takes the deltas of a sample while this is open: never the last one."""
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
+        """For a sample whose text does not end it (no stop strings). The last delta is never taken."""
         ...
 
 
 class BodySink:
-    """Writes events into an answer that has begun."""
+    """Writes events into an answer that has begun, while its client keeps up."""
 
     def __init__(self, answer: Answer, writer: BodyWriter) -> None:
         self._answer = answer
-        self._write = writer.write
-        self.is_open = writer.is_open
+        self._writer = writer
 
     def __repr__(self) -> str:
-        return f"<BodySink of {self._answer!r}, {'open' if self.is_open() else 'closed'}>"
+        return f"<BodySink of {self._answer!r} to {self._writer!r}>"
 
-    def put_for(self, sample: Sample) -> Put:
-        """See :class:`Sink`. Where events differ in their text only, the rest of them is made once."""
-        answer, write = self._answer, self._write
-        frame = answer.frame(sample) if sample.is_text_alone else None
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
+        """See :class:`Sink`."""
+        frame = self._answer.frame(sample) if sample.is_text_alone else None
+        if frame is not None:
+            return self._of_texts(sample, generation, meter, frame)
+        is_open, write, chunk = self._writer.is_open, self._writer.write, self._answer.chunk
 
-        def put(delta: Delta) -> None:
-            if events := answer.chunk(sample, sample.take(delta), first=False):
+        def take(delta: Delta) -> bool:
+            if delta.finish_reason is not None or not is_open():
+                return False
+            meter.delta(0, generation, time.perf_counter(), delta.times)
+            if events := chunk(sample, sample.take(delta), first=False):
                 write(events)
+            return True
 
-        if frame is None:
-            return put
+        return take
+
+    def _of_texts(
+        self, sample: Sample, generation: Generation, meter: Meter, frame: tuple[bytes, bytes]
+    ) -> Take:
+        """The same where events differ in their text only. This is what a token costs."""
+        is_open, write, read = self._writer.is_open, self._writer.write, sample.read
+        observe, clock = meter.delta, time.perf_counter
         before, after = frame
 
-        def put_text(delta: Delta) -> None:
-            if delta.num_cached_tokens or delta.prompt_logprobs is not None:  # the first one after a resume
-                put(delta)
-            elif text := sample.read(delta.token_ids):
+        def take(delta: Delta) -> bool:
+            if delta.finish_reason is not None or delta.times is not None or not is_open():
+                return False  # times: the first one of an instance, which has more to tell
+            observe(0, generation, clock())
+            if text := read(delta.token_ids):
                 write(before + encode(text) + after)
+            return True
 
-        return put_text
+        return take
 
 
 class ListSink:
@@ -74,23 +84,14 @@ class ListSink:
     def __repr__(self) -> str:
         return f"<ListSink of {len(self._pieces)} pieces>"
 
-    def is_open(self) -> bool:
-        return True
-
-    def put_for(self, sample: Sample) -> Put:
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
         """See :class:`Sink`."""
-        return lambda delta: self._pieces.append(sample.take(delta))
 
+        def take(delta: Delta) -> bool:
+            if delta.finish_reason is not None:
+                return False
+            meter.delta(0, generation, time.perf_counter(), delta.times)
+            self._pieces.append(sample.take(delta))
+            return True
 
-def shortcut(sample: Sample, generation: Generation, meter: Meter, sink: Sink) -> Callable[[Delta], bool]:
-    """What to hand over for the only sample of a request, whose text does not end it (no stop strings)."""
-    is_open, put, clock = sink.is_open, sink.put_for(sample), time.perf_counter
-
-    def take(delta: Delta) -> bool:
-        if delta.finish_reason is not None or not is_open():
-            return False
-        meter.delta(0, generation, clock(), delta.times)
-        put(delta)
-        return True
-
-    return take
+        return take

@@ -1,7 +1,7 @@
 """The deltas of one request, from the connection that brings them to the HTTP handler that reads them.
 
-A handler that would only write a delta on can leave word how (:meth:`Stream.hand_over`): while it waits, deltas
-go that way at once, and no task is woken for them.
+A handler that would only write a delta on can leave word how (:meth:`Stream.hand_over`): while it waits,
+deltas go that way at once, and no task is woken for them.
 """
 
 from __future__ import annotations

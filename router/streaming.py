@@ -25,7 +25,7 @@ from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
 from router.quotas import Lease
 from router.sample import Piece, Sample
-from router.shortcut import BodySink, ListSink, Sink, shortcut
+from router.shortcut import BodySink, ListSink, Sink
 from router.tracing import UNTRACED, RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class Run:
             raise too_late(self._timeout) from error
 
     async def pieces(self, sink: Sink | None = None) -> AsyncGenerator[Batch, None]:
-        """What the samples say, as it comes, until all have finished. A ``sink`` may get pieces of a request's
-        only sample while the reader waits for them: those are not yielded.
+        """What the samples say, as it comes, until all have finished. While the reader waits, a ``sink`` may
+        get deltas of a request's only sample: those are not yielded.
 
         Raises:
             MeshError: the mesh does not take a sample.
@@ -106,7 +106,7 @@ class Run:
                 # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
                 if sink is not None and not sample.may_stop:
-                    generation.hand_over(shortcut(sample, generation, meter, sink))
+                    generation.hand_over(sink.shortcut(sample, generation, meter))
                 async for delta in generation:
                     meter.delta(0, generation, time.perf_counter(), delta.times)
                     piece = sample.take(delta)
