@@ -413,13 +413,13 @@ class MeshClient:
                 continue
             if entry.fruitless:  # the first one of this try
                 self._chooser.settle(entry)
-            delta = self._ledger.book(entry, delta)  # noqa: PLW2901 (less what its client has)
-            if entry.loss is not None and (loss := entry.returns(delta, time.monotonic())) is not None:
+            news = self._ledger.book(entry, delta)
+            if entry.loss is not None and (loss := entry.returns(news, time.monotonic())) is not None:
                 logger.info("%s", loss)
-            ended = delta.finish_reason is not None
+            ended = news.finish_reason is not None
             stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
             if stream is not None:
-                stream.push(delta)
+                stream.push(news)
 
     def _on_refused(self, instance: Instance, refused: Refused) -> None:
         entry = self._ledger.find(instance.name, refused.request)
