@@ -7,12 +7,15 @@ does everything while the client does not keep up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "lockstep.body_writer"
+
+MOST_KEPT = 64
+"""Bytes of a token's text up to which the heads of chunks are kept, by their length."""
 
 
 class BodyWriter(Protocol):
@@ -26,6 +29,10 @@ class BodyWriter(Protocol):
 
     def write(self, part: bytes) -> None:
         """Only while open, and not for nothing: an empty part would end the body."""
+        ...
+
+    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """Writes parts that differ only in what stands between these two; as :meth:`write`."""
         ...
 
 
@@ -59,6 +66,22 @@ class ChunkWriter:
 
     def write(self, part: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        """See :class:`BodyWriter`."""
+        write, length, end = self._write, len(before) + len(after), after + b"\r\n"
+        heads: dict[int, bytes] = {}  # by the length between: it is in the head of a chunk
+
+        def fill(between: bytes) -> None:
+            size = len(between)
+            head = heads.get(size)
+            if head is None:
+                head = b"%x\r\n%b" % (length + size, before)
+                if size < MOST_KEPT:
+                    heads[size] = head
+            write(head + between + end)
+
+        return fill
 
 
 class PatientProtocol(HttpToolsProtocol):

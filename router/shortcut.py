@@ -60,16 +60,15 @@ class BodySink:
         self, sample: Sample, generation: Generation, meter: Meter, frame: tuple[bytes, bytes]
     ) -> Take:
         """The same where events differ in their text only. This is what a token costs."""
-        is_open, write, read = self._writer.is_open, self._writer.write, sample.read
+        is_open, fill, read = self._writer.is_open, self._writer.filling(*frame), sample.read
         observe, clock = meter.delta, time.perf_counter
-        before, after = frame
 
         def take(delta: Delta) -> bool:
             if delta.finish_reason is not None or delta.times is not None or not is_open():
                 return False  # times: the first one of an instance, which has more to tell
             observe(0, generation, clock())
             if text := read(delta.token_ids):
-                write(before + encode(text) + after)
+                fill(encode(text))
             return True
 
         return take

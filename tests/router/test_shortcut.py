@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -139,6 +140,9 @@ class WritingClient(Client):
         assert part, "an empty part would end the body"
         self.messages.append({"type": "http.response.body", "body": part, "more_body": True})
         self.num_written += 1
+
+    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+        return lambda between: self.write(before + between + after)
 
 
 @pytest.mark.parametrize(
