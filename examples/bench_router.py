@@ -59,8 +59,7 @@ class Stream(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport: Any = transport
         self._ask()
 
     def _ask(self) -> None:

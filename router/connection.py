@@ -7,6 +7,7 @@ does everything while the client does not keep up.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -38,8 +39,8 @@ class BodyWriter(Protocol):
 
 def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
     """None where the server has no short way."""
-    writer: BodyWriter | None = scope.get("extensions", {}).get(EXTENSION)
-    return writer
+    found: Callable[[], BodyWriter | None] | None = scope.get("extensions", {}).get(EXTENSION)
+    return None if found is None else found()
 
 
 class ChunkWriter:
@@ -98,7 +99,11 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:  # no websocket
             scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-            scope.setdefault("extensions", {})[EXTENSION] = ChunkWriter(self.cycle)
+            # The cycle refers to its scope. Without a way back, it is freed as soon as it is over.
+            cycle = weakref.ref(self.cycle)
+            scope.setdefault("extensions", {})[EXTENSION] = lambda: (
+                None if (found := cycle()) is None else ChunkWriter(found)
+            )
 
     def _close_if_silent(self) -> None:
         no_request_yet: bool = getattr(self, "cycle", None) is None

@@ -80,6 +80,7 @@ class Stream:
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
+        self._take = None  # it knows this stream: what is left is freed without the garbage collector
         self._owner.forget(self._entry)
 
     def _wake(self, error: Exception | None = None) -> None:

@@ -93,6 +93,7 @@ class FakeGeneration:
 
     def close(self) -> None:
         self.is_closed = True
+        self._take = None
 
 
 class FakeMesh:

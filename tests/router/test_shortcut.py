@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
@@ -122,6 +125,19 @@ def test_a_failure_comes_after_what_was_taken() -> None:
     asyncio.run(run())
 
 
+def test_a_closed_stream_needs_no_garbage_collector() -> None:
+    stream = a_stream()
+    stream.hand_over(lambda delta: stream.rank is None)
+    stream.close()
+    gone = weakref.ref(stream)
+    gc.disable()
+    try:
+        del stream
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 # ---- the same bytes
 
 
@@ -166,7 +182,7 @@ def test_a_stream_is_the_same_either_way(
     async def bodies(seed: int) -> int:
         outcomes = []
         client = WritingClient(seed)
-        for each, scope in ((Client(), {}), (client, {"extensions": {EXTENSION: client}})):
+        for each, scope in ((Client(), {}), (client, {"extensions": {EXTENSION: lambda: client}})):
             mesh = FakeMesh(None, words)
             metrics = Metrics(mesh)
             call = call_of(mesh, text_model, metrics, stream=True, **fields)
@@ -242,3 +258,22 @@ def test_a_client_that_leaves_in_the_middle(server: Server, much: Script) -> Non
     (generation,) = server.mesh.generations
     assert generation.is_closed
     assert not generation.has_ended
+
+
+def test_requests_leave_nothing_to_the_garbage_collector(server: Server) -> None:
+    """Else each of them would cost a part of a collection, and its memory until then."""
+
+    def cycles() -> int:
+        return sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects())
+
+    server.post("/v1/completions", {"prompt": "Hello", "stream": True})
+    gc.collect()
+    before = cycles()
+    gc.disable()
+    try:
+        for stream in (True, False) * 5:
+            server.post("/v1/completions", {"prompt": "Hello", "stream": stream})
+        server.wait_until_idle()
+        assert cycles() <= before + 1
+    finally:
+        gc.enable()
