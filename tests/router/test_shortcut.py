@@ -126,14 +126,15 @@ def test_a_failure_comes_after_what_was_taken() -> None:
 
 
 def test_a_closed_stream_needs_no_garbage_collector() -> None:
-    stream = a_stream()
-    stream.hand_over(lambda delta: stream.rank is None)
-    stream.close()
-    gone = weakref.ref(stream)
+    def used() -> weakref.ref[Stream]:
+        stream = a_stream()
+        stream.hand_over(lambda delta: stream.rank is None)
+        stream.close()
+        return weakref.ref(stream)
+
     gc.disable()
     try:
-        del stream
-        assert gone() is None
+        assert used()() is None
     finally:
         gc.enable()
 
