@@ -1,11 +1,16 @@
 #!/usr/bin/env python3
-"""How long the collectives between instances take: gloo and shared memory side by side, p50 and p99.
+"""How long the collectives of a group take: gloo and shared memory side by side, p50 and p99.
 
     python examples/bench_collectives.py --ranks 2 4 --output-json collectives.json
 
-Each member is a process with one thread. Both transports are measured by the same processes, in turn and in
-short blocks, so that whatever else the machine does hits both. A size is that of the tensor that each member
-gives. Compare the numbers of one run only.
+Each member is a process with one thread. Three transports are measured by the same processes, in turn and in
+short blocks, so that whatever else the machine does hits all of them:
+
+    torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
+    our gloo        parallel/communicators/gloo.py: the same sockets, by gloo's send and receive
+    shared memory   parallel/communicators/shared_memory.py
+
+A size is that of the tensor that each member gives. Compare the numbers of one run only.
 
 Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait in
 the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
@@ -22,15 +27,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo, Store
+
     from parallel.communicators import Communicator
 
 BACKENDS = ("gloo", "shared_memory")
+TRANSPORTS = ("torch_gloo", *BACKENDS)
 SIZES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 FULL = 64 << 10  # bytes up to which a cell has all its repeats; larger ones have fewer, down to FEWEST
 FEWEST = 40
@@ -63,6 +72,8 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         form(store, 1, rank, size, backend, TIMEOUT, group=backend) for backend in BACKENDS
     ]
 
+    torch_gloo = process_group(store, rank, size)
+
     def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
         whole = torch.ones(num_bytes // 4)
         per_rank, by_rank = [len(whole) // size] * size, [len(whole)] * size
@@ -73,25 +84,37 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
             "all_to_all": lambda: group.all_to_all(whole, per_rank, per_rank),
         }[name]
 
+    def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
+        """The same work, results in tensors that are there already."""
+        given = torch.arange(HEADER_INTS) if name == "all_gather_ints" else torch.ones(num_bytes // 4)
+        parts, exchanged = [torch.empty_like(given) for _ in range(size)], torch.empty_like(given)
+        return {
+            "all_gather_ints": lambda: torch_gloo.allgather([parts], [given]).wait(),
+            "all_reduce": lambda: torch_gloo.allreduce([exchanged]).wait(),
+            "all_gather": lambda: torch_gloo.allgather([parts], [given]).wait(),
+            "all_to_all": lambda: torch_gloo.alltoall_base(exchanged, given, [], []).wait(),
+        }[name]
+
     with torch.inference_mode():
         cells = [("all_gather_ints", 8 * HEADER_INTS)]
         cells += [(name, each) for name in ("all_reduce", "all_gather", "all_to_all") for each in SIZES]
         for name, num_bytes in cells:
-            both = [calls(group, name, num_bytes) for group in groups]
-            for call in both:
+            transports = [calls_of_torch(name, num_bytes)]
+            transports += [calls(group, name, num_bytes) for group in groups]
+            for call in transports:
                 for _ in range(WARM_UP):
                     call()
-            seconds: list[list[float]] = [[] for _ in groups]
+            seconds: list[list[float]] = [[] for _ in transports]
             enough = max(FEWEST, int(repeats * min(1.0, FULL / num_bytes)))
             while len(seconds[0]) < enough:
-                for call, taken in zip(both, seconds, strict=True):
+                for call, taken in zip(transports, seconds, strict=True):
                     measure(call, taken)
             if rank == 0:
                 row = {"ranks": size, "collective": name, "bytes": num_bytes}
-                for backend, taken in zip(BACKENDS, seconds, strict=True):
+                for transport, taken in zip(TRANSPORTS, seconds, strict=True):
                     row |= {
-                        f"{backend}_p50_us": percentile(taken, 50),
-                        f"{backend}_p99_us": percentile(taken, 99),
+                        f"{transport}_p50_us": percentile(taken, 50),
+                        f"{transport}_p99_us": percentile(taken, 99),
                     }
                 print(json.dumps(row), flush=True)
         cost = {backend: cost_of_waiting(group) for backend, group in zip(BACKENDS, groups, strict=True)}
@@ -99,6 +122,16 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
             print(json.dumps({"ranks": size, "waiting": cost}), flush=True)
     for group in groups:
         group.close()
+
+
+def process_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+    """PyTorch's own gloo group, bound to loopback."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT)
+    return ProcessGroupGloo(PrefixStore("torch", store), rank, size, options)
 
 
 def cost_of_waiting(group: Communicator) -> dict[str, float]:
@@ -173,12 +206,13 @@ def bench(size: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def line_of_table(row: dict[str, Any]) -> str:
-    ratio = row["gloo_p50_us"] / row["shared_memory_p50_us"]
-    return (
-        f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}"
-        f"{row['gloo_p50_us']:>11.0f}{row['gloo_p99_us']:>10.0f}"
-        f"{row['shared_memory_p50_us']:>12.0f}{row['shared_memory_p99_us']:>10.0f}{ratio:>8.1f}x"
+    times = "".join(
+        f"{row[f'{transport}_p50_us']:>9.1f}{row[f'{transport}_p99_us']:>8.0f}" for transport in TRANSPORTS
     )
+    ratios = "".join(
+        f"{row[f'{transport}_p50_us'] / row['shared_memory_p50_us']:>8.1f}x" for transport in TRANSPORTS[:2]
+    )
+    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times}{ratios}"
 
 
 def lines_of_waiting(row: dict[str, Any]) -> str:
@@ -206,8 +240,10 @@ def main() -> None:
         return
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
-    print("                                       -------- gloo ------  ---- shared memory --")
-    print("ranks  collective         bytes        p50       p99         p50       p99   p50 ratio")
+    print(f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---  p50 ratio to")
+    print(
+        "ranks  collective         bytes      p50     p99      p50     p99      p50     p99    torch      our"
+    )
     rows = [row for size in args.ranks for row in bench(size, args.repeats)]
     if args.output_json:
         machine = {"cores": cores, "load_before": load}

@@ -2,7 +2,7 @@
 # Install what bench_peers.py compares with, each in an environment of its own under build/peers (about 4 GB).
 #
 #     examples/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
-#     examples/install_peers.sh llama.cpp    # built from source: 10 minutes
+#     examples/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
 #
 # Neither touches the environment of Lockstep.
 set -eu
@@ -12,7 +12,8 @@ mkdir -p "$PEERS"
 
 if [ "${1:-vllm}" = llama.cpp ]; then
     python3 -m venv "$PEERS/llama.cpp"
-    "$PEERS/llama.cpp/bin/pip" install --quiet "llama-cpp-python==0.3.36" "gguf==0.19.0"
+    "$PEERS/llama.cpp/bin/pip" install --quiet "gguf==0.19.0"
+    npm install --quiet --ignore-scripts --prefix "$PEERS/llama.cpp" "node-llama-cpp@3.22.1"
     exit
 fi
 

@@ -1,30 +1,25 @@
 #!/usr/bin/env python3
 """llama.cpp's single stream behind HTTP, for ``bench_peers.py``: run by the Python of build/peers/llama.cpp.
 
-    build/peers/llama.cpp/bin/python examples/llama_cpp_server.py build/models/dense-small --port 8080
+    build/peers/llama.cpp/bin/python examples/llama_cpp_server.py MODEL --port 8080 --threads 2
 
 Serves a Llama model of transformers' in bfloat16: writes it in llama.cpp's format beside the model at first
-use, then answers streamed ``/v1/completions`` with token ids as prompts, greedily, one after the other. The
-tokens that a prompt has in common with the sequence before it are not computed again. All computing is
-llama.cpp's; this file is no more than a loop around ``llama_decode``. No text is made: ``text`` holds ids.
+use, then becomes ``llama_cpp_server.mjs``.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import threading
+import os
+import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
 
-CONTEXT = 2048
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -37,9 +32,6 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-# ---- the file
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -78,7 +70,12 @@ def write_gguf(model: Path, target: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_tokenizer_model("none")
+    names = [f"<0x{number:02X}>" for number in range(256)]  # a vocabulary is asked for, and never used
+    names += [f"<{number}>" for number in range(256, config["vocab_size"])]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(names)
+    writer.add_token_scores([0.0] * len(names))
+    writer.add_token_types([gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (len(names) - 256))
     for name, weight in tensors(model / "model.safetensors"):
         path = name.removesuffix(".weight")
         if path in OUTSIDE:
@@ -101,94 +98,6 @@ def write_gguf(model: Path, target: Path) -> None:
     writer.close()
 
 
-# ---- the stream
-
-
-class Stream:
-    """One sequence."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = CONTEXT
-        params.n_threads = params.n_threads_batch = threads
-        self._context = llama_cpp.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise SystemExit(f"llama.cpp cannot load {path}")
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._held: list[int] = []
-        """Tokens whose keys and values are there."""
-
-    def answer(self, prompt: list[int], count: int) -> Iterator[int]:
-        """Greedily. The prompt's last token is computed in any case."""
-        common = 0
-        while common < min(len(self._held), len(prompt) - 1) and self._held[common] == prompt[common]:
-            common += 1
-        memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_seq_rm(memory, 0, common, -1)
-        self._held = prompt[:common]
-        new = prompt[common:]
-        for number in range(count):
-            token = self._step(new)
-            yield token
-            if number + 1 < count:
-                new = [token]
-
-    def _step(self, ids: list[int]) -> int:
-        array = (llama_cpp.llama_token * len(ids))(*ids)
-        if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(ids))):
-            raise RuntimeError("llama_decode failed")
-        self._held += ids
-        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
-        return int(
-            np.ctypeslib.as_array(
-                ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self._vocab,)
-            ).argmax()
-        )
-
-
-def handler(stream: Stream) -> type[BaseHTTPRequestHandler]:
-    one_at_a_time = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            prompt, count = body["prompt"], body["max_tokens"]
-            with one_at_a_time:
-                for token in stream.answer(prompt, count):
-                    self._send({"choices": [{"index": 0, "text": f" {token}", "finish_reason": None}]})
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
-            self._send({"choices": [], "usage": usage})
-            self._chunk(b"data: [DONE]\n\n")
-            self._chunk(b"")
-
-        def _send(self, event: dict[str, Any]) -> None:
-            self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-        def _chunk(self, data: bytes) -> None:
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing per request."""
-
-    return Handler
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", type=Path, help="a directory")
@@ -200,9 +109,9 @@ def main() -> None:
         partly = path.with_suffix(".partly")
         write_gguf(args.model, partly)
         partly.rename(path)
-    stream = Stream(path, args.threads)
-    list(stream.answer([5] * 16, 4))  # what is made at first use
-    ThreadingHTTPServer(("127.0.0.1", args.port), handler(stream)).serve_forever()
+    server = Path(__file__).with_suffix(".mjs")
+    modules = Path(sys.prefix) / "node_modules"
+    os.execvp("node", ["node", str(server), str(modules), str(path), str(args.port), str(args.threads)])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import random
 import re
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -18,6 +19,8 @@ from tests.mesh.harness import Ports, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
 
+LETTERS = "abcdefgh"
+LONG: dict[str, Any] = {"max_tokens": 30, "extra_body": {"ignore_eos": True}}
 OPENING = "It is a truth universally acknowledged, that"
 
 
@@ -101,8 +104,8 @@ def test_both_instances_give_the_same_and_both_work(mesh: Mesh, client: openai.O
         for rank in (0, 1)
     ]
     assert texts[0] == texts[1]
-    for _ in range(6):
-        client.completions.create(model=SHIPPED_MODEL, prompt=OPENING, max_tokens=5)
+    with ThreadPoolExecutor(8) as crowd:  # one after the other would be for who has the beginning in its cache
+        crowd.map(lambda letter: client.completions.create(model=SHIPPED_MODEL, prompt=letter, **LONG), LETTERS)
     wait_until(
         lambda: all(now > then + 25 for now, then in zip(generated_by_rank(mesh), before, strict=True)), 5
     )
