@@ -30,6 +30,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from coordinator.arrivals import Arrivals
 from coordinator.greeting import mechanism_at
 from coordinator.guard import Guard
 from coordinator.keys import MeshKeys
@@ -351,7 +352,8 @@ class AsyncConnection(Generic[In, Out]):
         max_bytes: int = MAX_MESSAGE_BYTES,
         keys: MeshKeys | None = None,
     ) -> None:
-        self._socket = context.socket(zmq.DEALER)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        self._socket = plain.socket(zmq.DEALER)
         _set_options(self._socket, endpoint, max_bytes)
         _identify(self._socket, keys)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -362,9 +364,13 @@ class AsyncConnection(Generic[In, Out]):
         self._has_keys = keys is not None
         self._failed_handshakes = 0
         self.endpoint = endpoint
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKES
+        self._arrivals = Arrivals(self._socket)
+        events = f"inproc://events-of-{id(self)}"
+        self._socket.monitor(
+            events, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKES
         )
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(events)
         self._socket.connect(endpoint)
 
     @property
@@ -378,7 +384,8 @@ class AsyncConnection(Generic[In, Out]):
             OtherProtocol: the listener speaks another version; nothing it says can be understood.
         """
         while True:
-            frames = await self._socket.recv_multipart()
+            await self._arrivals.wait()
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 if len(frames) != 1:
                     raise Malformed(f"{len(frames)} frames instead of 1")
@@ -424,12 +431,15 @@ class AsyncConnection(Generic[In, Out]):
     def send(self, message: Out) -> bool:
         """Queue a message; False if there is no connection now, or its queue is full."""
         try:
-            _at_once(self._socket.send(encode(message), zmq.NOBLOCK))
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        finally:
+            self._arrivals.check()
         return True
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._arrivals.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)

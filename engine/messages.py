@@ -77,7 +77,7 @@ ToInstance = Attach | Submit | Abort | Recall | Wake
 # ---- instance -> router
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, natural log, of the unmodified distribution.
 
     ``token_id``/``logprob``/``rank`` are those of the token that stands there (rank 1 is the most
@@ -91,7 +91,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one step added to one request. A delta with a ``finish_reason`` is its last."""
 
     request: int

@@ -12,6 +12,8 @@ The instances are real processes whose model computes nothing and waits ``--step
     sglang-router   SGLang's router (a compiled program) in front of ``lockstep``: its CPU alone, and the time
                     to first token that it adds to what stands behind it
     vllm            vLLM's own front end; its engine is a process of its own that computes ``--vllm-model``
+    writes          no front end: a loop that writes events of the same size and does nothing else
+                    (examples/bare_writer.py), the floor for all who give each token a write of its own
 
 Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then requests for one token each, as many at
 once; then one request for one token after the other, whose time is what a first token costs.
@@ -36,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
@@ -48,7 +51,7 @@ START_TIMEOUT = 300.0
 
 class Stream(asyncio.Protocol):
     """One connection that asks again and again, and counts events without parsing them: the client must cost
-    less than what it measures."""
+    less than what it measures. A text as the prompt: sglang-router takes no token ids."""
 
     def __init__(self, request: bytes, times: int, results: list[tuple[float, int]]) -> None:
         self._request, self._left, self._results = request, times, results
@@ -56,8 +59,7 @@ class Stream(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport: Any = transport
         self._ask()
 
     def _ask(self) -> None:
@@ -66,7 +68,8 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._events and not data.startswith(b"HTTP/1.1 200") and not self._tail:
-            self._fail(RuntimeError(data[:500].decode(errors="replace")))
+            kind = ConnectionError if data.startswith(b"HTTP/1.1 503") else RuntimeError
+            self._fail(kind(data[:500].decode(errors="replace")))
             return
         seen = self._tail + data
         events = seen.count(b"data: ") - self._tail.count(b"data: ")
@@ -98,7 +101,7 @@ def load(port: int, model: str, streams: int, output_len: int, times: int) -> di
     """So many streams at once, each so many times."""
     body = json.dumps(
         {
-            "model": model, "prompt": [11, 12, 13, 14], "max_tokens": output_len, "ignore_eos": True,
+            "model": model, "prompt": "The dog sat down", "max_tokens": output_len, "ignore_eos": True,
             "stream": True, "temperature": 0,
         }
     ).encode()  # fmt: skip
@@ -115,7 +118,7 @@ def load(port: int, model: str, streams: int, output_len: int, times: int) -> di
         await asyncio.gather(*(stream.done for _, stream in made))
 
     began = time.perf_counter()
-    asyncio.run(run())
+    uvloop.run(run())
     seconds = time.perf_counter() - began
     firsts = sorted(first for first, _ in results)
     return {
@@ -232,13 +235,22 @@ def vllm(args: argparse.Namespace) -> Iterator[System]:
         yield System(port, "bench", [process])
 
 
+@contextlib.contextmanager
+def writes(args: argparse.Namespace) -> Iterator[System]:
+    port = free_port()
+    command = [sys.executable, str(ROOT / "examples/bare_writer.py"), str(port), str(args.step_ms)]
+    with running(command, "writes") as process:
+        yield System(port, "any", [process])
+
+
 def wait_until_answers(port: int, model: str) -> None:
+    """Raises RuntimeError if the request itself is refused: more tries would not help."""
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:
             load(port, model, 1, 1, 1)
             return
-        except (OSError, RuntimeError):
+        except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
@@ -249,6 +261,7 @@ SYSTEMS = {
     "lockstep-2": lambda args: lockstep(args, 2),
     "sglang-router": sglang_router,
     "vllm": vllm,
+    "writes": writes,
 }
 
 

@@ -67,6 +67,11 @@ class Answer(ABC):
     def failure(self, error: ApiError) -> bytes:
         """The last events of a stream that cannot go on."""
 
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text (as JSON) in all events of a sample but its first and its
+        last; None if they differ in more than that."""
+        return None
+
     def usage(self) -> Usage:
         """Of all samples; a prompt with several samples counts once."""
         of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
@@ -98,15 +103,19 @@ class ChunkedAnswer(Answer):
     def usage_chunk(self) -> bytes:
         """The event without choices that tells the usage."""
 
-    def framed(self, sample: Sample, text: str) -> bytes:
-        """The same as :meth:`text_chunk`, for a fraction of the time."""
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
         if self._usage_in_every_chunk:
-            return self.text_chunk(sample, text)
+            return None
         frame = self._frames.get(sample.index)
         if frame is None:
             before, _, after = self.text_chunk(sample, MARK).partition(encode(MARK))
             frame = self._frames[sample.index] = (before, after)
-        return frame[0] + encode(text) + frame[1]
+        return frame
+
+    def framed(self, sample: Sample, text: str) -> bytes:
+        """The same as :meth:`text_chunk`, for a fraction of the time."""
+        frame = ChunkedAnswer.frame(self, sample)
+        return self.text_chunk(sample, text) if frame is None else frame[0] + encode(text) + frame[1]
 
     def closing(self) -> bytes:
         return self.usage_chunk() + DONE if self._includes_usage else DONE

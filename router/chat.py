@@ -76,9 +76,12 @@ class ChatAnswer(ChunkedAnswer):
         return encode(answer)
 
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
+        if is_plain and not (first or self._writers):
+            return self.framed(sample, piece.text) if piece.text else b""
         opening = self._opening(sample) if first else b""
         delta = self._delta(sample, piece, echoed=self._echoed if first else "")
-        if piece.finish_reason is None and not (self._returns_ids or piece.logprobs):
+        if is_plain:
             return opening + self._delta_chunk(sample, delta)
         choice = ChatChunkChoice(
             index=sample.index,
@@ -89,6 +92,9 @@ class ChatAnswer(ChunkedAnswer):
             token_ids=piece.token_ids if self._returns_ids else UNSET,
         )
         return opening + event(self._chunk([choice], sample))
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)
 
     def text_chunk(self, sample: Sample, text: str) -> bytes:
         return event(self._chunk([ChatChunkChoice(sample.index, ChatDelta(text))], sample))

@@ -373,8 +373,7 @@ class MeshClient:
                     self._links[instance.name].ask_for_blocks()
                 if deltas:
                     instance.trust.proved()
-                for delta in deltas:
-                    self._pass_on(instance, delta)
+                self._pass_on(instance.name, deltas)
                 self._recall()
             case Refused():
                 self._on_refused(instance, message)
@@ -405,18 +404,22 @@ class MeshClient:
             else:
                 self._dispatch(entry, chosen)
 
-    def _pass_on(self, instance: Instance, delta: Delta) -> None:
-        self._pool.index.settle(instance.name, delta.request)
-        taken = self._ledger.take(instance.name, delta)
-        if taken is None:
-            return
-        entry, delta = taken
-        if entry.loss is not None and (loss := entry.returns(delta, time.monotonic())) is not None:
-            logger.info("%s", loss)
-        ended = delta.finish_reason is not None
-        stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
-        if stream is not None:
-            stream.push(delta)
+    def _pass_on(self, instance: str, deltas: list[Delta]) -> None:
+        """What a step brought, to those who wait for it."""
+        entries = self._ledger.at(instance)
+        for delta in deltas:
+            entry = entries.get(delta.request)
+            if entry is None:
+                continue
+            if entry.fruitless:  # the first one of this try
+                self._chooser.settle(entry)
+            news = self._ledger.book(entry, delta)
+            if entry.loss is not None and (loss := entry.returns(news, time.monotonic())) is not None:
+                logger.info("%s", loss)
+            ended = news.finish_reason is not None
+            stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
+            if stream is not None:
+                stream.push(news)
 
     def _on_refused(self, instance: Instance, refused: Refused) -> None:
         entry = self._ledger.find(instance.name, refused.request)

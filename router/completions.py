@@ -47,6 +47,9 @@ class CompletionAnswer(ChunkedAnswer):
         choices = [self._choice(sample, piece, first=first)]
         return event(Completion(self.id, self.created, self.model, choices, self.usage_so_far(sample)))
 
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        return None if self._returns_ids or self._num_logprobs is not None else super().frame(sample)
+
     def text_chunk(self, sample: Sample, text: str) -> bytes:
         choices = [self._choice(sample, Piece(text), first=False)]
         return event(Completion(self.id, self.created, self.model, choices, self.usage_so_far(sample)))

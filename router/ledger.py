@@ -7,6 +7,7 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -122,6 +123,9 @@ class Entry:
         return len(self.prompt.prompt_ids) + len(self.emitted)
 
 
+NONE: Mapping[int, Entry] = {}
+
+
 class Flight(msgspec.Struct, frozen=True):
     """One request in flight, for operators: nothing of what it says."""
 
@@ -159,10 +163,17 @@ class Ledger:
         self._size += 1
 
     def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
-        """Book a delta; None if it belongs to no current try. An entry whose last delta this is leaves."""
+        """:meth:`find` and :meth:`book`; None if the delta belongs to no current try."""
         entry = self.find(instance, delta.request)
-        if entry is None:
-            return None
+        return None if entry is None else (entry, self.book(entry, delta))
+
+    def at(self, instance: str) -> Mapping[int, Entry]:
+        """Requests whose current try is at an instance, by number."""
+        return self._entries.get(instance, NONE)
+
+    def book(self, entry: Entry, delta: Delta) -> Delta:
+        """Book a delta of an entry's current try; as it is to be passed on. An entry whose last delta this is
+        leaves."""
         if entry.num_deltas and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids
@@ -170,9 +181,10 @@ class Ledger:
         entry.num_deltas += 1
         if delta.finish_reason is not None:
             self.drop(entry)
-        return entry, delta
+        return delta
 
     def find(self, instance: str, number: int) -> Entry | None:
+        """Whose current try this is; None if it is none's (any more)."""
         there = self._entries.get(instance)
         return there.get(number) if there else None
 

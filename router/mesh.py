@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
@@ -73,6 +73,12 @@ class Generation(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    def hand_over(self, take: Callable[[Delta], bool]) -> None:
+        """Offer each delta that comes while the reader waits for it to ``take`` first, which may deal with it
+        at once in the reader's place: then the reader sleeps on. What ``take`` refuses (False) is the
+        reader's, as is an exception that it raises."""
+        ...
 
     def close(self) -> None:
         """Forget the request; aborts it where it runs. Harmless after the end, and twice."""

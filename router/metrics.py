@@ -341,7 +341,9 @@ class Meter:
         last, self._last[position] = self._last[position], now
         series = self._itl[position]
         if last is not None and series is not None:
-            series.observe(now - last)
+            gap = now - last  # as Series.observe, for every token
+            series.counts[bisect_left(series.bounds, gap)] += 1
+            series.total += gap
             return
         engine = self._engines[position] = _engine(generation) or self._engines[position]
         self._itl[position] = self._metrics.itl.of(engine)

@@ -14,7 +14,7 @@ from router.stops import StopStrings
 from router.tokens import Tokenizer
 
 
-class Piece(msgspec.Struct):
+class Piece(msgspec.Struct, gc=False):
     """What one delta adds to a sample, or all of them together."""
 
     text: str = ""
@@ -59,6 +59,8 @@ class Sample:
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
+        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        """All that its tokens say is text, and no text ends it."""
 
     def __repr__(self) -> str:
         return f"<Sample {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
@@ -72,12 +74,31 @@ class Sample:
         """Whether anything has to be computed: not so for a prompt that is only echoed."""
         return not self._drops_output or self.prompt.params.prompt_logprobs is not None
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether its text may end it, at any delta."""
+        return self._search is not None
+
+    def read(self, token_ids: list[int]) -> str:
+        """The text of its next tokens, where text is all and these are not the last ones."""
+        self.num_tokens += len(token_ids)
+        if len(token_ids) == 1:
+            return self._detokenizer.step(token_ids[0])
+        return "".join(map(self._detokenizer.step, token_ids))
+
     def take(self, delta: Delta) -> Piece:
         """The next delta of the mesh; after one whose piece has a ``finish_reason`` no more are wanted.
 
         Raises:
             ApiError: the delta says that the request failed.
         """
+        if (
+            self.is_text_alone
+            and delta.finish_reason is None
+            and delta.prompt_logprobs is None
+            and delta.num_cached_tokens == self.num_cached_tokens
+        ):  # nearly every one
+            return Piece(self.read(delta.token_ids), delta.token_ids)
         if delta.finish_reason is FinishReason.ERROR:
             self.finish_reason = FinishReason.ERROR
             raise from_failure(delta)

@@ -15,7 +15,6 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coordinator import process
 from coordinator.commands import ask
@@ -28,6 +27,7 @@ from router.admin import AdminGate, make_admin_app
 from router.app import make_app
 from router.client import MeshClient
 from router.config import HttpConfig, RouterConfig
+from router.connection import PatientProtocol
 from router.dashboard.feed import Feed
 from router.dashboard.page import Dashboard
 from router.listen import bind, inherited
@@ -42,21 +42,6 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 COMMAND_TIMEOUT = 5.0
 """Seconds that the coordinator gets to answer a command of the admin API."""
-
-
-class PatientProtocol(HttpToolsProtocol):
-    """Closes a connection on which no whole request head arrives in time; uvicorn would wait for ever."""
-
-    head_timeout = 60.0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(self.head_timeout, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        no_request_yet: bool = getattr(self, "cycle", None) is None
-        if no_request_yet and not self.transport.is_closing():
-            self.transport.close()
 
 
 class _Server(uvicorn.Server):

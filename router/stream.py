@@ -1,10 +1,14 @@
-"""The deltas of one request, from the connection that brings them to the HTTP handler that reads them."""
+"""The deltas of one request, from the connection that brings them to the HTTP handler that reads them.
+
+A handler that would only write a delta on can leave word how (:meth:`Stream.hand_over`): while it waits,
+deltas go that way at once, and no task is woken for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from engine.messages import Delta
@@ -27,7 +31,10 @@ class Stream:
         self._entry = entry
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
-        self._error: MeshError | None = None
+        self._error: Exception | None = None
+        self._take: Callable[[Delta], bool] | None = None
+        self._is_reader_idle = False
+        """The reader has dealt with all that came, and waits: only then may anybody else take what comes."""
 
     def __repr__(self) -> str:
         return f"<Stream of {self._entry.prompt.request_id}, {len(self._deltas)} deltas unread>"
@@ -37,13 +44,23 @@ class Stream:
         """The instance that it runs on now, None while it has none."""
         return self._owner.rank_of(self._entry)
 
+    def hand_over(self, take: Callable[[Delta], bool]) -> None:
+        """See :class:`router.mesh.Generation`."""
+        self._take = take
+
     def push(self, delta: Delta) -> None:
+        if self._is_reader_idle and self._take is not None:
+            try:
+                if self._take(delta):
+                    return
+            except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
+                self._wake(error)
+                return
         self._deltas.append(delta)
-        self._arrived.set()
+        self._wake()
 
     def fail(self, error: MeshError) -> None:
-        self._error = error
-        self._arrived.set()
+        self._wake(error)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
@@ -55,8 +72,18 @@ class Stream:
             if self._error is not None:
                 raise self._error
             self._arrived.clear()
-            await self._arrived.wait()
+            self._is_reader_idle = True
+            try:
+                await self._arrived.wait()
+            finally:
+                self._is_reader_idle = False
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
+        self._take = None  # it knows this stream: what is left is freed without the garbage collector
         self._owner.forget(self._entry)
+
+    def _wake(self, error: Exception | None = None) -> None:
+        self._is_reader_idle = False
+        self._error = self._error or error
+        self._arrived.set()

@@ -19,11 +19,13 @@ from starlette.types import Receive, Scope, Send
 
 from engine.messages import Delta, FinishReason
 from router.answers import Answer
+from router.connection import writer_of
 from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics import Meter, Metrics
 from router.quotas import Lease
 from router.sample import Piece, Sample
+from router.shortcut import BodySink, ListSink, Sink
 from router.tracing import UNTRACED, RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -81,8 +83,9 @@ class Run:
                 raise
             raise too_late(self._timeout) from error
 
-    async def pieces(self) -> AsyncGenerator[Batch, None]:
-        """What the samples say, as it comes, until all have finished.
+    async def pieces(self, sink: Sink | None = None) -> AsyncGenerator[Batch, None]:
+        """What the samples say, as it comes, until all have finished. While the reader waits, a ``sink`` may
+        get deltas of a request's only sample: those are not yielded.
 
         Raises:
             MeshError: the mesh does not take a sample.
@@ -100,8 +103,10 @@ class Run:
                 generations.append(self._mesh.generate(sample.prompt))
                 meter.begin(position, generations[position])
             if len(self.samples) == 1:
-                # The same as below in fewer steps: this is the way of nearly every token.
+                # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
+                if sink is not None and not sample.may_stop:
+                    generation.hand_over(sink.shortcut(sample, generation, meter))
                 async for delta in generation:
                     meter.delta(0, generation, time.perf_counter(), delta.times)
                     piece = sample.take(delta)
@@ -143,7 +148,7 @@ class Run:
     async def said(self) -> list[list[Piece]]:
         """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
         said: list[list[Piece]] = [[] for _ in self.samples]
-        async with contextlib.aclosing(self.pieces()) as batches:
+        async with contextlib.aclosing(self.pieces(ListSink(said[0]))) as batches:
             async for batch in batches:
                 for sample, piece in batch:
                     said[sample.index].append(piece)
@@ -206,7 +211,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._run(send), self._is_stuck, self._send_timeout / 4)
+            writer = writer_of(scope)
+            sink = BodySink(self._call.answer, writer) if writer is not None else None
+            await unless_gone(receive, self._run(send, sink), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
             return
         finally:
@@ -216,7 +223,7 @@ class EventStream(Response):
         since = self._waits_since
         return since is not None and time.perf_counter() - since > self._send_timeout
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, send: Send, sink: Sink | None) -> None:
         started = False
 
         async def write(body: bytes, more: bool = True) -> None:
@@ -231,7 +238,7 @@ class EventStream(Response):
 
         try:
             async with self._call.deadline():
-                await self._write_pieces(write)
+                await self._write_pieces(write, sink)
             last = self._call.answer.closing()
         except Exception as error:
             if not started:
@@ -239,10 +246,12 @@ class EventStream(Response):
             last = self._call.answer.failure(_as_api_error(error))
         await write(last, more=False)
 
-    async def _write_pieces(self, write: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+    async def _write_pieces(
+        self, write: Callable[[bytes], Coroutine[Any, Any, None]], sink: Sink | None
+    ) -> None:
         answer = self._call.answer
         begun: set[int] = set()
-        async with contextlib.aclosing(self._call.pieces()) as batches:
+        async with contextlib.aclosing(self._call.pieces(sink)) as batches:
             async for batch in batches:
                 events = []
                 for sample, piece in batch:

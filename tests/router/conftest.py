@@ -17,6 +17,7 @@ import uvloop
 
 from router.app import make_app
 from router.config import HttpConfig
+from router.connection import PatientProtocol
 from router.mesh import ServedModel
 from router.metrics import Metrics
 from router.text_model import TextModel, load_text_model
@@ -83,7 +84,7 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
     metrics = Metrics(mesh)
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        make_app(mesh, config, metrics), http="httptools", loop="none", lifespan="off", log_config=None
+        make_app(mesh, config, metrics), http=PatientProtocol, loop="none", lifespan="off", log_config=None
     )
     uvicorn_server = uvicorn.Server(settings)
 

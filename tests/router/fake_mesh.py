@@ -66,6 +66,9 @@ class FakeGeneration:
         self._mesh = mesh
         self._deltas = deltas
         self.prompt = prompt
+        self.taken = 0
+        """Deltas that went to whoever they were handed over to."""
+        self._take: Callable[[Delta], bool] | None = None
         self.is_closed = False
         self.has_ended = False
 
@@ -77,13 +80,20 @@ class FakeGeneration:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
             self.has_ended = delta.finish_reason is not None
+            if self._take is not None and self._take(delta):
+                self.taken += 1
+                continue
             yield delta
             if delta.finish_reason is not None:
                 return
         await asyncio.Event().wait()
 
+    def hand_over(self, take: Callable[[Delta], bool]) -> None:
+        self._take = take
+
     def close(self) -> None:
         self.is_closed = True
+        self._take = None
 
 
 class FakeMesh:

@@ -146,6 +146,8 @@ def test_an_error_of_one_comes_after_what_was_said() -> None:
             yield Delta(1, [5])
             raise MeshError(503, "ServiceUnavailableError", "gone")
 
+        def hand_over(self, take: Callable[[Delta], bool]) -> None: ...
+
         def close(self) -> None: ...
 
     async def run() -> None:
@@ -345,6 +347,8 @@ def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> 
         async def __aiter__(self) -> Any:
             return
             yield
+
+        def hand_over(self, take: Callable[[Delta], bool]) -> None: ...
 
         def close(self) -> None: ...
 
