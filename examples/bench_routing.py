@@ -1,10 +1,10 @@
 """Policies for choosing an instance, compared: Lockstep's, vLLM's two scores, SGLang's, and round robin.
 
-    python examples/bench_routing.py --sizes 8 64 --seeds 0 1 2 --output-json build/routing.json --plots build
+    python examples/bench_routing.py --sizes 8 --seeds 0 1 2 --output-json build/routing.json --plots build
 
 simulates: the schedulers, block pools, reports, prefix index and chooser are Lockstep's own, only the model
-is replaced by a clock (``examples/routing/``). ``--real`` instead sends such loads, made smaller, to a real mesh
-of ``-dp`` instances of the shipped model.
+is replaced by a clock (``examples/routing/``). ``--real`` instead sends such loads, made smaller, to a real
+mesh of ``-dp`` instances of the shipped model.
 """
 
 from __future__ import annotations

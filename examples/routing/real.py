@@ -1,8 +1,8 @@
 """The comparison on real instances: loads for a small model, sent to a mesh over HTTP.
 
-Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it pins
-each request to the rank that they choose, knows what it sent itself, and reads what the instances report
-(``/v1/loads``) every 100 ms.
+Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it
+pins each request to the rank that they choose, knows what it sent itself, and reads what the instances
+report (``/v1/loads``) every 100 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -159,22 +159,27 @@ class Run:
         while True:
             async with self._session.get(f"{self._url}/v1/loads", raise_for_status=True) as response:
                 loads = (await response.json())["loads"]
-            for load in loads if self._baseline is not None else ():
-                report = Report(
-                    0,
-                    load["num_running_reqs"],
-                    load["num_waiting_reqs"],
-                    load["num_waiting_tokens"],
-                    load["num_used_blocks"],
-                    load["max_total_num_blocks"],
-                    Counters(),
-                )
-                self._baseline.reported(load["dp_rank"], report, time.perf_counter())
+            if self._baseline is not None:
+                for load in loads:
+                    self._baseline.reported(load["dp_rank"], _report(load), time.perf_counter())
             await asyncio.sleep(REFRESH)
 
 
+def _report(load: dict[str, Any]) -> Report:
+    """As the instance has sent it, from what ``/v1/loads`` tells of it."""
+    return Report(
+        last_dispatch=0,
+        running=load["num_running_reqs"],
+        waiting=load["num_waiting_reqs"],
+        waiting_tokens=load["num_waiting_tokens"],
+        blocks_used=load["num_used_blocks"],
+        blocks_total=load["max_total_num_blocks"],
+        counters=Counters(),
+    )
+
+
 @contextlib.asynccontextmanager
-async def _beside(work: Any) -> AsyncIterator[None]:
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     task = asyncio.create_task(work)
     try:
         yield
@@ -208,8 +213,8 @@ class RealJob(NamedTuple):
 
 
 async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> AsyncIterator[Result]:
-    """Run by run in the order of ``jobs``. The baselines share a mesh with ``prefix_aware``, so that nothing but
-    the choices differs between them; others of Lockstep's policies have a mesh each."""
+    """Run by run in the order of ``jobs``. The baselines share a mesh with ``prefix_aware``, so that nothing
+    but the choices differs between them; others of Lockstep's policies have a mesh each."""
     by_mesh: dict[tuple[str, int], list[RealJob]] = {}
     for job in jobs:
         flag = "prefix_aware" if job.policy in BASELINES else job.policy

@@ -94,8 +94,8 @@ def verdict(results: Sequence[Result]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: one table for each number of instances and kind of steps, a row for each policy; each cell has
-    medians over the seeds. The last row has the verdict's ratios with their spread."""
+    """Markdown: one table for each number of instances and kind of steps, a row for each policy; each cell
+    has medians over the seeds. The last row has the verdict's ratios with their spread."""
     found = groups(results)
     lines = []
     for steps, size in dict.fromkeys((steps, size) for steps, size, _ in found):
@@ -105,14 +105,15 @@ def table(results: Sequence[Result]) -> str:
         lines += ["", f"{size} instances, steps of {steps}, {len(seeds)} seeds:", ""]
         lines += ["| policy | " + " | ".join(loads) + " |", "|---" * (len(loads) + 1) + "|"]
         for policy in policies:
-            cells = [_cell([each for each in found[steps, size, load] if each["policy"] == policy]) for load in loads]
+            cells = [_cell(found[steps, size, load], policy) for load in loads]
             lines.append(f"| {policy} | " + " | ".join(cells) + " |")
         cells = [_ratio_cell(found[steps, size, load]) for load in loads]
         lines.append("| *prefix_aware to the best* | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(runs: Sequence[Result]) -> str:
+def _cell(here: Sequence[Result], policy: str) -> str:
+    runs = [each for each in here if each["policy"] == policy]
     if not runs:
         return ""
     p50, p99, hits, balance = (
@@ -161,6 +162,6 @@ def plot(results: Sequence[Result], directory: Path) -> None:
         handles, names = axes[0].get_legend_handles_labels()
         drawing.legend(handles, names, ncols=5, fontsize=9, loc="outside lower center")
         drawing.suptitle(f"{size} instances, steps of {steps}")
-        name = re.sub(r"\W+", "-", steps).strip("-").lower()
-        drawing.savefig(directory / (f"routing-{size}.png" if name == "a-gpu" else f"routing-{size}-{name}.png"), dpi=80)
+        name = re.sub(r"\W+", "-", f"routing {steps.removeprefix('a GPU')} {size}").strip("-").lower()
+        drawing.savefig(directory / f"{name}.png", dpi=80)
         pyplot.close(drawing)
