@@ -71,10 +71,12 @@ async def ask(
         return Answer(response.status, first, time.perf_counter() - began, says_when)
 
 
-async def at_capacity(session: aiohttp.ClientSession, url: str, args: argparse.Namespace) -> list[Answer]:
+async def at_capacity(
+    session: aiohttp.ClientSession, url: str, seconds: float, args: argparse.Namespace
+) -> list[Answer]:
     """One client for each slot."""
     answers: list[Answer] = []
-    until = time.perf_counter() + args.seconds
+    until = time.perf_counter() + seconds
 
     async def client(number: int) -> None:
         rng = random.Random(number)
@@ -136,15 +138,15 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     arguments = (
         f"-dp {args.dp} --no-enable-expert-parallel --max-num-seqs {args.max_num_seqs} "
-        f"--max-num-queued-reqs {args.max_num_queued_reqs} --num-gpu-blocks-override 2000"
+        f"--max-num-queued-reqs {args.max_num_queued_reqs} --num-gpu-blocks-override 2000 {args.flags}"
     )
     memory: list[int] = []
     with mesh(arguments) as url:
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         async with aiohttp.ClientSession(connector=connector) as session:
-            warm = argparse.Namespace(**{**vars(args), "seconds": min(5.0, args.seconds)})
-            await at_capacity(session, url, warm)
-            normal = figures(await at_capacity(session, url, args), args.seconds)
+            await at_capacity(session, url, min(5.0, args.capacity_seconds), args)
+            before = await at_capacity(session, url, args.capacity_seconds, args)
+            normal = figures(before, args.capacity_seconds)
             watching = asyncio.create_task(watch_memory(memory))
             rate = args.factor * normal["served_per_second"]
             overload = figures(await overloaded(session, url, rate, args), args.seconds)
@@ -182,13 +184,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each of the two loads")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
+    parser.add_argument("--capacity-seconds", type=float, default=40.0, help="of the load before it")
     parser.add_argument("--factor", type=float, default=3.0, help="times the capacity")
     parser.add_argument("-dp", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-num-queued-reqs", type=int, default=0)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--flags", default="", help="more flags for serve, as one word")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
     found = asyncio.run(measure(args))

@@ -26,17 +26,18 @@ from examples.routing.workloads import Arrival, Conversation, Load, words
 from router.bench.local_mesh import mesh
 
 BLOCKS = 600
+"""Of 16 tokens, in the KV cache of each instance."""
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
 STEPS = "real instances"
 
 
-# ---- loads: about 4 s of work per second on two cores where nothing is cached, and half of it where all is
+# ---- loads, of ``rate`` requests a second in all
 
 
 def hot_prefix(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Prompts that begin with one of six documents, drawn by Zipf's law."""
-    documents = [_words(rng, 1200) for _ in range(6)]
+    """Prompts that begin with one of 16 documents, drawn by Zipf's law; a cache holds seven."""
+    documents = [_words(rng, 1200) for _ in range(16)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     found = []
     for at in _arrivals(rng, seconds, rate):
@@ -56,11 +57,11 @@ def multi_turn(rng: random.Random, seconds: float, rate: float) -> Load:
 
 
 def uniform_burst(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Bursts of 12 equal requests, which share nothing."""
+    """Bursts of 24 equal requests, which share nothing."""
     return [
-        Arrival(12 / rate * burst + rng.random() * 0.005, _words(rng, 256), 16)
-        for burst in range(int(seconds * rate / 12))
-        for _ in range(12)
+        Arrival(24 / rate * burst + rng.random() * 0.005, _words(rng, 256), 16)
+        for burst in range(int(seconds * rate / 24))
+        for _ in range(24)
     ]
 
 
