@@ -126,15 +126,14 @@ class Run:
     async def _ask(self, prompt: list[int], output: int, affinity: str) -> list[int]:
         """The tokens of the answer."""
         headers = {"X-Session-Affinity": affinity} if affinity else {}
-        rank = -1
+        outcome = Outcome(time.perf_counter(), prompt_tokens=len(prompt))
         if self._baseline is not None:
-            rank = self._baseline.choose(prompt, time.perf_counter())
-            headers["X-Data-Parallel-Rank"] = str(rank)
+            outcome.rank = self._baseline.choose(prompt, outcome.arrival)
+            headers["X-Data-Parallel-Rank"] = str(outcome.rank)
         body = {
             "prompt": prompt, "max_tokens": output, "ignore_eos": True, "temperature": 0.0, "stream": True,
             "stream_options": {"include_usage": True}, "return_token_ids": True, "cache_salt": self._salt,
         }  # fmt: skip
-        outcome = Outcome(time.perf_counter(), prompt_tokens=len(prompt), rank=rank)
         ids: list[int] = []
         async with self._session.post(
             f"{self._url}/v1/completions", json=body, headers=headers, raise_for_status=True
@@ -151,7 +150,7 @@ class Run:
         outcome.end = time.perf_counter()
         assert len(ids) == output, f"{len(ids)} tokens of {output}"
         if self._baseline is not None:
-            self._baseline.finished(rank)
+            self._baseline.finished(outcome.rank)
         self._outcomes.append(outcome)
         return ids
 
