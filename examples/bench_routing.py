@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="real meshes of the shipped model instead")
     parser.add_argument("-dp", type=int, default=2, help="instances, with --real")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real")
-    parser.add_argument("--rate", type=float, default=30.0, help="requests per second in all, with --real")
+    parser.add_argument("--rate", type=float, default=50.0, help="requests per second in all, with --real")
     parser.add_argument("--output-json", type=Path, help="what is in this file is not run again")
     parser.add_argument("--again", action="store_true", help="run and replace what is in the file")
     parser.add_argument("--show", action="store_true", help="only show and plot what is in the file")
