@@ -20,13 +20,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples.routing.baselines import BASELINES
 from examples.routing.cluster import Cluster, Machine, StepTime
-from examples.routing.report import KEY, Result, key_of, plot, summary, table, verdict
+from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
 from examples.routing.workloads import LOADS
-from router.policy import Policy
 
-POLICIES = [policy.value for policy in Policy] + list(BASELINES)
 GPU = StepTime("a GPU", 0.008, 30e-6, 40e-9)
 """About an 8B model on one H100: 8 ms of launches and weights, 33,000 tokens/s, 40 ns per cached token."""
 

@@ -10,11 +10,14 @@ from typing import Any
 
 from examples.routing.baselines import BASELINES
 from examples.routing.outcome import Outcome
+from examples.routing.workloads import LOADS
+from router.policy import Policy
 
 Result = dict[str, Any]
 """One run: of a policy under a load made from a seed, for a number of instances."""
 KEY = ("steps", "load", "policy", "instances", "seed")
 """What names a run in a file of results. ``steps``: whose they are, a machine's name."""
+POLICIES = [policy.value for policy in Policy] + list(BASELINES)
 MOST_BEHIND = 1.03
 FIGURES = ("ttft_p50", "ttft_p99")
 
@@ -47,11 +50,16 @@ def summary(outcomes: Sequence[Outcome], computed: Sequence[int]) -> dict[str, f
 
 
 def groups(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """By whose steps they are, number of instances, and load; in the order of the first of each."""
+    """By whose steps they are, number of instances, and load."""
     found: dict[tuple[str, int, str], list[Result]] = {}
-    for each in results:
+    for each in sorted(results, key=_place):
         found.setdefault((each["steps"], each["instances"], each["load"]), []).append(each)
     return found
+
+
+def _place(result: Result) -> tuple[str, int, int, int]:
+    load, policy = list(LOADS).index(result["load"]), POLICIES.index(result["policy"])
+    return result["steps"], result["instances"], load, policy
 
 
 def ratios(here: Sequence[Result], figure: str, others: Iterable[str]) -> list[float]:

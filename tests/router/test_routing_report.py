@@ -9,7 +9,7 @@ def runs(policy: str, *p99: float) -> list[dict[str, object]]:
     """One run per seed; every median is 10 ms."""
     figures = {"ttft_p50": 10.0, "hit_rate": 0.5, "balance": 1.0}
     return [
-        {**key_of("a GPU", "burst", policy, 8, seed), **figures, "ttft_p99": value}
+        {**key_of("a GPU", "uniform burst", policy, 8, seed), **figures, "ttft_p99": value}
         for seed, value in enumerate(p99)
     ]
 
