@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.routing.cluster import Cluster, Machine, StepTime
 from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
-from examples.routing.workloads import LOADS
+from examples.routing.workloads import LOADS, SMALLER
 
 GPU = StepTime("a GPU", 0.008, 30e-6, 40e-9)
 """About an 8B model on one H100: 8 ms of launches and weights, 33,000 tokens/s, 40 ns per cached token."""
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 def simulated(job: Job) -> dict[str, Any]:
-    cluster = Cluster(job.policy, job.instances, Machine(job.time))
+    cluster = Cluster(job.policy, job.instances, Machine(job.time, **SMALLER.get(job.load, {})))
     outcomes = cluster.run(LOADS[job.load](random.Random(job.seed), job.instances, job.scale))
     return {**job.key(), **summary(outcomes, cluster.computed_tokens)}
 
@@ -133,12 +133,13 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
 
 
 async def _real(options: argparse.Namespace) -> list[Result]:
-    from examples.routing.real import RealJob, compare
+    from examples.routing.real import REAL_LOADS, RealJob, compare
 
     known = _known(options.output_json)
     wanted = [
         RealJob(load, policy, options.dp, seed)
         for load in options.loads
+        if load in REAL_LOADS
         for seed in options.seeds
         for policy in options.policies
     ]
