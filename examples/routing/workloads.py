@@ -105,4 +105,4 @@ LOADS: dict[str, Callable[[random.Random, int, float], Load]] = {
     "small caches": small_caches,
 }
 SMALLER: dict[str, dict[str, int]] = {"small caches": {"num_blocks": 600, "max_num_seqs": 32}}
-"""What instances are given under a load, where it is less than :class:`examples.routing.cluster.Machine` says."""
+"""What instances are given under a load, where it is less than ``Machine`` says."""
