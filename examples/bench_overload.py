@@ -71,10 +71,12 @@ async def ask(
         return Answer(response.status, first, time.perf_counter() - began, says_when)
 
 
-async def at_capacity(session: aiohttp.ClientSession, url: str, args: argparse.Namespace) -> list[Answer]:
+async def at_capacity(
+    session: aiohttp.ClientSession, url: str, seconds: float, args: argparse.Namespace
+) -> list[Answer]:
     """One client for each slot."""
     answers: list[Answer] = []
-    until = time.perf_counter() + args.seconds
+    until = time.perf_counter() + seconds
 
     async def client(number: int) -> None:
         rng = random.Random(number)
@@ -102,17 +104,30 @@ async def overloaded(
     return await asyncio.gather(*asking)
 
 
-async def watch_memory(samples: list[int]) -> None:
-    """Bytes of all processes that this one has started, once a second."""
+async def watch_memory(samples: list[dict[str, int]]) -> None:
+    """Bytes of each process that this one has started, once a second."""
     while True:
-        total = 0
+        sizes: dict[str, int] = {}
         for process in psutil.Process().children(recursive=True):
             try:
-                total += process.memory_info().rss
+                sizes[f"{process.name()} {process.pid}"] = process.memory_info().rss
             except psutil.Error:
                 continue
-        samples.append(total)
+        samples.append(sizes)
         await asyncio.sleep(1.0)
+
+
+def memory(samples: Sequence[dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Bytes at the begin of the overload, after half of it, at the end, and the most: of each process that
+    lived until the end, and of all together."""
+    chosen = {"begin": samples[0], "half": samples[len(samples) // 2], "end": samples[-1]}
+    found = {
+        name: {when: sizes.get(name, 0) for when, sizes in chosen.items()}
+        | {"most": max(sizes.get(name, 0) for sizes in samples)}
+        for name in samples[-1]
+    }
+    together = {when: sum(sizes.values()) for when, sizes in chosen.items()}
+    return {"all": together | {"most": max(sum(sizes.values()) for sizes in samples)}, **found}
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -136,20 +151,20 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     arguments = (
         f"-dp {args.dp} --no-enable-expert-parallel --max-num-seqs {args.max_num_seqs} "
-        f"--max-num-queued-reqs {args.max_num_queued_reqs} --num-gpu-blocks-override 2000"
+        f"--max-num-queued-reqs {args.max_num_queued_reqs} --num-gpu-blocks-override 2000 {args.flags}"
     )
-    memory: list[int] = []
+    samples: list[dict[str, int]] = []
     with mesh(arguments) as url:
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         async with aiohttp.ClientSession(connector=connector) as session:
-            warm = argparse.Namespace(**{**vars(args), "seconds": min(5.0, args.seconds)})
-            await at_capacity(session, url, warm)
-            normal = figures(await at_capacity(session, url, args), args.seconds)
-            watching = asyncio.create_task(watch_memory(memory))
+            await at_capacity(session, url, min(5.0, args.capacity_seconds), args)
+            before = await at_capacity(session, url, args.capacity_seconds, args)
+            normal = figures(before, args.capacity_seconds)
+            watching = asyncio.create_task(watch_memory(samples))
             rate = args.factor * normal["served_per_second"]
             overload = figures(await overloaded(session, url, rate, args), args.seconds)
             watching.cancel()
-    half = memory[len(memory) // 2]
+    sizes = memory(samples)
     return {
         "arguments": arguments,
         "factor": args.factor,
@@ -158,8 +173,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "overloaded": overload,
         "slowdown_p50": overload["latency_p50"] / normal["latency_p50"],
         "slowdown_p99": overload["latency_p99"] / normal["latency_p99"],
-        "memory_bytes": {"begin": memory[0], "half": half, "end": memory[-1], "most": max(memory)},
-        "memory_growth_second_half": memory[-1] / half,
+        "memory_bytes": sizes,
+        "memory_growth_second_half": sizes["all"]["end"] / sizes["all"]["half"],
     }
 
 
@@ -182,13 +197,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each of the two loads")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
+    parser.add_argument("--capacity-seconds", type=float, default=40.0, help="of the load before it")
     parser.add_argument("--factor", type=float, default=3.0, help="times the capacity")
     parser.add_argument("-dp", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--max-num-queued-reqs", type=int, default=0)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--flags", default="", help="more flags for serve, as one word")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
     found = asyncio.run(measure(args))

@@ -22,6 +22,7 @@ from engine.messages import Delta, Recall, Recalled, Refused, Submit, Tokens
 from engine.sampling import SamplingParams
 from engine.step import Sampled, Step, StepResult
 from examples.routing.baselines import BASELINES, Baseline
+from examples.routing.outcome import Outcome
 from examples.routing.workloads import Arrival, Conversation
 from router.chooser import Chooser
 from router.ledger import Entry, Ledger
@@ -78,19 +79,6 @@ class Machine(msgspec.Struct, frozen=True):
     num_blocks: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-
-
-@dataclass
-class Outcome:
-    """One request, measured by its client. Times in seconds."""
-
-    arrival: float
-    first_token: float = 0.0
-    end: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    rank: int = 0
-    moves: int = 0
 
 
 @dataclass

@@ -1,93 +1,239 @@
-"""A hot-prefix load on real meshes of the shipped model, one for each policy."""
+"""The comparison on real instances: loads for a small model, sent to a mesh over HTTP.
+
+Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it
+pins each request to the rank that they choose, knows what it sent itself, and reads what the instances
+report (``/v1/loads``) every 100 ms.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import re
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import aiohttp
 
+from engine.messages import Counters, Report
+from examples.routing.baselines import BASELINES, Baseline
+from examples.routing.outcome import Outcome
+from examples.routing.report import Result, key_of, summary
+from examples.routing.workloads import Arrival, Conversation, Load, words
 from router.bench.local_mesh import mesh
 
-CONTEXT = 2048
-DOCUMENTS = 6
-DOCUMENT_TOKENS = 1200
-RATE = 3.0
-"""Requests per second for each instance."""
-OUTPUT = 16
+BLOCKS = 600
+"""Of 16 tokens, in the KV cache of each instance."""
+REFRESH = 0.1
+"""Seconds between two looks at ``/v1/loads``."""
+STEPS = "real instances"
 
 
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts that begin with one of a few documents, drawn by Zipf's law."""
-
-    def words(length: int) -> list[int]:
-        return [rng.randrange(5, 4000) for _ in range(length)]
-
-    documents = [words(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-    weights = [1 / (place + 1) for place in range(DOCUMENTS)]
-    return [[*rng.choices(documents, weights)[0], *words(rng.randint(16, 128))] for _ in range(count)]
+# ---- loads, of ``rate`` requests a second in all
 
 
-async def compare(policies: Sequence[str], size: int, count: int) -> dict[str, Any]:
-    """Times in milliseconds, as clients see them."""
-    results = []
-    for policy in policies:
-        arguments = (
-            f"-dp {size} --load-balancing-policy {policy} --no-enable-expert-parallel "
-            "--enable-prompt-tokens-details --num-gpu-blocks-override 600 --max-num-seqs 32"
-        )
-        with mesh(arguments) as url:
-            found = await _load(url, size, count)
-        results.append({"policy": policy, "instances": size, **found})
-        print(
-            f"{policy:20} TTFT p50 {found['ttft_p50']:7.1f} ms  p99 {found['ttft_p99']:7.1f} ms  "
-            f"hit rate {found['hit_rate']:.3f}",
-            flush=True,
-        )
-    return {"instances": size, "requests": count, "results": results}
+def hot_prefix(rng: random.Random, seconds: float, rate: float) -> Load:
+    """Prompts that begin with one of 16 documents, drawn by Zipf's law; a cache holds seven."""
+    documents = [_words(rng, 1200) for _ in range(16)]
+    weights = [1 / (place + 1) for place in range(len(documents))]
+    found = []
+    for at in _arrivals(rng, seconds, rate):
+        document = rng.choices(documents, weights)[0]
+        found.append(Arrival(at, [*document, *_words(rng, rng.randint(16, 128))], 16))
+    return found
 
 
-async def _load(url: str, size: int, count: int) -> dict[str, Any]:
-    rng = random.Random(1)
-    times: list[float] = []
-    totals = {"prompt_tokens": 0, "cached_tokens": 0}
+def multi_turn(rng: random.Random, seconds: float, rate: float) -> Load:
+    """Conversations of 3 to 6 turns, which share one of two system prompts."""
+    systems = [_words(rng, 256) for _ in range(2)]
+    found = []
+    for number, at in enumerate(_arrivals(rng, seconds, rate / 4.5)):
+        turns = [(_words(rng, rng.randint(40, 200)), rng.randint(8, 32)) for _ in range(rng.randint(3, 6))]
+        found.append(Conversation(at, rng.choice(systems), turns, 0.5, f"s{number}"))
+    return found
 
-    async def ask(session: aiohttp.ClientSession, prompt: list[int], at: float) -> None:
-        await asyncio.sleep(at)
+
+def uniform_burst(rng: random.Random, seconds: float, rate: float) -> Load:
+    """Bursts of 24 equal requests, which share nothing."""
+    return [
+        Arrival(24 / rate * burst + rng.random() * 0.005, _words(rng, 256), 16)
+        for burst in range(int(seconds * rate / 24))
+        for _ in range(24)
+    ]
+
+
+def heavy_tail(rng: random.Random, seconds: float, rate: float) -> Load:
+    """Lengths of prompts and answers are log-normal."""
+    found = []
+    for at in _arrivals(rng, seconds, rate):
+        length = min(1800, max(16, int(rng.lognormvariate(5.0, 1.2))))
+        found.append(Arrival(at, _words(rng, length), min(128, max(4, int(rng.lognormvariate(2.7, 1.0))))))
+    return found
+
+
+REAL_LOADS: dict[str, Callable[[random.Random, float, float], Load]] = {
+    "uniform burst": uniform_burst,
+    "heavy tail": heavy_tail,
+    "multi-turn": multi_turn,
+    "hot prefix": hot_prefix,
+}
+
+
+def _words(rng: random.Random, count: int) -> list[int]:
+    return [5 + word % 4000 for word in words(rng, count)]
+
+
+def _arrivals(rng: random.Random, seconds: float, rate: float) -> Iterator[float]:
+    at = rng.expovariate(rate)
+    while at < seconds:
+        yield at
+        at += rng.expovariate(rate)
+
+
+# ---- one run
+
+
+class Run:
+    """A load under a policy."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, size: int, policy: str) -> None:
+        self._session = session
+        self._url = url
+        self._baseline: Baseline | None = BASELINES[policy](size) if policy in BASELINES else None
+        self._salt = f"{policy} {time.time()}"  # no run finds what another has left in the caches
+        self._outcomes: list[Outcome] = []
+
+    async def take(self, load: Load) -> list[Outcome]:
+        began = time.perf_counter()
+        async with _beside(self._watch()):
+            await asyncio.gather(*(self._item(item, began) for item in load))
+        return self._outcomes
+
+    async def _item(self, item: Arrival | Conversation, began: float) -> None:
+        await asyncio.sleep(max(0.0, began + item.at - time.perf_counter()))
+        if isinstance(item, Arrival):
+            await self._ask(item.prompt, item.output, item.session)
+            return
+        history = item.system
+        for new_words, output in item.turns:
+            prompt = [*history, *new_words]
+            history = [*prompt, *await self._ask(prompt, output, item.session)]
+            await asyncio.sleep(item.pause)
+
+    async def _ask(self, prompt: list[int], output: int, affinity: str) -> list[int]:
+        """The tokens of the answer."""
+        headers = {"X-Session-Affinity": affinity} if affinity else {}
+        outcome = Outcome(time.perf_counter(), prompt_tokens=len(prompt))
+        if self._baseline is not None:
+            outcome.rank = self._baseline.choose(prompt, outcome.arrival)
+            headers["X-Data-Parallel-Rank"] = str(outcome.rank)
         body = {
-            "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True},
+            "prompt": prompt, "max_tokens": output, "ignore_eos": True, "temperature": 0.0, "stream": True,
+            "stream_options": {"include_usage": True}, "return_token_ids": True, "cache_salt": self._salt,
         }  # fmt: skip
-        began, first = time.perf_counter(), None
-        async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as response:
+        ids: list[int] = []
+        async with self._session.post(
+            f"{self._url}/v1/completions", json=body, headers=headers, raise_for_status=True
+        ) as response:
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
-                if first is None:
-                    first = time.perf_counter() - began
-                if usage := json.loads(line[6:]).get("usage"):
-                    totals["prompt_tokens"] += usage["prompt_tokens"]
-                    totals["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
-        assert first is not None, "a stream without a token"
-        times.append(1000 * first)
+                outcome.first_token = outcome.first_token or time.perf_counter()
+                chunk = json.loads(line[6:])
+                for choice in chunk["choices"]:
+                    ids += choice["token_ids"]
+                if usage := chunk.get("usage"):
+                    outcome.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        outcome.end = time.perf_counter()
+        assert len(ids) == output, f"{len(ids)} tokens of {output}"
+        if self._baseline is not None:
+            self._baseline.finished(outcome.rank)
+        self._outcomes.append(outcome)
+        return ids
 
-    async with aiohttp.ClientSession() as session:
-        await ask(session, [5] * 20, 0)
-        times.clear()
-        totals = dict.fromkeys(totals, 0)
-        at, asking = 0.0, []
-        for prompt in prompts(rng, count):
-            at += rng.expovariate(RATE * size)
-            asking.append(ask(session, prompt, at))
-        await asyncio.gather(*asking)
-    ordered = sorted(times)
-    return {
-        "ttft_p50": ordered[len(ordered) // 2],
-        "ttft_p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
-        "ttft_mean": sum(ordered) / len(ordered),
-        "hit_rate": totals["cached_tokens"] / totals["prompt_tokens"],
-    }
+    async def _watch(self) -> None:
+        """Tell a baseline what the instances report; for Lockstep's own policies too, as it costs time."""
+        while True:
+            async with self._session.get(f"{self._url}/v1/loads", raise_for_status=True) as response:
+                loads = (await response.json())["loads"]
+            if self._baseline is not None:
+                for load in loads:
+                    self._baseline.reported(load["dp_rank"], _report(load), time.perf_counter())
+            await asyncio.sleep(REFRESH)
+
+
+def _report(load: dict[str, Any]) -> Report:
+    """As the instance has sent it, from what ``/v1/loads`` tells of it."""
+    return Report(
+        last_dispatch=0,
+        running=load["num_running_reqs"],
+        waiting=load["num_waiting_reqs"],
+        waiting_tokens=load["num_waiting_tokens"],
+        blocks_used=load["num_used_blocks"],
+        blocks_total=load["max_total_num_blocks"],
+        counters=Counters(),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
+    """Tokens that each instance has computed since its start, prompts and output."""
+    async with session.get(f"{url}/metrics", raise_for_status=True) as response:
+        text = await response.text()
+    found = re.findall(r'^vllm:iteration_tokens_total_sum\{[^}]*engine="(\d+)"[^}]*\} (\S+)$', text, re.M)
+    return [int(float(value)) for _, value in sorted(found, key=lambda each: int(each[0]))]
+
+
+# ---- all runs
+
+
+class RealJob(NamedTuple):
+    """One policy under one load made from one seed, on so many real instances."""
+
+    load: str
+    policy: str
+    instances: int
+    seed: int
+
+    def key(self) -> dict[str, Any]:
+        return key_of(STEPS, self.load, self.policy, self.instances, self.seed)
+
+
+async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> AsyncIterator[Result]:
+    """Run by run in the order of ``jobs``. The baselines share a mesh with ``prefix_aware``, so that nothing
+    but the choices differs between them; others of Lockstep's policies have a mesh each."""
+    by_mesh: dict[tuple[str, int], list[RealJob]] = {}
+    for job in jobs:
+        flag = "prefix_aware" if job.policy in BASELINES else job.policy
+        by_mesh.setdefault((flag, job.instances), []).append(job)
+    for (flag, size), in_mesh in by_mesh.items():
+        arguments = (
+            f"-dp {size} --load-balancing-policy {flag} --no-enable-expert-parallel "
+            f"--enable-prompt-tokens-details --num-gpu-blocks-override {BLOCKS} --max-num-seqs 32"
+        )
+        with mesh(arguments) as url:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                for warm in range(4):
+                    alike = [Arrival(0.0, [5 + warm] * 600, 16)] * size
+                    await Run(session, url, size, "round_robin").take(alike)
+                for job in in_mesh:
+                    load = REAL_LOADS[job.load](random.Random(job.seed), seconds, rate)
+                    before = await _computed(session, url)
+                    outcomes = await Run(session, url, size, job.policy).take(load)
+                    after = await _computed(session, url)
+                    computed = [now - then for now, then in zip(after, before, strict=True)]
+                    extent = {"seconds": seconds, "rate": rate}
+                    yield {**job.key(), **extent, **summary(outcomes, computed)}

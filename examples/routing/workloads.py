@@ -84,9 +84,25 @@ def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
     return found
 
 
+def small_caches(rng: random.Random, num_instances: int, scale: float) -> Load:
+    """Documents that fit into all caches together if each is kept once, and no second time. An instance holds
+    eight; requests come as fast as can just be served if they find them."""
+    documents = [words(rng, 1200) for _ in range(8 * num_instances)]
+    weights = [1 / (place + 1) for place in range(len(documents))]
+    at, found = 0.0, []
+    for _ in range(_count(200, num_instances)):
+        at += rng.expovariate(num_instances * 35.0 / scale)
+        document = rng.choices(documents, weights)[0]
+        found.append(Arrival(at, [*document, *words(rng, rng.randint(16, 128))], 16))
+    return found
+
+
 LOADS: dict[str, Callable[[random.Random, int, float], Load]] = {
     "uniform burst": uniform_burst,
     "heavy tail": heavy_tail,
     "multi-turn": multi_turn,
     "hot prefix": hot_prefix,
+    "small caches": small_caches,
 }
+SMALLER: dict[str, dict[str, int]] = {"small caches": {"num_blocks": 600, "max_num_seqs": 32}}
+"""What instances are given under a load, where it is less than ``Machine`` says."""

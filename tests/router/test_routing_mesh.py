@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from examples.bench_routing import GPU, percentile
-from examples.routing.cluster import Cluster, Machine, Outcome
+from examples.bench_routing import GPU
+from examples.routing.cluster import Cluster, Machine
+from examples.routing.outcome import Outcome
+from examples.routing.report import percentile
 from examples.routing.workloads import Arrival, Conversation, words
 
 SMALL = Machine(GPU, num_blocks=600, max_num_seqs=6)
