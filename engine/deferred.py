@@ -1,0 +1,177 @@
+"""Loads torch and transformers without what an instance never uses (no torch itself).
+
+Both import, when they are loaded, compilers, tracers, optimisers and ways to train. Three things spare that:
+
+- A module named in :data:`DEFERRED` is found and put in its place as ever, but its code runs when somebody asks it
+  for something. Submodules of it can be imported before.
+- transformers is told that torch lacks what is named in :data:`LACKING`. It supports such builds of torch, and then
+  leaves out what stands on it. (Lockstep shards models in its own way.)
+- What transformers finds by reading the files of all its models, twice, is kept in a cache.
+
+Only processes that compute do this, before they load anything: :mod:`engine.fork_server`, :mod:`engine.__main__`
+and :mod:`engine.worker`. A program that imports Lockstep gets its libraries as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import marshal
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+OFF = "LOCKSTEP_WHOLE_LIBRARIES"
+"""Environment variable: 1 loads all of them at once."""
+
+DEFERRED: tuple[str, ...] = tuple(os.environ.get("S4_DEFER", "torch._dynamo,torch.export").split(","))
+LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")
+"""Functions of ``transformers.utils.import_utils`` that say no."""
+SCAN = "create_import_structure_from_path"
+"""The function there that reads the files of a directory."""
+
+
+class _Deferred(Loader):
+    """Stands before the real loader of one module."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._lock = threading.RLock()
+        self._runs = False
+        self._stand_in: Callable[[str], Any] | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def wanted(name: str) -> Any:
+            """The module's ``__getattr__`` (PEP 562) until its code has run."""
+            if name.startswith("__") and name.endswith("__"):
+                raise AttributeError(name)  # the import system and inspect ask any module for these
+            self._run(module)
+            if name in module.__dict__:
+                return module.__dict__[name]
+            own = module.__dict__.get("__getattr__")
+            if own is None or own is wanted:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return own(name)
+
+        self._stand_in = module.__dict__["__getattr__"] = wanted
+
+    def _run(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._runs or module.__dict__.get("__getattr__") is not self._stand_in:
+                return  # it asks for a part of itself that is not there yet; or another thread was first
+            self._runs = True
+            try:
+                self._loader.exec_module(module)
+            finally:
+                self._runs = False
+            if module.__dict__.get("__getattr__") is self._stand_in:
+                del module.__dict__["__getattr__"]
+
+
+class _Changed(Loader):
+    """Loads transformers' module of what there is to import, and changes it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for name in LACKING:
+            setattr(module, name, _no)
+        if hasattr(module, SCAN):
+            setattr(module, SCAN, _Scan(getattr(module, SCAN)))
+
+
+def _no() -> bool:
+    return False
+
+
+class _Scan:
+    """transformers' function of this name, whose answer for the directory of all models is kept in a file."""
+
+    def __init__(self, scan: Callable[[str], Any]) -> None:
+        self._scan = scan
+        self._kept: dict[str, bytes] = {}
+
+    def __call__(self, module_path: str | Path) -> Any:
+        path = Path(module_path)
+        directory = path.parent if path.is_file() else path
+        if directory.name != "models":
+            return self._scan(str(module_path))
+        kept = self._kept.get(str(directory))
+        if kept is None:
+            kept = self._kept[str(directory)] = self._read(directory)
+        return marshal.loads(kept)  # anew each time: whoever asked may change what it got
+
+    def _read(self, directory: Path) -> bytes:
+        file = _cache() / f"models-{_state(directory)}"
+        with contextlib.suppress(OSError):
+            return file.read_bytes()
+        found = marshal.dumps(self._scan(str(directory)))
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fresh = file.with_suffix(f".{os.getpid()}")
+            fresh.write_bytes(found)
+            fresh.rename(file)
+        return found
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "libraries"
+
+
+def _state(directory: Path) -> str:
+    """Another one if any file below has changed, or this Python writes its objects in another way."""
+    digest = hashlib.sha256(f"{sys.implementation.cache_tag} {marshal.version} {directory}".encode())
+    for path, directories, files in os.walk(directory):
+        directories.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                status = os.stat(os.path.join(path, name))
+                digest.update(f"{name} {status.st_mtime_ns} {status.st_size}".encode())
+    return digest.hexdigest()[:16]
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in DEFERRED and name != "transformers.utils.import_utils":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Deferred(spec.loader) if name in DEFERRED else _Changed(spec.loader)
+        return spec
+
+
+def trim() -> None:
+    """From now on load less. What is loaded already stays as it is."""
+    if os.environ.get(OFF) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """Libraries are loaded meanwhile: nobody looks for garbage among the million objects that they make and keep,
+    neither now nor later."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
