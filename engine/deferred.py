@@ -2,14 +2,14 @@
 
 Both import, when they are loaded, compilers, tracers, optimisers and ways to train. Three things spare that:
 
-- A module named in :data:`DEFERRED` is found and put in its place as ever, but its code runs when somebody asks it
-  for something. Submodules of it can be imported before.
-- transformers is told that torch lacks what is named in :data:`LACKING`. It supports such builds of torch, and then
-  leaves out what stands on it. (Lockstep shards models in its own way.)
+- The code of modules named in :data:`DEFERRED` waits. They are found and put in their places as ever; when
+  somebody asks one of them for something, all run, in this order. Submodules can be imported before.
+- transformers is told that torch lacks what is named in :data:`LACKING`. It supports such builds of torch,
+  and then leaves out what stands on it. (Lockstep shards models in its own way.)
 - What transformers finds by reading the files of all its models, twice, is kept in a cache.
 
-Only processes that compute do this, before they load anything: :mod:`engine.fork_server`, :mod:`engine.__main__`
-and :mod:`engine.worker`. A program that imports Lockstep gets its libraries as they are.
+Only processes that compute do this, before they load anything: :mod:`engine.fork_server`,
+:mod:`engine.__main__`, :mod:`engine.worker`. A program that imports Lockstep gets its libraries as they are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ from typing import Any
 OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
 
-DEFERRED: tuple[str, ...] = tuple(os.environ.get("S4_DEFER", "torch._dynamo,torch.export").split(","))
+DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch._dynamo")
+"""How operators without a kernel for the meta device compute shapes there (:func:`run_deferred` before one is
+needed), exporting, and the compiler."""
+MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
+"""Decorators that only tell the compiler about a function; until that is loaded they change nothing."""
 LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 """Functions of ``transformers.utils.import_utils`` that say no."""
 SCAN = "create_import_structure_from_path"
 """The function there that reads the files of a directory."""
+
+_waiting: dict[str, _Deferred] = {}
+_lock = threading.RLock()
 
 
 class _Deferred(Loader):
@@ -43,8 +50,7 @@ class _Deferred(Loader):
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._lock = threading.RLock()
-        self._runs = False
+        self._module: ModuleType | None = None
         self._stand_in: Callable[[str], Any] | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -55,7 +61,9 @@ class _Deferred(Loader):
             """The module's ``__getattr__`` (PEP 562) until its code has run."""
             if name.startswith("__") and name.endswith("__"):
                 raise AttributeError(name)  # the import system and inspect ask any module for these
-            self._run(module)
+            if module.__name__ in _waiting and name in MARKS.get(module.__name__, ()):
+                return _unchanged
+            run_deferred()
             if name in module.__dict__:
                 return module.__dict__[name]
             own = module.__dict__.get("__getattr__")
@@ -63,19 +71,28 @@ class _Deferred(Loader):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             return own(name)
 
-        self._stand_in = module.__dict__["__getattr__"] = wanted
+        self._module, self._stand_in = module, wanted
+        module.__dict__["__getattr__"] = wanted
+        _waiting[module.__name__] = self
 
-    def _run(self, module: ModuleType) -> None:
-        with self._lock:
-            if self._runs or module.__dict__.get("__getattr__") is not self._stand_in:
-                return  # it asks for a part of itself that is not there yet; or another thread was first
-            self._runs = True
-            try:
-                self._loader.exec_module(module)
-            finally:
-                self._runs = False
-            if module.__dict__.get("__getattr__") is self._stand_in:
-                del module.__dict__["__getattr__"]
+    def run(self) -> None:
+        assert self._module is not None
+        self._loader.exec_module(self._module)
+        if self._module.__dict__.get("__getattr__") is self._stand_in:
+            del self._module.__dict__["__getattr__"]
+
+
+def run_deferred() -> bool:
+    """Run the code of all modules that wait; False if none did. While it runs, other threads that ask one of
+    them for something wait, and it finds of itself what it has said so far."""
+    with _lock:
+        ran = False
+        for name in DEFERRED:
+            waits = _waiting.pop(name, None)
+            if waits is not None:
+                waits.run()
+                ran = True
+        return ran
 
 
 class _Changed(Loader):
@@ -97,6 +114,11 @@ class _Changed(Loader):
 
 def _no() -> bool:
     return False
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    """In place of a decorator, with or without arguments."""
+    return _unchanged if function is None else function
 
 
 class _Scan:
@@ -165,8 +187,8 @@ def trim() -> None:
 
 @contextlib.contextmanager
 def no_garbage() -> Iterator[None]:
-    """Libraries are loaded meanwhile: nobody looks for garbage among the million objects that they make and keep,
-    neither now nor later."""
+    """Libraries are loaded meanwhile: nobody looks for garbage among the million objects that they make and
+    keep, neither now nor later."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,6 +25,7 @@ from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
+from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.shard_weights import random_shard, read_shard
@@ -133,14 +134,21 @@ def load_model(
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
     sharded = None if shard.is_whole else sharded_class(model_class, config, shard, share)
-    try:
+    def read() -> Any:
         if sharded is not None:
             with _LOADING:
-                module = _read_shard(info, settings, sharded, config, dtype, is_part)
-        elif dummy:
-            module = _make_dummy(config, dtype, settings.trust_remote_code)
-        else:
-            module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
+                return _read_shard(info, settings, sharded, config, dtype, is_part)
+        if dummy:
+            return _make_dummy(config, dtype, settings.trust_remote_code)
+        return _read_weights(info, settings, model_class, config, dtype, is_part, share)
+
+    try:
+        try:
+            module = read()
+        except NotImplementedError:  # an operator that needs to be told how it works on the meta device
+            if not run_deferred():
+                raise
+            module = read()
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:

@@ -4,15 +4,17 @@
     python examples/bench_startup.py
     python examples/bench_startup.py --model build/models/dense-small --serve "-dp 1" "-dp 4" --repeats 3
 
-Starts each mesh in turn, one after the other, as often as --repeats says, asks for one token as soon as it says that it is
-ready, and ends it. The moments are those of the log lines of its processes (--log-format json), in seconds since
-the command was started; of several instances, the last one's. One start of each before that is not counted: it
-compiles the kernels if they are not in their cache, and brings files into the page cache.
+Starts each mesh in turn, as often as --repeats says, asks for one token as soon as it says that it is ready,
+and ends it. The moments are those of the log lines of its processes (--log-format json), in seconds since the
+command was started; of several instances, the last one's. One start of each before that is not counted: it
+compiles what is not in its cache yet, and brings files into the page cache. --whole also starts each with all
+that torch and transformers load unless told otherwise (LOCKSTEP_WHOLE_LIBRARIES=1).
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shlex
@@ -47,10 +49,20 @@ def one_start(model: str, arguments: str, environment: dict[str, str]) -> dict[s
     """Seconds from the start of a mesh to each moment."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "router.serve", model, *shlex.split(arguments), "--log-format=json"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "router.serve",
+        model,
+        *shlex.split(arguments),
+        "--log-format=json",
+    ]
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
     began = time.time()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     try:
         assert child.stdout is not None
         lines = []
@@ -71,17 +83,13 @@ def one_start(model: str, arguments: str, environment: dict[str, str]) -> dict[s
 
 def ask_for_a_token(base_url: str) -> None:
     body = json.dumps({"prompt": "It is a truth universally acknowledged, that", "max_tokens": 1}).encode()
-    request = urllib.request.Request(
-        f"{base_url}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{base_url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 1
 
 
 def moments(lines: list[str], began: float) -> dict[str, float]:
     """When each milestone was reached, as far as the log has it."""
-    import datetime
-
     found: dict[str, float] = {}
     for line in lines:
         if not line.startswith("{"):
@@ -97,7 +105,7 @@ def moments(lines: list[str], began: float) -> dict[str, float]:
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """Medians, with the least and the most."""
     names = [*MOMENTS, READY, FIRST_TOKEN]
-    lines = [f"| seconds since the command | {' | '.join(f'`serve {each}`' for each in results)} |"]
+    lines = [f"| seconds since the command | {' | '.join(results)} |"]
     lines.append(f"| --- | {' | '.join('---:' for _ in results)} |")
     for name in names:
         cells = []
@@ -115,16 +123,21 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="lockstep-moe", help="(default: the shipped one)")
     add("--serve", nargs="+", default=["-dp 1", "-dp 2"], metavar="FLAGS", help="the meshes to start")
+    add("--whole", action="store_true", help="also with all of the libraries loaded")
     add("--repeats", type=int, default=5, help="(default: %(default)s)")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
     args = parser.parse_args()
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}  # they end with us, however we end
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as where Lockstep is installed: its sources are compiled once
-    results: dict[str, list[dict[str, float]]] = {arguments: [] for arguments in args.serve}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # our sources are compiled once, as for a user
+    variants = {f"serve {arguments}": (arguments, environment) for arguments in args.serve}
+    if args.whole:
+        whole = {**environment, "LOCKSTEP_WHOLE_LIBRARIES": "1"}
+        variants |= {f"serve {arguments}, whole": (arguments, whole) for arguments in args.serve}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for number in range(args.repeats + 1):
-        for arguments, runs in results.items():
-            times = one_start(args.model, arguments, environment)
-            print(f"serve {arguments}: ready after {times[READY]:.2f} s", file=sys.stderr)
+        for name, runs in results.items():
+            times = one_start(args.model, *variants[name])
+            print(f"{name}: ready after {times[READY]:.2f} s", file=sys.stderr)
             if number:
                 runs.append(times)
     print(table(results))
