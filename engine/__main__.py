@@ -166,7 +166,7 @@ class Instance:
                 startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
             )  # fmt: skip
         try:
-            with deferred.no_garbage():
+            with deferred.no_garbage(leaves=True):
                 facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
             num_blocks, max_model_len = self._size_cache(executor, facts, membership.neighbours)

@@ -140,8 +140,10 @@ class _Scan:
 
     def _read(self, directory: Path) -> bytes:
         file = _cache() / f"models-{_state(directory)}"
-        with contextlib.suppress(OSError):
-            return file.read_bytes()
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
+            kept = file.read_bytes()
+            marshal.loads(kept)  # it can be read
+            return kept
         found = marshal.dumps(self._scan(str(directory)))
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,14 +188,16 @@ def trim() -> None:
 
 
 @contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    """Libraries are loaded meanwhile: nobody looks for garbage among the million objects that they make and
-    keep, neither now nor later."""
+def no_garbage(leaves: bool = False) -> Iterator[None]:
+    """Libraries are loaded meanwhile, or a model: nobody looks for garbage among the million objects that are
+    made and kept, neither now nor later. ``leaves``: it makes others, which are looked for at its end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if leaves:
+            gc.collect()
         gc.freeze()
         if was_enabled:
             gc.enable()

@@ -117,7 +117,7 @@ class Worker:
             shard=shard,
             before_first_run=self._wait_for_others,
         )
-        with deferred.no_garbage():
+        with deferred.no_garbage(leaves=True):
             facts = executor.load(lambda text: self._send(Phase(text)))
         layers = executor.layers
         if self._spread is not None:
