@@ -32,8 +32,8 @@ OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
 
 DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch._dynamo")
-"""How operators without a kernel for the meta device compute shapes there (:func:`run_deferred` before one is
-needed), exporting, and the compiler."""
+"""How operators without a kernel for the meta device compute shapes there, exporting, the compiler. A model
+that cannot be loaded without them gets another try (:func:`engine.weights.load_model`)."""
 MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
 """Decorators that only tell the compiler about a function; until that is loaded they change nothing."""
 LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")

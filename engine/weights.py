@@ -124,6 +124,27 @@ def load_model(
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
     """
+    def load() -> LoadedModel:
+        return _load_model(info, settings, dtype, device, share, dispatch, shard, before_first_run)
+
+    try:
+        return load()
+    except (CheckpointError, RuntimeError):
+        if not run_deferred():
+            raise
+        return load()  # maybe it lacked a part of the libraries that was left out
+
+
+def _load_model(
+    info: ModelInfo,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: ExpertShare | None,
+    dispatch: Dispatch,
+    shard: Shard,
+    before_first_run: Callable[[], None],
+) -> LoadedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -134,21 +155,14 @@ def load_model(
     if dummy and share is not None:
         raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
     sharded = None if shard.is_whole else sharded_class(model_class, config, shard, share)
-    def read() -> Any:
+    try:
         if sharded is not None:
             with _LOADING:
-                return _read_shard(info, settings, sharded, config, dtype, is_part)
-        if dummy:
-            return _make_dummy(config, dtype, settings.trust_remote_code)
-        return _read_weights(info, settings, model_class, config, dtype, is_part, share)
-
-    try:
-        try:
-            module = read()
-        except NotImplementedError:  # an operator that needs to be told how it works on the meta device
-            if not run_deferred():
-                raise
-            module = read()
+                module = _read_shard(info, settings, sharded, config, dtype, is_part)
+        elif dummy:
+            module = _make_dummy(config, dtype, settings.trust_remote_code)
+        else:
+            module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
