@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import marshal
 import os
 import sys
 import threading
@@ -27,6 +26,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
@@ -121,36 +122,64 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
     return _unchanged if function is None else function
 
 
+class _Found(msgspec.Struct, frozen=True):
+    """What there is to import from a directory; transformers has it in dictionaries with keys of two kinds."""
+
+    files: list[tuple[list[str], dict[str, list[str]]]]
+    """What a name needs to be installed, and the names of each file that need it."""
+    directories: dict[str, _Found]
+
+    @classmethod
+    def fold(cls, found: dict[Any, Any]) -> _Found:
+        return cls(
+            [
+                (sorted(needs), {file: sorted(names) for file, names in files.items()})
+                for needs, files in found.items()
+                if not isinstance(needs, str)
+            ],
+            {name: cls.fold(below) for name, below in found.items() if isinstance(name, str)},
+        )
+
+    def unfold(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {name: below.unfold() for name, below in self.directories.items()}
+        for needs, files in self.files:
+            found[frozenset(needs)] = {file: set(names) for file, names in files.items()}
+        return found
+
+
 class _Scan:
     """transformers' function of this name, whose answer for the directory of all models is kept in a file."""
 
     def __init__(self, scan: Callable[[str], Any]) -> None:
         self._scan = scan
-        self._kept: dict[str, bytes] = {}
+        self._kept: dict[Path, _Found] = {}
 
     def __call__(self, module_path: str | Path) -> Any:
         path = Path(module_path)
         directory = path.parent if path.is_file() else path
         if directory.name != "models":
             return self._scan(str(module_path))
-        kept = self._kept.get(str(directory))
+        file = _cache() / f"models-{_state(directory)}.json"
+        kept = self._kept.get(file)
         if kept is None:
-            kept = self._kept[str(directory)] = self._read(directory)
-        return marshal.loads(kept)  # anew each time: whoever asked may change what it got
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                kept = self._kept[file] = msgspec.json.decode(file.read_bytes(), type=_Found)
+        if kept is not None:
+            return kept.unfold()  # anew each time: whoever asked may change what it got
+        found = self._scan(str(module_path))
+        with contextlib.suppress(AttributeError, TypeError):  # of another kind: it is not kept
+            kept = _Found.fold(found)
+            if kept.unfold() == found:
+                self._keep(file, kept)
+        return found
 
-    def _read(self, directory: Path) -> bytes:
-        file = _cache() / f"models-{_state(directory)}"
-        with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
-            kept = file.read_bytes()
-            marshal.loads(kept)  # it can be read
-            return kept
-        found = marshal.dumps(self._scan(str(directory)))
+    def _keep(self, file: Path, kept: _Found) -> None:
+        self._kept[file] = kept
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             fresh = file.with_suffix(f".{os.getpid()}")
-            fresh.write_bytes(found)
+            fresh.write_bytes(msgspec.json.encode(kept))
             fresh.rename(file)
-        return found
 
 
 def _cache() -> Path:
@@ -158,8 +187,8 @@ def _cache() -> Path:
 
 
 def _state(directory: Path) -> str:
-    """Another one if any file below has changed, or this Python writes its objects in another way."""
-    digest = hashlib.sha256(f"{sys.implementation.cache_tag} {marshal.version} {directory}".encode())
+    """Another one if any file below has changed."""
+    digest = hashlib.sha256(str(directory).encode())
     for path, directories, files in os.walk(directory):
         directories.sort()
         for name in sorted(files):

@@ -99,6 +99,9 @@ def test_a_scan_of_models_is_kept_until_a_file_changes(
     (models / "__init__.py").touch()
     assert deferred._Scan(scan)(models / "one") is not None  # not the directory of all
     assert scanned == [str(models), str(models / "one")]
+    (models / "two.py").touch()
+    odd = deferred._Scan(lambda path: {("torch",): {"modeling_one": ["One"]}})
+    assert odd(models) == odd(models) == {("torch",): {"modeling_one": ["One"]}}, "of a kind that is not kept"
 
 
 SERVES = """
