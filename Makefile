@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-wake bench-structured structured soak chaos kills joins fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -57,6 +57,9 @@ bench-serving: $(STAMP)  ## the load generator against the shipped model: table 
 
 bench-wake: $(STAMP)  ## what the first token after a sleep costs
 	$(BIN)/python examples/bench_wake.py --output-json build/bench-wake.json $(ARGS)
+
+bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
+	$(BIN)/python examples/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
 bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
 	$(BIN)/python examples/bench_structured.py --output-json build/bench-structured.json $(ARGS)

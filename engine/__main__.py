@@ -23,6 +23,7 @@ from coordinator.keys import MeshKeys
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.rpc import PortInUse
 from coordinator.tracing import Tracing, TracingMissing
+from engine import deferred
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import InstanceConfig
 from engine.core import EngineCore
@@ -158,13 +159,15 @@ class Instance:
         membership.update(phase="loading libraries")
         place = self._place
         tracing = self._tracing()
-        executor = self._executor = make_executor(
-            self._config, info, self._threads, place, cores=self._cores, rank=self._rank,
-            settings=self._settings, keys=self._keys,
-            startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
-        )  # fmt: skip
+        with deferred.no_garbage():
+            executor = self._executor = make_executor(
+                self._config, info, self._threads, place, cores=self._cores, rank=self._rank,
+                settings=self._settings, keys=self._keys,
+                startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
+            )  # fmt: skip
         try:
-            facts = executor.load(lambda phase: membership.update(phase=phase))
+            with deferred.no_garbage(leaves=True):
+                facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
             num_blocks, max_model_len = self._size_cache(executor, facts, membership.neighbours)
             membership.update(phase="kv cache")
@@ -403,4 +406,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    deferred.trim()
     process.finish(main())

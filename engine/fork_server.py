@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import importlib
 import os
 import signal
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from coordinator import process
-from engine import forked
+from engine import deferred, forked
 from engine.forked import Born, Failed, Fork, ForkServer
 
 STICKY = (
@@ -145,11 +144,11 @@ def main() -> int:
     process.die_with_parent()
     title("ForkServer")
     _loaded_with.update(os.environ)  # before: some libraries add to it
-    for name in sys.argv[2:]:
-        with contextlib.suppress(ModuleNotFoundError):  # the process that needs it says so better
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is loaded stays, and its pages stay shared
+    deferred.trim()
+    with deferred.no_garbage():  # and what is loaded stays shared: nobody writes to it
+        for name in sys.argv[2:]:
+            with contextlib.suppress(ModuleNotFoundError):  # the process that needs it says so better
+                importlib.import_module(name)
     return serve(socket.socket(fileno=int(sys.argv[1])))
 
 

@@ -397,7 +397,8 @@ class Scheduler:
 
     def _in_prefill(self) -> int:
         """Tokens still to compute of prompts that are partly computed."""
-        return sum(request.num_uncomputed for request in self._running if request.num_uncomputed > 1)
+        left = [len(request.token_ids) - request.num_computed for request in self._running]
+        return sum(left) - left.count(1)  # a request that needs its next token is in no prefill
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be computed again; a known prefix may spare part of it."""

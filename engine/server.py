@@ -173,8 +173,9 @@ class Server:
         except CollectiveError as error:
             self._core.pace.failed(error)
             return
-        self._hand_out(deltas)
-        self.progress.stepped(self._report(0))
+        report = self._report(0)
+        self._hand_out(deltas, report)
+        self.progress.stepped(report)
 
     # ---- in
 
@@ -250,14 +251,14 @@ class Server:
     def _report(self, last_dispatch: int) -> Report:
         return self._core.report(last_dispatch, self._listener.bad_messages)
 
-    def _hand_out(self, deltas: dict[Peer, list[Delta]]) -> None:
+    def _hand_out(self, deltas: dict[Peer, list[Delta]], report: Report) -> None:
         for peer, of_router in deltas.items():
-            self._send(peer, of_router)
+            last_dispatch = self._routers[peer].last_dispatch
+            self._send(peer, of_router, msgspec.structs.replace(report, last_dispatch=last_dispatch))
         self._report_changes()
 
-    def _send(self, peer: Peer, deltas: list[Delta]) -> None:
+    def _send(self, peer: Peer, deltas: list[Delta], report: Report) -> None:
         router = self._routers[peer]
-        report = self._report(router.last_dispatch)
         blocks = self._core.block_events(router.has_blocks) if router.wants_blocks else None
         if not self._listener.send(peer, Tokens(deltas, report, blocks)):
             self._forget(peer)
@@ -271,7 +272,7 @@ class Server:
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
             if now - router.reported_at >= REPORT_INTERVAL and self._has_news(router):
-                self._send(peer, [])
+                self._send(peer, [], self._report(router.last_dispatch))
 
     def _has_news(self, router: _Router) -> bool:
         if router.wants_blocks and router.has_blocks != self._core.num_block_changes:

@@ -25,6 +25,7 @@ from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
+from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.shard_weights import random_shard, read_shard
@@ -123,6 +124,27 @@ def load_model(
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
     """
+    def load() -> LoadedModel:
+        return _load_model(info, settings, dtype, device, share, dispatch, shard, before_first_run)
+
+    try:
+        return load()
+    except (CheckpointError, RuntimeError):
+        if not run_deferred():
+            raise
+        return load()  # maybe it lacked a part of the libraries that was left out
+
+
+def _load_model(
+    info: ModelInfo,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: ExpertShare | None,
+    dispatch: Dispatch,
+    shard: Shard,
+    before_first_run: Callable[[], None],
+) -> LoadedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

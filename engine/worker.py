@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from coordinator import process
+from engine import deferred
 from engine.checkpoint import CheckpointError
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.messages import (
@@ -104,7 +105,8 @@ class Worker:
 
     def _load(self, begin: Begin) -> UniExecutor:
         self._send(Phase("loading libraries"))
-        from engine.executor.uni import UniExecutor
+        with deferred.no_garbage():
+            from engine.executor.uni import UniExecutor
 
         shard = self._meet(begin)
         executor = UniExecutor(
@@ -115,7 +117,8 @@ class Worker:
             shard=shard,
             before_first_run=self._wait_for_others,
         )
-        facts = executor.load(lambda text: self._send(Phase(text)))
+        with deferred.no_garbage(leaves=True):
+            facts = executor.load(lambda text: self._send(Phase(text)))
         layers = executor.layers
         if self._spread is not None:
             self._spread.serve(executor)
@@ -275,4 +278,5 @@ def _work() -> int:
 
 
 if __name__ == "__main__":
+    deferred.trim()
     main()

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
 from examples.null_model import NullExecutor
+from router.bench.report import machine
 
 PROMPT = 128
 
@@ -111,7 +113,8 @@ def main() -> None:
         print(f"| {one['sequences']:>9} | {one['steps']:>5} | {loop} | {process} |")
     if args.output_json is not None:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
-        args.output_json.write_text(json.dumps(results, indent=1) + "\n")
+        page = {"machine": machine(), "load_average": os.getloadavg(), "results": results}
+        args.output_json.write_text(json.dumps(page, indent=1) + "\n")
 
 
 if __name__ == "__main__":

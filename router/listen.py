@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 
-HEALTH_INTERVAL = 0.1
+HEALTH_INTERVAL = 0.02
 """Seconds between two looks whether the endpoint takes requests."""
 
 
