@@ -104,30 +104,17 @@ async def overloaded(
     return await asyncio.gather(*asking)
 
 
-async def watch_memory(samples: list[dict[str, int]]) -> None:
-    """Bytes of each process that this one has started, once a second."""
+async def watch_memory(samples: list[int]) -> None:
+    """Bytes of all processes that this one has started, once a second."""
     while True:
-        sizes: dict[str, int] = {}
+        total = 0
         for process in psutil.Process().children(recursive=True):
             try:
-                sizes[f"{process.name()} {process.pid}"] = process.memory_info().rss
+                total += process.memory_info().rss
             except psutil.Error:
                 continue
-        samples.append(sizes)
+        samples.append(total)
         await asyncio.sleep(1.0)
-
-
-def memory(samples: Sequence[dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Bytes at the begin of the overload, after half of it, at the end, and the most: of each process that
-    lived until the end, and of all together."""
-    chosen = {"begin": samples[0], "half": samples[len(samples) // 2], "end": samples[-1]}
-    found = {
-        name: {when: sizes.get(name, 0) for when, sizes in chosen.items()}
-        | {"most": max(sizes.get(name, 0) for sizes in samples)}
-        for name in samples[-1]
-    }
-    together = {when: sum(sizes.values()) for when, sizes in chosen.items()}
-    return {"all": together | {"most": max(sum(sizes.values()) for sizes in samples)}, **found}
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -153,18 +140,18 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"-dp {args.dp} --no-enable-expert-parallel --max-num-seqs {args.max_num_seqs} "
         f"--max-num-queued-reqs {args.max_num_queued_reqs} --num-gpu-blocks-override 2000 {args.flags}"
     )
-    samples: list[dict[str, int]] = []
+    memory: list[int] = []
     with mesh(arguments) as url:
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         async with aiohttp.ClientSession(connector=connector) as session:
             await at_capacity(session, url, min(5.0, args.capacity_seconds), args)
             before = await at_capacity(session, url, args.capacity_seconds, args)
             normal = figures(before, args.capacity_seconds)
-            watching = asyncio.create_task(watch_memory(samples))
+            watching = asyncio.create_task(watch_memory(memory))
             rate = args.factor * normal["served_per_second"]
             overload = figures(await overloaded(session, url, rate, args), args.seconds)
             watching.cancel()
-    sizes = memory(samples)
+    half = memory[len(memory) // 2]
     return {
         "arguments": arguments,
         "factor": args.factor,
@@ -173,8 +160,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "overloaded": overload,
         "slowdown_p50": overload["latency_p50"] / normal["latency_p50"],
         "slowdown_p99": overload["latency_p99"] / normal["latency_p99"],
-        "memory_bytes": sizes,
-        "memory_growth_second_half": sizes["all"]["end"] / sizes["all"]["half"],
+        "memory_bytes": {"begin": memory[0], "half": half, "end": memory[-1], "most": max(memory)},
+        "memory_growth_second_half": memory[-1] / half,
     }
 
 
