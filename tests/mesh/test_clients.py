@@ -104,8 +104,12 @@ def test_both_instances_give_the_same_and_both_work(mesh: Mesh, client: openai.O
         for rank in (0, 1)
     ]
     assert texts[0] == texts[1]
-    with ThreadPoolExecutor(8) as crowd:  # one after the other would be for who has the beginning in its cache
-        crowd.map(lambda letter: client.completions.create(model=SHIPPED_MODEL, prompt=letter, **LONG), LETTERS)
+    with ThreadPoolExecutor(
+        8
+    ) as crowd:  # one after the other would be for who has the beginning in its cache
+        crowd.map(
+            lambda letter: client.completions.create(model=SHIPPED_MODEL, prompt=letter, **LONG), LETTERS
+        )
     wait_until(
         lambda: all(now > then + 25 for now, then in zip(generated_by_rank(mesh), before, strict=True)), 5
     )
