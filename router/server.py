@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -148,6 +149,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
             await _find_the_world(mesh, following)
         for listener in listeners:
             logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
+        gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
     finally:
         for task in beside:

@@ -105,8 +105,7 @@ class Run:
             if len(self.samples) == 1:
                 # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
-                if sink is not None and not sample.may_stop:
-                    generation.hand_over(sink.shortcut(sample, generation, meter))
+                hands_over = sink is not None and not sample.may_stop
                 async for delta in generation:
                     meter.delta(0, generation, time.perf_counter(), delta.times)
                     piece = sample.take(delta)
@@ -115,6 +114,9 @@ class Run:
                         yield [(sample, piece)]
                         return
                     yield [(sample, piece)]
+                    if sink is not None and hands_over:  # not before there is more than one
+                        generation.hand_over(sink.shortcut(sample, generation, meter))
+                        hands_over = False
                 raise ApiError(500, "The request ended without a last token.")
             async with contextlib.aclosing(merged(generations)) as batches:
                 async for batch in batches:
