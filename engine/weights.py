@@ -124,6 +124,7 @@ def load_model(
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
     """
+
     def load() -> LoadedModel:
         return _load_model(info, settings, dtype, device, share, dispatch, shard, before_first_run)
 
