@@ -123,7 +123,7 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What there is to import from a directory; transformers has it in dictionaries with keys of two kinds."""
+    """What there is to import from a directory. transformers has dictionaries with keys of two kinds."""
 
     files: list[tuple[list[str], dict[str, list[str]]]]
     """What a name needs to be installed, and the names of each file that need it."""
