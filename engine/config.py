@@ -112,8 +112,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
 
     def token_budget(self, has_gpu: bool = False) -> int:
-        """Of a step. A CPU computes prompts no faster from a few hundred tokens on, so more would only make the first
-        of many prompts wait for the last."""
+        """Of a step. From a few hundred tokens on a CPU computes prompts no faster, and more would only make
+        the first of many prompts wait for the last."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
