@@ -265,7 +265,7 @@ def test_requests_leave_nothing_to_the_garbage_collector(server: Server) -> None
     """Else each of them would cost a part of a collection, and its memory until then."""
 
     def cycles() -> int:
-        return sum(isinstance(each, RequestResponseCycle) for each in gc.get_objects())
+        return sum(type(each) is RequestResponseCycle for each in gc.get_objects())
 
     server.post("/v1/completions", {"prompt": "Hello", "stream": True})
     gc.collect()
