@@ -38,8 +38,8 @@ class Arrivals:
             await self._some.wait()
 
     def check(self) -> None:
-        """To be called after each send, too. ZeroMQ's descriptor tells of a change once, to whoever uses the
-        socket next: a send may be what takes the news of an arrival in."""
+        """To be called after each send or connect, too. ZeroMQ's descriptor tells of a change once, to who
+        uses the socket next: a send may be what takes the news of an arrival in."""
         if self._loop is not None and self._is_readable():
             self._some.set()
 

@@ -427,6 +427,7 @@ class AsyncConnection(Generic[In, Out]):
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(self.endpoint)
             self._socket.connect(self.endpoint)
+            self._arrivals.check()
 
     def send(self, message: Out) -> bool:
         """Queue a message; False if there is no connection now, or its queue is full."""

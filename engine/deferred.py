@@ -175,11 +175,14 @@ class _Scan:
 
     def _keep(self, file: Path, kept: _Found) -> None:
         self._kept[file] = kept
+        fresh = file.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            fresh = file.with_suffix(f".{os.getpid()}")
-            fresh.write_bytes(msgspec.json.encode(kept))
-            fresh.rename(file)
+            try:
+                fresh.write_bytes(msgspec.json.encode(kept))
+                fresh.rename(file)
+            finally:
+                fresh.unlink(missing_ok=True)  # half of it, on a disk that is full
 
 
 def _cache() -> Path:

@@ -162,11 +162,6 @@ class Ledger:
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 
-    def take(self, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
-        """:meth:`find` and :meth:`book`; None if the delta belongs to no current try."""
-        entry = self.find(instance, delta.request)
-        return None if entry is None else (entry, self.book(entry, delta))
-
     def at(self, instance: str) -> Mapping[int, Entry]:
         """Requests whose current try is at an instance, by number."""
         return self._entries.get(instance, NONE)

@@ -46,6 +46,12 @@ def candidate(rank: int, **fields: object) -> Candidate:
     )
 
 
+def take(ledger: Ledger, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
+    """As the client does it with what comes from an instance."""
+    entry = ledger.at(instance).get(delta.request)
+    return None if entry is None else (entry, ledger.book(entry, delta))
+
+
 # ---- pool
 
 
@@ -123,14 +129,14 @@ def entry() -> Entry:
 def test_a_request_resumes_from_what_was_passed_on() -> None:
     ledger, request = Ledger(), entry()
     ledger.place(request, "a", 1)
-    assert ledger.take("a", Delta(1, [10])) is not None
-    assert ledger.take("a", Delta(1, [11])) is not None
+    assert take(ledger, "a", Delta(1, [10])) is not None
+    assert take(ledger, "a", Delta(1, [11])) is not None
     ledger.place(request, "b", 7)
     submit = request.submit(7)
     assert (submit.request, submit.prompt_ids, submit.output_ids, submit.seed) == (7, [1, 2, 3], [10, 11], 9)
     assert request.work == 5
-    assert ledger.take("a", Delta(1, [99])) is None, "a late answer of the lost instance"
-    taken = ledger.take("b", Delta(7, [12], FinishReason.LENGTH))
+    assert take(ledger, "a", Delta(1, [99])) is None, "a late answer of the lost instance"
+    taken = take(ledger, "b", Delta(7, [12], FinishReason.LENGTH))
     assert taken is not None
     assert request.emitted == [10, 11, 12]
     assert len(ledger) == 0
@@ -155,7 +161,7 @@ def test_tries_that_give_tokens_are_not_fruitless() -> None:
     for number in range(1, 4):
         ledger.place(request, "a", number)
     assert (request.attempts, request.fruitless) == (3, 3)
-    ledger.take("a", Delta(3, [10]))
+    take(ledger, "a", Delta(3, [10]))
     ledger.place(request, "b", 1)
     assert (request.attempts, request.fruitless) == (4, 1)
 
@@ -182,10 +188,10 @@ def test_dropping_tells_where_to_abort() -> None:
 def test_prompt_logprobs_are_told_once() -> None:
     ledger, request = Ledger(), entry()
     ledger.place(request, "a", 1)
-    first = ledger.take("a", Delta(1, [10], prompt_logprobs=[None]))
+    first = take(ledger, "a", Delta(1, [10], prompt_logprobs=[None]))
     assert first is not None
     assert first[1].prompt_logprobs == [None]
     ledger.place(request, "b", 1)
-    second = ledger.take("b", Delta(1, [11], prompt_logprobs=[None]))
+    second = take(ledger, "b", Delta(1, [11], prompt_logprobs=[None]))
     assert second is not None
     assert second[1].prompt_logprobs is None

@@ -231,7 +231,7 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
         ledger.drop(request)
     crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4))
     free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()))
-    assert ledger.take(crowded.name, Delta(12, [5])) is not None
+    ledger.book(ledger.at(crowded.name)[12], Delta(12, [5]))
     assert recaller.recalls(1.0) == {crowded.name: [11, 10, 9]}, "the last first; 12 has begun"
     assert recaller.recalls(1.0 + INTERVAL) == {}, "once is enough"
     assert chooser.choose(requests[20], 1.0) is not None
