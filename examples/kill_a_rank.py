@@ -157,7 +157,7 @@ def generate(mesh: Mesh, turn: str, act: Callable[[list[Stream]], None]) -> list
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        ranks = {request["request"]: request["rank"] for request in mesh.ask("requests")["requests"]}
+        ranks = {request["request_id"]: request["rank"] for request in mesh.ask("requests")["requests"]}
         for stream in streams:
             rank = ranks.get(f"cmpl-{stream.name}")
             if rank is not None and stream.ranks[-1:] != [rank]:
