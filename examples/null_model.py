@@ -88,11 +88,11 @@ def instance(argv: list[str]) -> int:
     import engine.__main__ as real
 
     def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
-        most = max(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
         seconds = float(os.environ.get(STEP_VARIABLE, "0")) / 1000
         return NullExecutor(info.vocab_size, config.cache.block_size, most, seconds)
 
-    real.make_executor = make_executor
+    real.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
     return real.main(argv)
 
 

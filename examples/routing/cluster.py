@@ -235,7 +235,7 @@ class Cluster:
             self._chooser.settle(entry)
             outcome.first_token = self._now
             outcome.cached_tokens = delta.num_cached_tokens
-        self._ledger.take(instance.name, delta)
+        self._ledger.book(entry, delta)
         if delta.finish_reason is not None:
             outcome.end = self._now
             if self._baseline is not None:

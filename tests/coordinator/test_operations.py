@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.membership import Instruction, Membership, Note, Rules, Send
+from coordinator.membership import Membership
 from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, View, Watch
 from coordinator.operations import LAUNCHER_TIMEOUT, MAX_PENDING
+from coordinator.records import Instruction, Note, Rules, Send
 from tests.coordinator.test_membership import heartbeat, joined, to
 
 

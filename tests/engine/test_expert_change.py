@@ -16,7 +16,7 @@ from engine.checkpoint import CheckpointError, ReadingStopped, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
-from engine.executor.base import Executor
+from engine.executor.base import SpreadExecutor
 from engine.expert_change import HeldExperts
 from engine.expert_weights import ExpertShare, expert_modules
 from engine.messages import Submit
@@ -117,7 +117,7 @@ class March:
         )
         self.outputs: dict[int, list[int]] = {index: [] for index in range(NUM_REQUESTS)}
         self._at: dict[int, int] = {}
-        self.executors: dict[int, Executor] = {}
+        self.executors: dict[int, SpreadExecutor] = {}
         self._cores: dict[int, EngineCore] = {}
 
     def start(self, rank: int, size: int) -> None:

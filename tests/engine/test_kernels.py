@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArgum
 from engine.kernels.packing import SLACK, gate_and_up, panels
 from engine.kernels.program import Program
 from engine.weights import LoadedModel, load_model
-from parallel import compiler
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()
@@ -214,7 +214,7 @@ def test_without_a_compiler_torch_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(compiler.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     library._load.cache_clear()
     try:
         assert library.load() is None

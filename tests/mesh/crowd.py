@@ -35,7 +35,8 @@ STALL = 12.0
 MOST_GROWTH = 64 * 1024**2
 """Bytes that the router may have more than after the first crowd: a thousand connections' buffers, kept."""
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 
 
 def request(body: dict[str, Any], path: str = "/v1/completions", length: int | None = None) -> bytes:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +24,6 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from parallel import compiler
 from parallel.communicators import CollectiveError, make_communicator, native_rounds
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Watch, open_segment, this_host
@@ -291,7 +291,7 @@ def test_without_native_collectives_python_does_the_same(
         monkeypatch.setenv(native_rounds.OFF, "0")
         caplog.set_level("INFO")
     else:
-        monkeypatch.setattr(compiler.shutil, "which", lambda _name: None)
+        monkeypatch.setattr(shutil, "which", lambda _name: None)
     native_rounds.load.cache_clear()
     try:
         group = form(store, 11, 0, 1, "shared_memory", 5.0, group=way)

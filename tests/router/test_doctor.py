@@ -19,7 +19,7 @@ import pytest
 from coordinator import flags, keys
 from coordinator.addresses import Interface
 from coordinator.config import MeshConfig
-from coordinator.membership import Rules
+from coordinator.records import Rules
 from coordinator.server import Coordinator
 from engine.probe.facts import Device, Failed, HostFacts, Links, Timing, TorchFacts
 from engine.probe.links import Ask
@@ -118,7 +118,7 @@ def test_a_torch_that_crashes_is_told_from_one_that_fails(
     broken_python = tmp_path / "python"
     broken_python.write_text("#!/bin/sh\necho 'Illegal instruction' >&2\nexit 132\n")
     broken_python.chmod(0o755)
-    monkeypatch.setattr(packages.sys, "executable", str(broken_python))
+    monkeypatch.setattr(sys, "executable", str(broken_python))
     assert packages.ask_torch() == Failed(
         "the child that loads it ended with status 132: Illegal instruction"
     )

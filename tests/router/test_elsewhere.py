@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
-import engine.cluster
 from coordinator.flags import FlagError, from_flat
 from engine.config import NodesConfig
 from router.config import ServeConfig
@@ -51,7 +52,7 @@ def test_each_instance_waits_for_its_hosts_at_its_own_port() -> None:
 def test_without_ray_it_is_said_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine.cluster.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for flag in ("--data-parallel-backend", "--distributed-executor-backend"):
         assert main_serve([flag, "ray"]) == 2
         assert (

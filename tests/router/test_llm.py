@@ -373,8 +373,9 @@ def test_a_closed_llm_says_so(make_llm: Make) -> None:
 
 
 def test_a_port_that_others_know_is_not_chosen_freely(make_llm: Make) -> None:
-    assert make_llm()._mesh.port_is_free_choice
-    assert not make_llm(data_parallel_rpc_port=29999)._mesh.port_is_free_choice
+    for llm, is_free in (make_llm(), True), (make_llm(data_parallel_rpc_port=29999), False):
+        assert isinstance(llm._mesh, ScriptedMesh)
+        assert llm._mesh.port_is_free_choice is is_free
 
 
 # ---- running

@@ -13,6 +13,7 @@ import pytest
 
 from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
+from router.answers import ChunkedAnswer
 from router.body import decoder
 from router.calls import make_samples
 from router.completions import CompletionAnswer
@@ -416,5 +417,6 @@ def test_logprobs_of_the_fake_are_consistent() -> None:
 def test_framed_chunks_are_the_same(text_model: TextModel, text: str, stream_options: Any) -> None:
     call = call_of(FakeMesh(None, saying([])), text_model, n=2, stream=True, stream_options=stream_options)
     for sample in call.samples:
+        assert isinstance(call.answer, ChunkedAnswer)
         assert call.answer.framed(sample, text) == call.answer.text_chunk(sample, text)
         assert call.answer.framed(sample, text).startswith(b'data: {"object":"text_completion","id":"id",')
