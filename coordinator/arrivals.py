@@ -32,10 +32,14 @@ class Arrivals:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self.check)
-        await asyncio.sleep(0)
-        while not self._is_readable():
+        is_readable = self._is_readable()
+        if is_readable:
+            await asyncio.sleep(0)
+            is_readable = self._is_readable()
+        while not is_readable:
             self._some.clear()
             await self._some.wait()
+            is_readable = self._is_readable()
 
     def check(self) -> None:
         """To be called after each send or connect, too. ZeroMQ's descriptor tells of a change once, to who

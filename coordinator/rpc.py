@@ -37,7 +37,7 @@ from coordinator.keys import MeshKeys
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change of a message that an older peer would misread."""
 
 MAX_MESSAGE_BYTES = 64 * 1024**2

@@ -27,6 +27,7 @@ from engine.messages import (
     ToInstance,
     Tokens,
     ToRouter,
+    split,
 )
 from engine.recovery import End, Enter, Wait
 from parallel.communicators.base import CollectiveError
@@ -260,7 +261,8 @@ class Server:
     def _send(self, peer: Peer, deltas: list[Delta], report: Report) -> None:
         router = self._routers[peer]
         blocks = self._core.block_events(router.has_blocks) if router.wants_blocks else None
-        if not self._listener.send(peer, Tokens(deltas, report, blocks)):
+        singles, others = split(deltas)
+        if not self._listener.send(peer, Tokens(others, report, blocks, singles)):
             self._forget(peer)
             return
         if blocks is not None:

@@ -22,12 +22,13 @@ from coordinator.client import Watcher
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, State, View
 from engine.checkpoint import CheckpointError, find_model
-from engine.messages import Abort, Attached, Delta, Recall, Recalled, Refused, Report, Tokens, ToRouter
+from engine.messages import Abort, Attached, Recall, Recalled, Refused, Report, Tokens, ToRouter
 from router.chooser import Chooser, unavailable
 from router.faults import Event, Faults
 from router.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss
 from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
+from router.passing import Passing
 from router.policy import Policy, eligible
 from router.pool import ANSWER_TIMEOUT, Instance, Pool, Standing
 from router.recalls import Recaller
@@ -63,6 +64,7 @@ class MeshClient:
         self._moves_queued = policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED)
         self._links: dict[str, Link] = {}
         self._streams: dict[Entry, Stream] = {}
+        self._passing = Passing(self._ledger, self._streams, self._chooser.settle)
         self._orphans: list[Entry] = []
         self._resumes = 0
         self._moves = 0
@@ -367,13 +369,14 @@ class MeshClient:
 
     def received(self, instance: Instance, message: ToRouter) -> None:
         match message:
-            case Tokens(deltas, report, blocks):
+            case Tokens(deltas, report, blocks, singles):
                 instance.take_report(report)
                 if blocks is not None and not self._pool.index.apply(instance.name, blocks):
                     self._links[instance.name].ask_for_blocks()
-                if deltas:
+                if deltas or singles:
                     instance.trust.proved()
-                self._pass_on(instance.name, deltas)
+                self._passing.singles(instance.name, singles)
+                self._passing.deltas(instance.name, deltas)
                 self._recall()
             case Refused():
                 self._on_refused(instance, message)
@@ -403,23 +406,6 @@ class MeshClient:
                 self._resume(entry, instance)
             else:
                 self._dispatch(entry, chosen)
-
-    def _pass_on(self, instance: str, deltas: list[Delta]) -> None:
-        """What a step brought, to those who wait for it."""
-        entries = self._ledger.at(instance)
-        for delta in deltas:
-            entry = entries.get(delta.request)
-            if entry is None:
-                continue
-            if entry.fruitless:  # the first one of this try
-                self._chooser.settle(entry)
-            news = self._ledger.book(entry, delta)
-            if entry.loss is not None and (loss := entry.returns(news, time.monotonic())) is not None:
-                logger.info("%s", loss)
-            ended = news.finish_reason is not None
-            stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
-            if stream is not None:
-                stream.push(news)
 
     def _on_refused(self, instance: Instance, refused: Refused) -> None:
         entry = self._ledger.find(instance.name, refused.request)

@@ -19,6 +19,10 @@ MOST_KEPT = 64
 """Bytes of a token's text up to which the heads of chunks are kept, by their length."""
 
 
+Fill = Callable[[bytes], bool]
+"""Writes a part, given what stands in its middle; False, and nothing is written, while there is no way."""
+
+
 class BodyWriter(Protocol):
     """Writes parts of a body that has begun. Nothing between the application and the server may want to see
     them (no middleware of ours does)."""
@@ -32,8 +36,8 @@ class BodyWriter(Protocol):
         """Only while open, and not for nothing: an empty part would end the body."""
         ...
 
-    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        """Writes parts that differ only in what stands between these two; as :meth:`write`."""
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        """For parts of a body that has begun which differ only in what stands between these two."""
         ...
 
 
@@ -68,12 +72,15 @@ class ChunkWriter:
     def write(self, part: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
-    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
+    def filling(self, before: bytes, after: bytes) -> Fill:
         """See :class:`BodyWriter`."""
         write, length, end = self._write, len(before) + len(after), after + b"\r\n"
         heads: dict[int, bytes] = {}  # by the length between: it is in the head of a chunk
+        flow, cycle, is_chunked = self._flow, self._cycle, self._cycle.chunked_encoding is True
 
-        def fill(between: bytes) -> None:
+        def fill(between: bytes) -> bool:
+            if flow.write_paused or cycle.disconnected or cycle.response_complete or not is_chunked:
+                return False
             size = len(between)
             head = heads.get(size)
             if head is None:
@@ -81,6 +88,7 @@ class ChunkWriter:
                 if size < MOST_KEPT:
                     heads[size] = head
             write(head + between + end)
+            return True
 
         return fill
 

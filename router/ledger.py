@@ -7,7 +7,7 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,7 +65,8 @@ class Entry:
     """Tries in a row without a token."""
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
-    num_deltas: int = 0
+    has_begun: bool = False
+    """A delta of some try has come."""
     owed: bool = False
     """An instance had taken it: whoever is asked next takes it, too."""
     blocks: list[int] | None = None
@@ -81,6 +82,9 @@ class Entry:
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
     """What made it move, until it has a token again."""
+    take: Callable[[int, float], bool] | None = None
+    """Where a single token can go at once: see :meth:`router.mesh.Generation.hand_over`. Not so the first one
+    of a try, which has more to tell."""
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -159,6 +163,7 @@ class Ledger:
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         entry.fruitless += 1
+        entry.take = None
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 
@@ -169,11 +174,11 @@ class Ledger:
     def book(self, entry: Entry, delta: Delta) -> Delta:
         """Book a delta of an entry's current try; as it is to be passed on. An entry whose last delta this is
         leaves."""
-        if entry.num_deltas and delta.prompt_logprobs is not None:
+        if entry.has_begun and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids
         entry.fruitless = 0
-        entry.num_deltas += 1
+        entry.has_begun = True
         if delta.finish_reason is not None:
             self.drop(entry)
         return delta

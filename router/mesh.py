@@ -13,6 +13,11 @@ import msgspec
 from engine.messages import Delta
 from engine.sampling import SamplingParams
 
+Take = Callable[[Delta], bool]
+"""Whether it dealt with a delta."""
+TakeSingle = Callable[[int, float], bool]
+"""The same for a delta that is a single token, given the token and the time (of ``time.perf_counter``)."""
+
 
 class MeshError(Exception):
     """A request that the mesh cannot take, in the client's terms.
@@ -74,10 +79,11 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    def hand_over(self, take: Callable[[Delta], bool]) -> None:
+    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
         """Offer each delta that comes while the reader waits for it to ``take`` first, which may deal with it
         at once in the reader's place: then the reader sleeps on. What ``take`` refuses (False) is the
-        reader's, as is an exception that it raises."""
+        reader's, as is an exception that it raises. Deltas that are single tokens may go to ``take_single``
+        instead, which costs less."""
         ...
 
     def close(self) -> None:

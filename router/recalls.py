@@ -66,7 +66,7 @@ class Recaller:
     def _last_queued(self, instance: Instance) -> list[Entry]:
         """Requests of ours that may still wait there, the last one first."""
         assert instance.report is not None
-        waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.num_deltas]
+        waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.has_begun]
         if any(entry.recalled for entry in waiting):
             return []  # what comes of that is not known yet
         movable = [each for each in waiting if each.prompt.rank is None and each.attempts < MOST_TRIES]

@@ -55,7 +55,7 @@ class Sample:
         self._shows_stop_token = params.include_stop_str_in_output
         self._length = 0
         """Characters that came out of the detokenizer."""
-        self._detokenizer = tokenizer.detokenizer(
+        self.detokenizer = tokenizer.detokenizer(
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
@@ -83,8 +83,8 @@ class Sample:
         """The text of its next tokens, where text is all and these are not the last ones."""
         self.num_tokens += len(token_ids)
         if len(token_ids) == 1:
-            return self._detokenizer.step(token_ids[0])
-        return "".join(map(self._detokenizer.step, token_ids))
+            return self.detokenizer.step(token_ids[0])
+        return "".join(map(self.detokenizer.step, token_ids))
 
     def take(self, delta: Delta) -> Piece:
         """The next delta of the mesh; after one whose piece has a ``finish_reason`` no more are wanted.
@@ -128,7 +128,7 @@ class Sample:
                 piece.offsets.append(self._length)
             if hides_last and position == last:
                 break
-            text = self._detokenizer.step(token_id)
+            text = self.detokenizer.step(token_id)
             if not text:
                 continue
             piece.text += self._certain(text)
@@ -147,7 +147,7 @@ class Sample:
 
     def _flush(self) -> str:
         """Text that was held back until the end."""
-        text = self._certain(self._detokenizer.flush())
+        text = self._certain(self.detokenizer.flush())
         return text + self._search.flush() if self._search is not None else text
 
     def _finish_if_matched(self, piece: Piece) -> bool:

@@ -7,25 +7,29 @@ shortcut with its generation (:meth:`router.mesh.Generation.hand_over`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.messages import Delta
 from router.answers import Answer, encode
 from router.connection import BodyWriter
-from router.mesh import Generation
+from router.mesh import Generation, Take, TakeSingle
 from router.metrics import Meter
 from router.sample import Piece, Sample
 
-Take = Callable[[Delta], bool]
-"""What is handed over: see :meth:`router.mesh.Generation.hand_over`."""
+
+class Shortcut(NamedTuple):
+    """What is handed over: see :meth:`router.mesh.Generation.hand_over`."""
+
+    take: Take
+    take_single: TakeSingle | None = None
 
 
 class Sink(Protocol):
     """Where the deltas of a request's only sample can go without waiting."""
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
-        """For a sample whose text does not end it (no stop strings). The last delta is never taken."""
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
+        """For a sample whose text does not end it (no stop strings), after its first delta. The last delta is
+        never taken."""
         ...
 
 
@@ -39,11 +43,8 @@ class BodySink:
     def __repr__(self) -> str:
         return f"<BodySink of {self._answer!r} to {self._writer!r}>"
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
         """See :class:`Sink`."""
-        frame = self._answer.frame(sample) if sample.is_text_alone else None
-        if frame is not None:
-            return self._of_texts(sample, generation, meter, frame)
         is_open, write, chunk = self._writer.is_open, self._writer.write, self._answer.chunk
 
         def take(delta: Delta) -> bool:
@@ -54,24 +55,28 @@ class BodySink:
                 write(events)
             return True
 
-        return take
+        frame = self._answer.frame(sample) if sample.is_text_alone else None
+        return Shortcut(take, None if frame is None else self._of_texts(sample, meter, frame))
 
-    def _of_texts(
-        self, sample: Sample, generation: Generation, meter: Meter, frame: tuple[bytes, bytes]
-    ) -> Take:
-        """The same where events differ in their text only. This is what a token costs."""
-        is_open, fill, read = self._writer.is_open, self._writer.filling(*frame), sample.read
-        observe, clock = meter.delta, time.perf_counter
+    def _of_texts(self, sample: Sample, meter: Meter, frame: tuple[bytes, bytes]) -> TakeSingle:
+        """Where events differ in their text only. This is what a token costs."""
+        is_open, fill, tick = self._writer.is_open, self._writer.filling(*frame), meter.ticker(0)
+        detokenizer = sample.detokenizer
 
-        def take(delta: Delta) -> bool:
-            if delta.finish_reason is not None or delta.times is not None or not is_open():
-                return False  # times: the first one of an instance, which has more to tell
-            observe(0, generation, clock())
-            if text := read(delta.token_ids):
+        def take_single(token_id: int, now: float) -> bool:
+            json_text = detokenizer.json_texts.get(token_id)
+            if json_text is not None:
+                if not fill(json_text):
+                    return False
+                sample.num_tokens += 1
+            elif not is_open():
+                return False
+            elif text := sample.read([token_id]):
                 fill(encode(text))
+            tick(now)
             return True
 
-        return take
+        return take_single
 
 
 class ListSink:
@@ -83,14 +88,21 @@ class ListSink:
     def __repr__(self) -> str:
         return f"<ListSink of {len(self._pieces)} pieces>"
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Take:
+    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
         """See :class:`Sink`."""
+        keep, tick = self._pieces.append, meter.ticker(0)
 
         def take(delta: Delta) -> bool:
             if delta.finish_reason is not None:
                 return False
             meter.delta(0, generation, time.perf_counter(), delta.times)
-            self._pieces.append(sample.take(delta))
+            keep(sample.take(delta))
             return True
 
-        return take
+        def take_single(token_id: int, now: float) -> bool:
+            tick(now)
+            token_ids = [token_id]
+            keep(Piece(sample.read(token_ids), token_ids))
+            return True
+
+        return Shortcut(take, take_single if sample.is_text_alone else None)

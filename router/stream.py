@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from engine.messages import Delta
 from router.ledger import Entry
-from router.mesh import MeshError
+from router.mesh import Take, TakeSingle
 
 
 class Owner(Protocol):
@@ -32,7 +32,8 @@ class Stream:
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
         self._error: Exception | None = None
-        self._take: Callable[[Delta], bool] | None = None
+        self._take: Take | None = None
+        self._take_single: TakeSingle | None = None
         self._is_reader_idle = False
         """The reader has dealt with all that came, and waits: only then may anybody else take what comes."""
 
@@ -44,14 +45,15 @@ class Stream:
         """The instance that it runs on now, None while it has none."""
         return self._owner.rank_of(self._entry)
 
-    def hand_over(self, take: Callable[[Delta], bool]) -> None:
+    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
         """See :class:`router.mesh.Generation`."""
-        self._take = take
+        self._take, self._take_single = take, take_single
 
     def push(self, delta: Delta) -> None:
         if self._is_reader_idle and self._take is not None:
             try:
                 if self._take(delta):
+                    self._entry.take = self._take_single
                     return
             except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
                 self._wake(error)
@@ -59,7 +61,7 @@ class Stream:
         self._deltas.append(delta)
         self._wake()
 
-    def fail(self, error: MeshError) -> None:
+    def fail(self, error: Exception) -> None:
         self._wake(error)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -73,17 +75,21 @@ class Stream:
                 raise self._error
             self._arrived.clear()
             self._is_reader_idle = True
+            self._entry.take = self._take_single
             try:
                 await self._arrived.wait()
             finally:
                 self._is_reader_idle = False
+                self._entry.take = None
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
-        self._take = None  # it knows this stream: what is left is freed without the garbage collector
+        # They know this stream: what is left is freed without the garbage collector.
+        self._take = self._take_single = self._entry.take = None
         self._owner.forget(self._entry)
 
     def _wake(self, error: Exception | None = None) -> None:
         self._is_reader_idle = False
+        self._entry.take = None
         self._error = self._error or error
         self._arrived.set()

@@ -115,7 +115,7 @@ class Run:
                         return
                     yield [(sample, piece)]
                     if sink is not None and hands_over:  # not before there is more than one
-                        generation.hand_over(sink.shortcut(sample, generation, meter))
+                        generation.hand_over(*sink.shortcut(sample, generation, meter))
                         hands_over = False
                 raise ApiError(500, "The request ended without a last token.")
             async with contextlib.aclosing(merged(generations)) as batches:

@@ -9,10 +9,11 @@ import codecs
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
@@ -60,8 +61,8 @@ class Tokenizer:
         self._bytes_of: dict[int, bytes] = {}
         self._is_byte_level = _decoder_kinds(backend) == {"ByteLevel"}
         self._special_ids = frozenset(self._special.values())
-        self._whole_texts: dict[int, str] = {}
-        """Of tokens of whole characters; see :class:`ByteDetokenizer`."""
+        self._whole_texts = WholeTexts(self._stream_bytes, frozenset())
+        self._shown_texts = WholeTexts(self._stream_bytes, self._special_ids)
 
     def __repr__(self) -> str:
         return f"<Tokenizer with {self.size} tokens>"
@@ -82,8 +83,7 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For a stream of tokens that follows a prompt."""
         if self._is_byte_level:
-            hidden = self._special_ids if skip_special_tokens else frozenset()
-            return ByteDetokenizer(self._stream_bytes, self._whole_texts, hidden)
+            return ByteDetokenizer(self._shown_texts if skip_special_tokens else self._whole_texts)
         return DecodingDetokenizer(self, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     def _stream_bytes(self, token_id: int) -> bytes:
@@ -180,8 +180,15 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+NONE_KNOWN: Mapping[int, bytes] = {}
+
+
 class Detokenizer(Protocol):
     """The text of one stream of tokens, as far as it is certain: a character comes out whole or not yet."""
+
+    json_texts: Mapping[int, bytes]
+    """What :meth:`step` would give now, as JSON, for tokens of which that is known without it: it need not be
+    called for them."""
 
     def step(self, token_id: int) -> str:
         """Text that the next token makes certain."""
@@ -196,43 +203,68 @@ class ByteDetokenizer:
     """For vocabularies of bytes, where the text is that of all tokens' bytes in a row: nothing is decoded
     twice, and a token of whole characters costs a look into a table."""
 
-    def __init__(
-        self, bytes_of: Callable[[int], bytes], whole_texts: dict[int, str], hidden: Collection[int]
-    ) -> None:
-        """``whole_texts`` is shared by all streams of a tokenizer, and filled here."""
-        self._bytes_of = bytes_of
+    def __init__(self, whole_texts: WholeTexts) -> None:
+        """``whole_texts`` is shared by all streams that hide the same tokens."""
         self._whole_texts = whole_texts
-        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_open = False
         """Whether the last token ended within a character."""
+        self.json_texts: Mapping[int, bytes] = whole_texts.json
 
     def __repr__(self) -> str:
         return f"<ByteDetokenizer{' within a character' * self._is_open}>"
 
     def step(self, token_id: int) -> str:
         """See :class:`Detokenizer`."""
-        if token_id in self._hidden:
+        if token_id in self._whole_texts.hidden:
             return ""
         if not self._is_open:
-            text = self._whole_texts.get(token_id)
+            text = self._whole_texts.of(token_id)
             if text is not None:
                 return text
-        piece = self._bytes_of(token_id)
-        with contextlib.suppress(UnicodeDecodeError):
-            self._whole_texts[token_id] = piece.decode()
-        text = self._decoder.decode(piece)
-        self._is_open = bool(self._decoder.getstate()[0])
+        text = self._decoder.decode(self._whole_texts.bytes_of(token_id))
+        self._set_open(bool(self._decoder.getstate()[0]))
         return text
 
     def flush(self) -> str:
         """See :class:`Detokenizer`."""
-        self._is_open = False
+        self._set_open(False)
         return self._decoder.decode(b"", final=True)
+
+    def _set_open(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self.json_texts = NONE_KNOWN if is_open else self._whole_texts.json
+
+
+class WholeTexts:
+    """The tokens of a vocabulary of bytes that are whole characters, found one by one."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes], hidden: Collection[int]) -> None:
+        """Tokens that are ``hidden`` have no text."""
+        self.bytes_of = bytes_of
+        self.hidden = hidden
+        self._texts: dict[int, str] = {}
+        self.json: dict[int, bytes] = {}
+        """The same texts as JSON, but for empty ones."""
+
+    def __repr__(self) -> str:
+        return f"<WholeTexts of {len(self._texts)} tokens>"
+
+    def of(self, token_id: int) -> str | None:
+        """None for a part of a character. Not for hidden tokens."""
+        text = self._texts.get(token_id)
+        if text is None:
+            with contextlib.suppress(UnicodeDecodeError):
+                text = self._texts[token_id] = self.bytes_of(token_id).decode()
+                if text:
+                    self.json[token_id] = msgspec.json.encode(text)
+        return text
 
 
 class DecodingDetokenizer:
     """For any tokenizer: what is new when the last tokens are decoded together with the next one."""
+
+    json_texts = NONE_KNOWN
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True

@@ -231,7 +231,7 @@ class Cluster:
         entry = self._ledger.find(instance.name, delta.request)
         assert entry is not None
         outcome = self._outcomes[entry]
-        if not entry.num_deltas:
+        if not entry.has_begun:
             self._chooser.settle(entry)
             outcome.first_token = self._now
             outcome.cached_tokens = delta.num_cached_tokens

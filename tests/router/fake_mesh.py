@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.messages import Delta, FinishReason, TokenLogprobs
-from router.mesh import MeshError, Prompt, ServedModel
+from router.mesh import MeshError, Prompt, ServedModel, Take, TakeSingle
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -68,7 +69,8 @@ class FakeGeneration:
         self.prompt = prompt
         self.taken = 0
         """Deltas that went to whoever they were handed over to."""
-        self._take: Callable[[Delta], bool] | None = None
+        self._take: Take | None = None
+        self._take_single: TakeSingle | None = None
         self.is_closed = False
         self.has_ended = False
 
@@ -80,7 +82,7 @@ class FakeGeneration:
         for delta in self._deltas:
             await asyncio.sleep(self._mesh.delay)
             self.has_ended = delta.finish_reason is not None
-            if self._take is not None and self._take(delta):
+            if self._is_taken(delta):
                 self.taken += 1
                 continue
             yield delta
@@ -88,12 +90,17 @@ class FakeGeneration:
                 return
         await asyncio.Event().wait()
 
-    def hand_over(self, take: Callable[[Delta], bool]) -> None:
-        self._take = take
+    def _is_taken(self, delta: Delta) -> bool:
+        if self._take_single is not None and delta.is_single:
+            return self._take_single(delta.token_ids[0], time.perf_counter())
+        return self._take is not None and self._take(delta)
+
+    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
+        self._take, self._take_single = take, take_single
 
     def close(self) -> None:
         self.is_closed = True
-        self._take = None
+        self._take = self._take_single = None
 
 
 class FakeMesh:

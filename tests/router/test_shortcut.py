@@ -8,19 +8,19 @@ import random
 import socket
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from engine.messages import Delta, FinishReason
+from engine.messages import Delta, FinishReason, split
 from engine.sampling import SamplingParams
-from router.connection import EXTENSION
-from router.ledger import Entry
+from router.connection import EXTENSION, Fill
+from router.ledger import Entry, Ledger
 from router.mesh import MeshError, Prompt
 from router.metrics import Metrics
+from router.passing import Passing
 from router.stream import Stream
 from router.streaming import EventStream
 from router.text_model import TextModel
@@ -47,11 +47,14 @@ def a_stream() -> Stream:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_everything_comes_once_and_in_order(seed: int) -> None:
-    """However the reader, the deltas and a taker that refuses some of them interleave."""
+    """However the reader, what steps bring, takers that refuse some of it, and moves to another instance
+    interleave."""
     chance = random.Random(seed)
 
     async def run() -> None:
-        stream, seen, takers = a_stream(), [], []
+        entry = Entry(Prompt("id", [5], SamplingParams(), 1))
+        stream, ledger, seen, takers = Stream(Owner(), entry), Ledger(), [], []
+        passing = Passing(ledger, {entry: stream}, lambda _: None)
         is_open = False
 
         def take(delta: Delta) -> bool:
@@ -60,6 +63,13 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
                 takers.append("shortcut")
             return is_open and delta.finish_reason is None
 
+        def take_single(token_id: int, now: float) -> bool:
+            assert not entry.fruitless, "the first one of a try has more to tell"
+            if is_open:
+                seen.append(token_id)
+                takers.append("single")
+            return is_open
+
         async def read() -> None:
             async for delta in stream:
                 seen.extend(delta.token_ids)
@@ -67,40 +77,73 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
                 for _ in range(chance.randrange(3)):  # as one that waits for its client
                     await asyncio.sleep(0)
 
-        stream.hand_over(take)
+        def bring(*deltas: Delta) -> None:
+            singles, others = split(list(deltas))
+            passing.singles("a", [9999, 7, *singles])  # one that has left
+            passing.deltas("a", others)
+
+        stream.hand_over(take, take_single)
         reader = asyncio.create_task(read())
-        for number in range(200):
+        left, dispatch = list(range(200)), 0
+        while left:
+            if not dispatch or chance.random() < 0.05:
+                dispatch += 1
+                ledger.place(entry, "a", dispatch)
+                bring(Delta(dispatch, [left.pop(0)], times=(0.1, 0.2)))
             is_open = chance.random() < 0.7
-            stream.push(Delta(1, [number]))
-            for _ in range(chance.choice((0, 0, 1, 4))):
+            count = chance.choice((1, 1, 1, 2, 3))
+            deltas = [Delta(dispatch, [token_id]) for token_id in left[:count]]
+            if deltas and chance.random() < 0.2:
+                deltas[:1] = [Delta(dispatch, left[:1], prompt_logprobs=[None])]
+            del left[:count]
+            bring(*deltas)
+            for _ in range(chance.choice((0, 0, 1, 16))):
                 await asyncio.sleep(0)
-        stream.push(Delta(1, [200], FinishReason.LENGTH))
+        bring(Delta(dispatch, [200], FinishReason.LENGTH))
         await asyncio.wait_for(reader, 5)
-        assert seen == list(range(201))
-        assert {"shortcut", "reader"} == set(takers), "the test has seen both ways"
+        assert seen == entry.emitted == list(range(201))
+        assert {"single", "shortcut", "reader"} == set(takers), "the test has seen all ways"
+        assert not len(ledger)
 
     asyncio.run(run())
 
 
-def test_what_the_shortcut_raises_is_the_readers() -> None:
-    """The connection that brought the delta brings those of others, too."""
+@pytest.mark.parametrize("is_single", [True, False])
+def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
+    """The message that brought the delta brings those of others, too."""
 
     async def run() -> None:
-        stream = a_stream()
+        ledger, readers = Ledger(), []
+        streams: dict[Entry, Stream] = {}
+        seen: list[int] = []
 
-        def take(delta: Delta) -> bool:
-            raise RuntimeError("cannot be written")
-
-        async def read() -> None:
+        async def read(stream: Stream) -> None:
             async for _ in stream:
                 pass
 
-        stream.hand_over(take)
-        reader = asyncio.create_task(read())
+        def fails(_: object, __: float = 0.0) -> bool:
+            raise RuntimeError("cannot be written")
+
+        def works(_: object, __: float = 0.0) -> bool:
+            seen.append(1)
+            return True
+
+        for number, take in enumerate((fails, works), 1):
+            entry = Entry(Prompt("id", [5], SamplingParams(), 1))
+            ledger.place(entry, "a", number)
+            streams[entry] = stream = Stream(Owner(), entry)
+            stream.hand_over(take, take)
+            readers.append(asyncio.create_task(read(stream)))
+        passing = Passing(ledger, streams, lambda _: None)
         await asyncio.sleep(0)
-        stream.push(Delta(1, [5]))
+        if is_single:
+            passing.singles("a", [1, 5, 2, 6])
+        else:
+            passing.deltas("a", [Delta(1, [5, 6]), Delta(2, [6, 7])])
         with pytest.raises(RuntimeError, match="cannot be written"):
-            await asyncio.wait_for(reader, 5)
+            await asyncio.wait_for(readers[0], 5)
+        assert len(seen) == 1
+        readers[1].cancel()
 
     asyncio.run(run())
 
@@ -158,8 +201,14 @@ class WritingClient(Client):
         self.messages.append({"type": "http.response.body", "body": part, "more_body": True})
         self.num_written += 1
 
-    def filling(self, before: bytes, after: bytes) -> Callable[[bytes], None]:
-        return lambda between: self.write(before + between + after)
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        def fill(between: bytes) -> bool:
+            is_open = self.is_open()
+            if is_open:
+                self.write(before + between + after)
+            return is_open
+
+        return fill
 
 
 @pytest.mark.parametrize(

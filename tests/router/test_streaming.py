@@ -18,7 +18,7 @@ from router.body import decoder
 from router.calls import make_samples
 from router.completions import CompletionAnswer
 from router.errors import ApiError, ClientGone
-from router.mesh import MeshError, Prompt
+from router.mesh import MeshError, Prompt, Take, TakeSingle
 from router.metrics import Metrics
 from router.openai_api import CompletionRequest
 from router.parameters import sampling_params
@@ -147,7 +147,7 @@ def test_an_error_of_one_comes_after_what_was_said() -> None:
             yield Delta(1, [5])
             raise MeshError(503, "ServiceUnavailableError", "gone")
 
-        def hand_over(self, take: Callable[[Delta], bool]) -> None: ...
+        def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None: ...
 
         def close(self) -> None: ...
 
@@ -349,7 +349,7 @@ def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> 
             return
             yield
 
-        def hand_over(self, take: Callable[[Delta], bool]) -> None: ...
+        def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None: ...
 
         def close(self) -> None: ...
 
