@@ -60,8 +60,8 @@ class BodySink:
 
     def _of_texts(self, sample: Sample, meter: Meter, frame: tuple[bytes, bytes]) -> TakeSingle:
         """Where events differ in their text only. This is what a token costs."""
-        is_open, fill, tick = self._writer.is_open, self._writer.filling(*frame), meter.ticker(0)
-        detokenizer = sample.detokenizer
+        is_open, write, fill = self._writer.is_open, self._writer.write, self._writer.filling(*frame)
+        detokenizer, tick = sample.detokenizer, meter.ticker(0)
 
         def take_single(token_id: int, now: float) -> bool:
             json_text = detokenizer.json_texts.get(token_id)
@@ -72,7 +72,7 @@ class BodySink:
             elif not is_open():
                 return False
             elif text := sample.read([token_id]):
-                fill(encode(text))
+                write(frame[0] + encode(text) + frame[1])
             tick(now)
             return True
 
