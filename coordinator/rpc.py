@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -68,6 +68,8 @@ FAILED_HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
+_NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
+
 Peer = bytes
 """A listener's name for one connection; new after every reconnect."""
 
@@ -112,7 +114,7 @@ class Decoder(Generic[In]):
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(union)
 
-    def decode(self, frame: bytes) -> In:
+    def decode(self, frame: bytes | memoryview) -> In:
         """The message in a frame.
 
         Raises:
@@ -385,15 +387,54 @@ class AsyncConnection(Generic[In, Out]):
         """
         while True:
             await self._arrivals.wait()
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if (message := self._read(self._socket.recv(_NOBLOCK, copy=False))) is not None:
+                return message
+
+    async def receive_all(self, take: Callable[[In], None]) -> None:
+        """Give each well-formed message to ``take`` at once, until cancelled; in place of :meth:`receive`.
+
+        Raises:
+            OtherProtocol: as there.
+            Exception: whatever ``take`` raises.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def receive() -> bool:
+            if ended.done():
+                return False
             try:
-                if len(frames) != 1:
-                    raise Malformed(f"{len(frames)} frames instead of 1")
-                return self._decoder.decode(frames[0])
-            except OtherProtocol:
-                raise
-            except Malformed as error:
-                self._complaints.add(error)
+                frame = self._socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            try:
+                if (message := self._read(frame)) is not None:
+                    take(message)
+            except Exception as error:  # noqa: BLE001 (is raised below)
+                ended.set_exception(error)
+            return True
+
+        self._arrivals.watch(receive)
+        try:
+            await ended
+        finally:
+            self._arrivals.close()
+
+    def _read(self, frame: zmq.Frame) -> In | None:
+        """The message that begins with a frame; None if it is none.
+
+        Raises:
+            OtherProtocol: it is one of another version.
+        """
+        try:
+            if frame.more:
+                count = 1 + len(self._socket.recv_multipart(_NOBLOCK, copy=False))
+                raise Malformed(f"{count} frames instead of 1")
+            return self._decoder.decode(frame.buffer)
+        except OtherProtocol:
+            raise
+        except Malformed as error:
+            self._complaints.add(error)
+            return None
 
     async def broken(self) -> KeyRefused | None:
         """Wait until a connection breaks: the listener's process ended, or the network did. Or the two ends

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Protocol
 
 import zmq.asyncio
@@ -86,10 +87,7 @@ class Link:
             self._receiver.connection_broke(self._instance)
 
     async def _receive(self) -> None:
-        while True:
-            try:
-                message = await self._connection.receive()
-            except OtherProtocol as error:
-                logger.error("instance %d cannot be used: %s", self._instance.rank, error)
-                return
-            self._receiver.received(self._instance, message)
+        try:
+            await self._connection.receive_all(partial(self._receiver.received, self._instance))
+        except OtherProtocol as error:
+            logger.error("instance %d cannot be used: %s", self._instance.rank, error)

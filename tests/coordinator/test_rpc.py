@@ -15,6 +15,7 @@ import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.arrivals import MOST_AT_ONCE
 from coordinator.messages import FromCoordinator, Register, ToCoordinator, Watch
 from coordinator.rpc import (
     PROTOCOL,
@@ -154,6 +155,58 @@ def test_asyncio_ends_talk() -> None:
         assert isinstance(other, OtherProtocol)
         assert listener.bad_messages == 1
         raw.close(linger=0)
+        connection.close(linger_ms=0)
+        listener.close()
+        context.term()
+
+    asyncio.run(talk())
+
+
+def test_messages_are_taken_as_they_come() -> None:
+    """All of them, in order, also when their taker sends; garbage in between is dropped, others get their
+    turn, and what the taker raises ends it."""
+
+    async def talk() -> None:
+        context = zmq.asyncio.Context()
+        listener: AsyncListener[Any, Any] = AsyncListener(
+            context, "tcp://127.0.0.1:0", ToCoordinator, name="test"
+        )
+        connection: AsyncConnection[Any, Any] = AsyncConnection(
+            context, listener.endpoint, ToCoordinator, name="test"
+        )
+        names, garbage = list[str](), bytes([PROTOCOL]) + b"\xc1"
+        turns = 0
+
+        def take(message: Watch) -> None:
+            names.append(message.watcher)
+            assert connection.send(Watch(message.watcher))
+            if message.watcher == "last":
+                raise RuntimeError("enough")
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += bool(names)
+
+        taking = asyncio.create_task(connection.receive_all(take))
+        while not connection.send(Watch("first")):  # noqa: ASYNC110 (nothing is queued unconnected)
+            await asyncio.sleep(0.01)
+        peer, _ = await asyncio.wait_for(listener.receive(), 5)
+        counting = asyncio.create_task(count_turns())
+        for number in range(100):
+            assert listener.send(peer, Watch(str(number)))
+            await listener._socket.send_multipart((peer, garbage) if number % 2 else (peer, b"a", b"b"))
+        assert listener.send(peer, Watch("last"))
+        assert listener.send(peer, Watch("later"))
+        with pytest.raises(RuntimeError, match="enough"):
+            await asyncio.wait_for(taking, 5)
+        assert names == [*map(str, range(100)), "last"]
+        assert connection.bad_messages == 100
+        assert turns >= 200 // MOST_AT_ONCE
+        echoed = [(await asyncio.wait_for(listener.receive(), 5))[1] for _ in names]
+        assert [message.watcher for message in echoed if isinstance(message, Watch)] == names
+        counting.cancel()
         connection.close(linger_ms=0)
         listener.close()
         context.term()
