@@ -48,7 +48,7 @@ class Arrivals:
         none was there."""
         assert self._loop is None, "it has a receiver"
         self._receive = receive
-        self._begin(self._look)
+        self._begin(self._on_readable)
         self._look_again()
 
     def check(self) -> None:
@@ -70,6 +70,10 @@ class Arrivals:
     def _begin(self, look: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, look)
+
+    def _on_readable(self) -> None:
+        if not self._looks_again:  # else that look finds it
+            self._look()
 
     def _look(self) -> None:
         """Receive until nothing is there: what came before that is not told of again."""
