@@ -141,7 +141,7 @@ void experts_up(const Operation& op, Team& team) {
     for_experts(static_cast<const int64_t*>(op.extra), op.a, panels, team,
                 [&](int64_t expert, int64_t panel, int64_t first, int64_t rows) {
         const uint32_t* gate = op.weights + (expert * 2 * panels + panel) * words;
-        gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words,
+        gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, true,
                        static_cast<E*>(op.out) + first * op.n, panel * LANES, op.n);
     });
 }
@@ -157,7 +157,7 @@ void experts_down(const Operation& op, Team& team) {
         int64_t column = 2 * pair * LANES;
         __mmask16 low = lanes_of(int(op.n - column)), high = lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)));
         E* out = static_cast<E*>(op.out) + first * op.n + column;
-        products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, [&](int64_t row, __m512 one, __m512 two) {
+        products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, true, [&](int64_t row, __m512 one, __m512 two) {
             T::store(out + row * op.n, one, low);
             T::store(out + row * op.n + LANES, two, high);
         });

@@ -94,8 +94,8 @@ struct TileScope {
     ~TileScope() { shape_tiles(FULL); }
 };
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums
-template <int ROW_TILES>
+// out: [ROW_TILES][2] blocks of 16 x 16 sums; COLD: these rows are the first to see the weights
+template <int ROW_TILES, bool COLD>
 void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint32_t* b, int64_t steps, float* out) {
     _tile_zero(0);
     _tile_zero(1);
@@ -104,7 +104,7 @@ void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint
         _tile_zero(3);
     }
     for (int64_t step = 0; step < steps; step += TILE) {
-        if (ROW_TILES == 1)  // few rows: the weights come from memory
+        if (COLD)
             for (int line = 0; line < TILE; ++line) {
                 _mm_prefetch(reinterpret_cast<const char*>(a + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
                 _mm_prefetch(reinterpret_cast<const char*>(b + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
@@ -134,7 +134,7 @@ bool ask_for_tiles() { return false; }
 struct TileUse {
     explicit TileUse(bool) {}
 };
-template <int ROW_TILES>
+template <int ROW_TILES, bool COLD>
 void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int64_t, float*) {}
 
 #endif
@@ -145,17 +145,19 @@ template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
 // body(row, first, second) for each of `rows` rows of `in` [rows, k]: its 16 + 16 sums with panels a and b.
-// `in` can be read up to a multiple of 16 rows; what lies there does not matter.
+// `in` can be read up to a multiple of 16 rows; what lies there does not matter. cold: as above.
 template <class T, class Body>
-inline void products(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* a, const uint32_t* b, Body body) {
+inline void products(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* a, const uint32_t* b, bool cold, Body body) {
     int64_t steps = k / T::PACK;
     if (use_tiles<T>() && steps % TILE == 0) {
         alignas(64) float sums[4 * 256];
         for (int64_t first = 0; first < rows; first += 2 * TILE) {
             auto* from = reinterpret_cast<const char*>(in + first * k);
             int count = int(std::min<int64_t>(2 * TILE, rows - first));
-            if (count > TILE) multiply_tiles<2>(from, k * int64_t(sizeof(*in)), a, b, steps, sums);
-            else multiply_tiles<1>(from, k * int64_t(sizeof(*in)), a, b, steps, sums);
+            auto* multiply = count > TILE ? (cold ? multiply_tiles<2, true> : multiply_tiles<2, false>)
+                                          : (cold ? multiply_tiles<1, true> : multiply_tiles<1, false>);
+            multiply(from, k * int64_t(sizeof(*in)), a, b, steps, sums);
+            cold = false;
             for (int row = 0; row < count; ++row) {
                 const float* line = sums + row / TILE * 512 + row % TILE * LANES;
                 body(first + row, _mm512_load_ps(line), _mm512_load_ps(line + 256));
@@ -188,9 +190,9 @@ inline void row_blocks(int64_t k, int64_t rows, Body body) {
 // out [rows, n] = silu(in x gate) * (in x up), 16 columns of it
 template <class T>
 void gated_panel(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* gate, const uint32_t* up,
-                 typename T::Element* out, int64_t column, int64_t n) {
+                 bool cold, typename T::Element* out, int64_t column, int64_t n) {
     __mmask16 lanes = lanes_of(int(n - column));
-    products<T>(in, k, rows, gate, up, [&](int64_t row, __m512 one, __m512 two) {
+    products<T>(in, k, rows, gate, up, cold, [&](int64_t row, __m512 one, __m512 two) {
         T::store(out + row * n + column, _mm512_mul_ps(silu_ps(one), two), lanes);
     });
 }

@@ -69,7 +69,7 @@ void linear(const Operation& op, const Step& step, Team& team) {
                     if (op.flags & ADD) value = _mm512_add_ps(value, T::load(to, lanes));
                     T::store(to, value, lanes);
                 };
-                products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, count, a, a + panel,
+                products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, count, a, a + panel, first == 0,
                             [&](int64_t row, __m512 one, __m512 two) {
                     int64_t place = (first + row) * op.n + column;
                     put(place, one, low, column);
@@ -89,7 +89,7 @@ void gated(const Operation& op, const Step& step, Team& team) {
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
             for (int64_t panel = begin; panel < end; ++panel) {
                 const uint32_t* gate = op.weights + panel * words;
-                gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words,
+                gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, first == 0,
                                static_cast<E*>(op.out) + first * op.n, panel * LANES, op.n);
             }
         });
