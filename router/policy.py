@@ -17,8 +17,7 @@ from engine.messages import Capacity
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
 UNCACHED_COST = 1.2
-"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes the room of
-others in the cache."""
+"""What a token of the prompt costs that has to be computed, in tokens that wait: who comes next waits for it."""
 DECODE_COST = 8.0
 """What a running request costs, in prompt tokens: it takes a token of every step to come."""
 CONTEXT_COST = 512.0
@@ -65,6 +64,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """All tokens of requests that wait there, as ``--max-num-queued-tokens`` counts them."""
     queued: int = 0
     """Requests for whom it has no room yet."""
+    vacant: int | None = None
+    """Blocks that new tokens fill before they take the place of cached ones; None: of that nothing is known."""
+    wanted_share: float = 0.0
+    """Of the blocks that caches drop to make room, those that are computed again."""
     capacity: Capacity | None = None
     """None until it has answered."""
 
@@ -115,13 +118,23 @@ def is_full(candidate: Candidate) -> bool:
 def cost(candidate: Candidate, tokens: int) -> float:
     """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
     wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile."""
-    own = UNCACHED_COST * (tokens - candidate.cached_tokens)
-    found = candidate.waiting_tokens + own + DECODE_COST * candidate.requests
+    uncached = tokens - candidate.cached_tokens
+    found = candidate.waiting_tokens + UNCACHED_COST * uncached + DECODE_COST * candidate.requests
     limits = candidate.capacity
     if limits is None:
         return found
+    found += eviction_cost(candidate, uncached)
     found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
     return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
+
+
+def eviction_cost(candidate: Candidate, uncached: int) -> float:
+    """The tokens that will have to be computed again because so many take the place of theirs, and because
+    those will take the place of others: a geometric series."""
+    if candidate.vacant is None or candidate.capacity is None:
+        return 0.0
+    displaced = max(0, uncached - candidate.vacant * candidate.capacity.block_size)
+    return displaced * candidate.wanted_share / (1.0 - candidate.wanted_share)
 
 
 def score(candidate: Candidate, tokens: int) -> float:

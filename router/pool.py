@@ -108,8 +108,8 @@ class Instance:
         self.sent = NOTHING_SENT
         return was_attached
 
-    def candidate(self, now: float, cached_tokens: int = 0) -> Candidate:
-        """This instance for the policy; it has ``cached_tokens`` of the prompt at hand."""
+    def candidate(self, now: float) -> Candidate:
+        """This instance for the policy, nothing being known of its cache: see :meth:`Pool.candidate`."""
         report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
@@ -119,7 +119,6 @@ class Instance:
             waiting_tokens=report.uncached_tokens + sent.uncached,
             requests=report.running + report.waiting + len(self.unreported),
             dispatches=self.last_dispatch,
-            cached_tokens=cached_tokens,
             blocks=report.blocks_used + sent.blocks,
             queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
@@ -165,6 +164,20 @@ class Pool:
 
     def with_rank(self, rank: int) -> Instance | None:
         return next((instance for instance in self if instance.rank == rank), None)
+
+    def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
+        """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
+        found = instance.candidate(now)
+        if instance.capacity is None:
+            return found
+        kept = max(found.blocks, self.index.num_blocks(instance.name))
+        vacant = instance.capacity.num_blocks - kept - self.index.num_promised(instance.name)
+        return msgspec.structs.replace(
+            found,
+            cached_tokens=cached_tokens,
+            vacant=max(0, vacant),
+            wanted_share=self.index.evictions.share,
+        )
 
     def apply(self, view: View, now: float) -> Changes:
         """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
