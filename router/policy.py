@@ -16,8 +16,10 @@ from engine.messages import Capacity
 
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
-UNCACHED_COST = 1.2
+UNCACHED_COST = 1.0
 """What a token of the prompt costs that has to be computed, in tokens that wait: who comes next waits for it."""
+WAITING_COST = 1.0
+SQUARE = 1.0
 DECODE_COST = 8.0
 """What a running request costs, in prompt tokens: it takes a token of every step to come."""
 CONTEXT_COST = 512.0
@@ -64,6 +66,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """All tokens of requests that wait there, as ``--max-num-queued-tokens`` counts them."""
     queued: int = 0
     """Requests for whom it has no room yet."""
+    waiting: int = 0
+    """Requests that no step has begun, the unreported ones included."""
     vacant: int | None = None
     """Blocks that new tokens fill before they take the place of cached ones; None: of that nothing is known."""
     wanted_share: float = 0.0
@@ -115,17 +119,23 @@ def is_full(candidate: Candidate) -> bool:
 # ---- score
 
 
-def cost(candidate: Candidate, tokens: int) -> float:
+def cost(candidate: Candidate, tokens: int, crowd: float = 0.0) -> float:
     """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
     wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile."""
     uncached = tokens - candidate.cached_tokens
-    found = candidate.waiting_tokens + UNCACHED_COST * uncached + DECODE_COST * candidate.requests
+    price = UNCACHED_COST + WAITING_COST * crowd + SQUARE * crowd * crowd
+    found = candidate.waiting_tokens + price * uncached + DECODE_COST * candidate.requests
     limits = candidate.capacity
     if limits is None:
         return found
     found += eviction_cost(candidate, uncached)
     found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
     return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
+
+
+def crowd_of(candidates: Sequence[Candidate]) -> float:
+    """Requests that wait at an instance for their first token, on average."""
+    return sum(each.waiting for each in candidates) / len(candidates)
 
 
 def eviction_cost(candidate: Candidate, uncached: int) -> float:
@@ -163,11 +173,12 @@ def pick(policy: Policy, candidates: Sequence[Candidate], wish: Wish) -> Candida
 def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
     """The lowest cost. A cached prefix is worth the work that it spares, and no more: affinity ends where
     waiting for the instance that has it costs more than computing it again."""
-    best = min(candidates, key=lambda each: (cost(each, wish.tokens), each.dispatches, each.rank))
+    crowd = crowd_of(candidates)
+    best = min(candidates, key=lambda each: (cost(each, wish.tokens, crowd), each.dispatches, each.rank))
     if not wish.key:
         return best
     home = _home(candidates, wish.key)
-    slack = cost(home, wish.tokens) - cost(best, wish.tokens)
+    slack = cost(home, wish.tokens, crowd) - cost(best, wish.tokens, crowd)
     return home if slack <= SESSION_SLACK and home.cached_tokens >= best.cached_tokens else best
 
 

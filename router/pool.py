@@ -122,6 +122,7 @@ class Instance:
             blocks=report.blocks_used + sent.blocks,
             queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
+            waiting=report.waiting + len(self.unreported),
             capacity=self.capacity,
         )
 
