@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument("-dp", type=int, default=2, help="instances, with --real")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real or --cores")
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second in all, likewise")
+    parser.add_argument("--repeats", type=int, default=1, help="of each run, with --real")
     parser.add_argument("--output-json", type=Path, help="what is in this file is not run again")
     parser.add_argument("--again", action="store_true", help="run and replace what is in the file")
     parser.add_argument("--show", action="store_true", help="only show and plot what is in the file")
@@ -153,10 +154,11 @@ async def _real(options: argparse.Namespace) -> list[Result]:
 
     known = _known(options.output_json)
     wanted = [
-        RealJob(load, policy, options.dp, seed)
+        RealJob(load, policy, options.dp, seed, repeat)
         for load in options.loads
         if load in HOST_LOADS
         for seed in options.seeds
+        for repeat in range(options.repeats)
         for policy in options.policies
     ]
     if not options.again:

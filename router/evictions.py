@@ -1,9 +1,9 @@
 """What caches dropped, and how much of it was computed again (pure).
 
-A block that is computed in a full cache takes the place of another one. What that costs depends on whether the
-other one is wanted again: nothing where old answers are dropped, and once more its tokens where the caches are
-too small for what is asked for. So the part of dropped blocks that come back is measured, as memory managers
-measure refaults (the ghost lists of ARC: Megiddo and Modha, 2003; Linux' workingset detection).
+A block that is computed in a full cache takes the place of another one. What that costs depends on whether
+the other one is wanted again: nothing where old answers are dropped, its tokens once more where caches are too
+small for what is asked for. So the part of dropped blocks that come back is measured, as memory managers
+measure refaults (the ghost lists of ARC: Megiddo and Modha, 2003; Linux's workingset detection).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_SHARE = 0.8
 
 
 class Evictions:
-    """Remembers the blocks that nobody holds any more, at most as many as somebody holds: a cache of twice the
+    """Remembers the blocks that nobody holds any more, at most as many as somebody holds: caches of twice the
     size would still have them. The oldest are forgotten first."""
 
     def __init__(self) -> None:
@@ -27,6 +27,9 @@ class Evictions:
 
     def __repr__(self) -> str:
         return f"<Evictions {len(self._gone)} remembered, {self.share:.2f} of the dropped came back>"
+
+    def __len__(self) -> int:
+        return len(self._gone)
 
     @property
     def share(self) -> float:

@@ -3,6 +3,7 @@ dispatched to it since that report."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from router.trust import Trust
 
 ANSWER_TIMEOUT = 5.0
 """Seconds within which an instance answers on a new connection, if it ever does."""
+CROWD_TIME = 0.3
+"""Seconds after which the number of those who waited counts a third."""
 NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
 
 
@@ -62,6 +65,8 @@ class Instance:
     """What the last report does not include."""
     sent: Sent = NOTHING_SENT
     """All of that together."""
+    _crowd: float = 0.0
+    _crowd_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -84,6 +89,7 @@ class Instance:
         """Number the next request to this instance, with so many tokens to compute of which its cache has
         ``cached``, and count it until a report does."""
         self.trust.dispatched(now)
+        self._crowd, self._crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
         sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
@@ -91,8 +97,19 @@ class Instance:
         self.sent = _sum(self.sent, sent, 1)
         return self.last_dispatch
 
-    def take_report(self, report: Report) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests there that no step has begun, as far as is known."""
+        return (self.report or NO_REPORT).waiting + len(self.unreported)
+
+    def crowd(self, now: float) -> float:
+        """How many these were until now on average, what is long ago counting less."""
+        kept = math.exp((self._crowd_at - now) / CROWD_TIME)
+        return kept * self._crowd + (1.0 - kept) * self.waiting
+
+    def take_report(self, report: Report, now: float) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
+        self._crowd, self._crowd_at = self.crowd(now), now
         self.report = report
         while self.unreported and self.unreported[0].number <= report.last_dispatch:
             self.sent = _sum(self.sent, self.unreported.popleft(), -1)
@@ -113,6 +130,7 @@ class Instance:
         report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
+            host=self.member.host,
             ready=self.ready,
             admitted=self.trust.admits(now),
             stalled_for=self.member.load.stalled_for,
@@ -122,7 +140,8 @@ class Instance:
             blocks=report.blocks_used + sent.blocks,
             queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
-            waiting=report.waiting + len(self.unreported),
+            waiting=self.waiting,
+            crowd=self.crowd(now),
             capacity=self.capacity,
         )
 

@@ -163,7 +163,15 @@ class Cluster:
             executor = Clocked(machine.time)
             core: Any = EngineCore
             self._nodes[f"i{rank}"] = _Node(
-                core(config, info, executor, num_blocks=machine.num_blocks, max_model_len=2**20), executor
+                core(
+                    config,
+                    info,
+                    executor,
+                    num_blocks=machine.num_blocks,
+                    max_model_len=2**20,
+                    at_once=machine.cores,
+                ),
+                executor,
             )
         self._pool.apply(
             View(epoch=1, size=None, settings=None, members=_members(self._nodes), waiting_for=""), 0
@@ -248,7 +256,7 @@ class Cluster:
         assert instance is not None
         match message:
             case Tokens(deltas, report, blocks):
-                instance.take_report(report)
+                instance.take_report(report, self._now)
                 if blocks is not None:
                     assert self._pool.index.apply(name, blocks)
                 for delta in deltas:
@@ -264,6 +272,7 @@ class Cluster:
                     if entry is not None:
                         entry.owed = True
                         self._outcomes[entry].moves += 1
+                        self._chooser.settle(entry)
                         self._send(entry)
             case Refused():
                 raise AssertionError(message)

@@ -139,15 +139,16 @@ async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
 
 
 class RealJob(NamedTuple):
-    """One policy under one load made from one seed, on so many real instances."""
+    """One policy under one load made from one seed, on so many real instances, for the so manieth time."""
 
     load: str
     policy: str
     instances: int
     seed: int
+    repeat: int
 
     def key(self) -> dict[str, Any]:
-        return key_of(STEPS, self.load, self.policy, self.instances, self.seed)
+        return key_of(STEPS, *self)
 
 
 async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> AsyncIterator[Result]:
