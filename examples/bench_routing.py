@@ -46,8 +46,7 @@ class Job(NamedTuple):
     """Of a load for one host."""
 
     def key(self) -> dict[str, Any]:
-        shared = "" if self.cores is None else f", {self.cores:g} cores shared"
-        return key_of(self.time.name + shared, self.load, self.policy, self.instances, self.seed)
+        return key_of(self.time.name, self.load, self.policy, self.instances, self.seed)
 
 
 def simulated(job: Job) -> dict[str, Any]:
@@ -74,6 +73,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--measure", metavar="MODEL", help="measure steps of this model here; unset: a GPU's")
     parser.add_argument("--cores", type=float, help="instances share so many, under the loads of --real")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of the steps, with --cores")
     parser.add_argument("--real", action="store_true", help="real meshes of the shipped model instead")
     parser.add_argument("-dp", type=int, default=2, help="instances, with --real")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real or --cores")
@@ -130,6 +130,8 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
         "per_context": time.per_context,
     }
     scale = time.per_token / GPU.per_token
+    if options.cores is not None:
+        time = time.on_shared(options.cores, options.slowdown)
     if options.measure and options.cores is None:
         print(f"{time}; arrivals slowed down {scale:.1f} times, like the tokens")
     jobs = [

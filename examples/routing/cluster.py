@@ -44,6 +44,12 @@ class StepTime(msgspec.Struct, frozen=True):
     per_token: float
     per_context: float
 
+    def on_shared(self, cores: float, slowdown: float) -> StepTime:
+        """The same where instances share cores that are so many times slower than measured."""
+        name = f"{self.name}, {cores:g} cores for all, {slowdown:g}x"
+        parts = (self.base, self.per_token, self.per_context)
+        return StepTime(name, *(slowdown * part for part in parts))
+
     def of(self, step: Step) -> float:
         context = sum(row.start + row.count for row in step.rows)
         return self.base + self.per_token * step.num_tokens + self.per_context * context
