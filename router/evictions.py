@@ -1,8 +1,8 @@
 """What caches dropped, and how much of it was computed again (pure).
 
 A block that is computed in a full cache takes the place of another one. What that costs depends on whether
-the other one is wanted again: nothing where old answers are dropped, its tokens once more where caches are too
-small for what is asked for. So the part of dropped blocks that come back is measured, as memory managers
+the other one is wanted again: nothing where old answers are dropped, its tokens once more where caches are
+too small for what is asked for. So the part of dropped blocks that come back is measured, as memory managers
 measure refaults (the ghost lists of ARC: Megiddo and Modha, 2003; Linux's workingset detection).
 """
 

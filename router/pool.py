@@ -125,8 +125,10 @@ class Instance:
         self.sent = NOTHING_SENT
         return was_attached
 
-    def candidate(self, now: float) -> Candidate:
-        """This instance for the policy, nothing being known of its cache: see :meth:`Pool.candidate`."""
+    def candidate(
+        self, now: float, *, cached_tokens: int = 0, vacant: int | None = None, wanted_share: float = 0.0
+    ) -> Candidate:
+        """This instance for the policy. Of its cache :meth:`Pool.candidate` knows."""
         report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
@@ -137,11 +139,14 @@ class Instance:
             waiting_tokens=report.uncached_tokens + sent.uncached,
             requests=report.running + report.waiting + len(self.unreported),
             dispatches=self.last_dispatch,
+            cached_tokens=cached_tokens,
             blocks=report.blocks_used + sent.blocks,
             queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
             waiting=self.waiting,
             crowd=self.crowd(now),
+            vacant=vacant,
+            wanted_share=wanted_share,
             capacity=self.capacity,
         )
 
@@ -187,15 +192,14 @@ class Pool:
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
         """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
-        found = instance.candidate(now)
         if instance.capacity is None:
-            return found
-        kept = max(found.blocks, self.index.num_blocks(instance.name))
-        vacant = instance.capacity.num_blocks - kept - self.index.num_promised(instance.name)
-        return msgspec.structs.replace(
-            found,
+            return instance.candidate(now)
+        used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
+        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_promised(instance.name)
+        return instance.candidate(
+            now,
             cached_tokens=cached_tokens,
-            vacant=max(0, vacant),
+            vacant=max(0, instance.capacity.num_blocks - kept),
             wanted_share=self.index.evictions.share,
         )
 
