@@ -157,14 +157,15 @@ def eviction_cost(candidate: Candidate, uncached: int) -> float:
 
 def core_shares(candidates: Sequence[Candidate]) -> dict[int, float]:
     """The part of its speed that each would have with one more request, by rank: instances that compute on
-    the same cores slow each other down, and one that is idle now would be one more."""
-    busy = Counter(each.host for each in candidates if each.requests)
-    found = {}
-    for each in candidates:
-        at_once = each.capacity.at_once if each.capacity is not None else None
-        computing = busy[each.host] + (not each.requests)
-        found[each.rank] = 1.0 if at_once is None else min(1.0, at_once / computing)
-    return found
+    the same cores slow each other down, and one that is idle now would be one more. Without those that
+    have devices of their own."""
+    sharing = [each for each in candidates if each.capacity is not None and each.capacity.at_once is not None]
+    busy = Counter(each.host for each in sharing if each.requests)
+    return {
+        each.rank: min(1.0, each.capacity.at_once / (busy[each.host] + (not each.requests)))
+        for each in sharing
+        if each.capacity is not None and each.capacity.at_once is not None
+    }
 
 
 def score(candidate: Candidate, tokens: int) -> float:
@@ -197,7 +198,7 @@ def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
     shares = core_shares(candidates)
 
     def price(each: Candidate) -> float:
-        return cost(each, wish.tokens, longest - each.cached_tokens) / shares[each.rank]
+        return cost(each, wish.tokens, longest - each.cached_tokens) / shares.get(each.rank, 1.0)
 
     best = min(candidates, key=lambda each: (price(each), each.dispatches, each.rank))
     if not wish.key:

@@ -104,8 +104,11 @@ class Instance:
 
     def crowd(self, now: float) -> float:
         """How many these were until now on average, what is long ago counting less."""
+        waiting = self.waiting
+        if waiting == self._crowd:  # most often none
+            return waiting
         kept = math.exp((self._crowd_at - now) / CROWD_TIME)
-        return kept * self._crowd + (1.0 - kept) * self.waiting
+        return kept * self._crowd + (1.0 - kept) * waiting
 
     def take_report(self, report: Report, now: float) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
 
 import msgspec
@@ -17,7 +18,7 @@ from router.chooser import Chooser
 from router.ledger import Entry, Ledger
 from router.mesh import MeshError, Prompt
 from router.policy import Candidate, Policy, Wish
-from router.pool import Instance, Pool
+from router.pool import CROWD_TIME, Instance, Pool
 from router.recalls import INTERVAL, Recaller
 
 CAPACITY = Capacity(16, 1000, 8, 2048, 4)
@@ -203,6 +204,19 @@ def test_what_instances_say_they_hold_attracts() -> None:
     assert send(chooser, entry(prompt, cache_salt="other")).rank == 0
     whole = entry(prompt, params=SamplingParams(prompt_logprobs=1))
     assert send(chooser, whole).rank == 1, "its prompt is computed whole anywhere"
+
+
+def test_those_who_waited_lately_count_for_a_while() -> None:
+    """Queues are empty now and then, also where they are long most of the time."""
+    pool, _, _ = world(1)
+    (instance,) = pool
+    for _ in range(6):
+        instance.dispatch(100, 0.0)
+    assert instance.crowd(0.0) == 0
+    instance.take_report(Report(6, 6, 0, 0, 10, 1000, Counters()), CROWD_TIME)
+    assert instance.candidate(CROWD_TIME).waiting == 0
+    assert instance.candidate(CROWD_TIME).crowd == pytest.approx(6 * (1 - math.exp(-1)))
+    assert instance.crowd(2 * CROWD_TIME) == pytest.approx(6 * (1 - math.exp(-1)) * math.exp(-1))
 
 
 def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
