@@ -144,7 +144,7 @@ class ExpertParallel:
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        gathered = group.all_gather(_pack(hidden, expert_ids), self.sizes)
+        gathered = group.all_gather_view(_pack(hidden, expert_ids), self.sizes)  # read before the combine
         all_hidden, all_ids = _unpack(gathered, hidden)
         owners = self._owners[all_ids.reshape(-1)]
         mine = (owners == self.rank).nonzero()[0]
@@ -158,8 +158,7 @@ class ExpertParallel:
         arrived = time.perf_counter()
         computed = self._compute(module, all_hidden, mine // top_k, all_ids.reshape(-1)[mine])
         done = time.perf_counter()
-        returned = group.all_to_all(computed, send, receive)
-        outputs = returned.index_select(0, _like(hidden, _places(own.argsort(kind="stable"))))
+        outputs = _bring_home(group, computed, send, receive, own.argsort(kind="stable"))
         self._note(began, arrived, done)
         return outputs
 
@@ -179,8 +178,7 @@ class ExpertParallel:
         arrived = time.perf_counter()
         computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0])
         done = time.perf_counter()
-        returned = group.all_to_all(computed, receive, send)
-        outputs = returned.index_select(0, _like(hidden, _places(order)))
+        outputs = _bring_home(group, computed, receive, send, order)
         self._note(began, arrived, done)
         return outputs
 
@@ -214,6 +212,21 @@ def expert_forward(
     """What transformers' expert layers call: the module knows its place in the group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
+
+
+def _bring_home(
+    group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
+) -> torch.Tensor:
+    """Results go to the ranks whose pairs they are; those of the pairs of this one come, of pair ``order[i]``
+    as number i. Returns them by pair: each goes from where its owner left it to its place, with no copy
+    between."""
+    outputs = computed.new_empty(len(order), computed.shape[1])
+    places, begin = _like(computed, order), 0
+    for part in group.all_to_all_views(computed, send, receive):
+        if len(part):
+            outputs.index_copy_(0, places[begin : begin + len(part)], part)
+            begin += len(part)
+    return outputs
 
 
 def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,128 @@
+"""What a collective over shared memory needs for tensors of one form, worked out once.
+
+With small tensors nearly all of the time is what Python does around the exchange. A model gives the same few
+forms again and again, so what depends on the form only is kept: that the sizes fit, the shape of the result, the
+arguments of the native call, tensors that show the buffers for views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from parallel.communicators.arithmetic import check_own, check_rows, check_sizes
+from parallel.communicators.rounds import Rounds
+from parallel.communicators.slots import VIEWS, Layout, Slots
+
+MOST_PLANS = 512
+"""Kept at once; then all are forgotten."""
+
+Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
+
+
+class Plan:
+    """Of one call with tensors of one form."""
+
+    __slots__ = ("dtype", "fits", "key", "receive_sizes", "result", "run", "shape", "sizes", "views")
+
+    def __init__(
+        self,
+        key: Key,
+        result: tuple[int, ...],
+        run: Callable[..., Any],
+        fits: bool,
+    ) -> None:
+        self.key = key
+        _, self.shape, self.dtype, self.sizes, self.receive_sizes = key
+        self.result = result
+        """Shape of what is returned."""
+        self.run = run
+        """The exchange. With a result to fill: (given, result) -> None; for views: (given) -> buffer."""
+        self.fits = fits
+        """Whether there is room for views of this form, as far as this member knows."""
+        self.views: list[Any] = [None] * VIEWS
+        """By buffer, what shows it: a tensor, or one for each rank; made when first needed."""
+
+
+class Plans:
+    """One member's plans."""
+
+    def __init__(self, rank: int, layout: Layout, members: Sequence[Slots], rounds: Rounds) -> None:
+        self.rank, self.rounds = rank, rounds
+        self._layout, self._members = layout, members
+        self._plans: dict[Key, Plan] = {}
+        self._last: dict[str, Plan] = {}
+
+    def find(
+        self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
+    ) -> Plan:
+        """The plan for this call.
+
+        Raises:
+            ValueError: the tensor does not fit the sizes.
+        """
+        plan = self._last.get(call)
+        if (
+            plan is not None
+            and sizes == plan.sizes
+            and receive_sizes == plan.receive_sizes
+            and tensor.shape == plan.shape
+            and tensor.dtype is plan.dtype
+        ):
+            return plan
+        key = call, tensor.shape, tensor.dtype, tuple(sizes), tuple(receive_sizes)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make(key, tensor)
+        # Lists and tuples are never equal: keep what is given now, by value.
+        plan.sizes, plan.receive_sizes = sizes[:], receive_sizes[:]
+        self._last[call] = plan
+        return plan
+
+    def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
+        call, shape, dtype, sizes, receive_sizes = key
+        size, rows = self._layout.size, 0
+        if call != "all_reduce":
+            rows = check_sizes(call, sizes, size)
+            check_rows(call, tensor, sizes[self.rank] if call.startswith("all_gather") else rows)
+        if call.startswith("all_to_all"):
+            rows = check_sizes(call, receive_sizes, size)
+            check_own(call, sizes[self.rank], receive_sizes[self.rank])
+        if call == "reduce_scatter":
+            rows = sizes[self.rank]
+        row_bytes = dtype.itemsize
+        for extent in shape[1:]:
+            row_bytes *= extent
+        return Plan(
+            key,
+            (rows, *shape[1:]) if call != "all_reduce" else tuple(shape),
+            self.rounds.prepare(call, shape, dtype, sizes, receive_sizes),
+            0 < rows * row_bytes <= self._layout.view_bytes,
+        )
+
+    def whole(self, plan: Plan, buffer: int) -> torch.Tensor:
+        """What all members put side by side there."""
+        if plan.views[buffer] is None:
+            at = self._layout.view_at(buffer)
+            plan.views[buffer] = self._members[0].rows(at, plan.result, plan.dtype)
+        whole: torch.Tensor = plan.views[buffer]
+        return whole
+
+    def parts(self, plan: Plan, buffer: int, outgoing: torch.Tensor) -> list[torch.Tensor]:
+        """What the members have there for this one, by rank."""
+        if plan.views[buffer] is None:
+            at = self._layout.view_at(buffer, self.rank)
+            begin = sum(plan.sizes[: self.rank])
+            made = [
+                member.rows(at, (rows, *plan.shape[1:]), plan.dtype) if rank != self.rank else None
+                for rank, (member, rows) in enumerate(zip(self._members, plan.receive_sizes, strict=True))
+            ]
+            plan.views[buffer] = made, slice(begin, begin + plan.sizes[self.rank])
+        made, own = plan.views[buffer]
+        parts: list[torch.Tensor] = made.copy()
+        parts[self.rank] = outgoing[own]
+        return parts
