@@ -37,6 +37,9 @@ Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
 
+_LARGE = 256 << 10
+"""Bytes of results from which on moving them once instead of twice is worth the calls that it takes."""
+
 LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
 
@@ -218,15 +221,24 @@ def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
     """Results go to the ranks whose pairs they are; those of the pairs of this one come, of pair ``order[i]``
-    as number i. Returns them by pair: each goes from where its owner left it to its place, with no copy
-    between."""
-    outputs = computed.new_empty(len(order), computed.shape[1])
-    places, begin = _like(computed, order), 0
-    for part in group.all_to_all_views(computed, send, receive):
-        if len(part):
-            outputs.index_copy_(0, places[begin : begin + len(part)], part)
-            begin += len(part)
+    as number i. Returns them by pair."""
+    parts = group.all_to_all_views(computed, send, receive)
+    width = computed.shape[1]
+    if computed.device.type != "cpu" or len(order) * width * computed.itemsize < _LARGE:
+        return torch.cat(list(parts)).index_select(0, _like(computed, _places(order)))
+    outputs = computed.new_empty(len(order), width)
+    rows, begin = _rows(outputs), 0
+    for part in parts:  # each row from where its owner left it straight to its place
+        rows[order[begin : begin + len(part)]] = _rows(part)
+        begin += len(part)
     return outputs
+
+
+def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Its rows [n] as pieces of memory, whatever they hold, which numpy moves about faster than torch."""
+    row_bytes = tensor.shape[1] * tensor.itemsize
+    rows: npt.NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{row_bytes}")[:, 0]
+    return rows
 
 
 def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Communicator(Protocol):
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """As :meth:`all_to_all`, but what came from each member by itself: [receive_sizes[r], ...] for each rank
         r. These may be views, and what this member gives itself may be part of ``outgoing``."""
         ...

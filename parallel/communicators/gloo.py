@@ -258,8 +258,8 @@ class GlooCommunicator:
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
-        return list(self.all_to_all(outgoing, send_sizes, receive_sizes).split(list(receive_sizes)))
+    ) -> Sequence[torch.Tensor]:
+        return self.all_to_all(outgoing, send_sizes, receive_sizes).split(list(receive_sizes))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = plain(tensor).reshape(-1)

@@ -58,7 +58,7 @@ class _Group(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "rank", "size", "slot_bytes", "region_bytes", "view_bytes", "view_region_bytes",
-                "two_step_bytes",
+                "own_bytes", "two_step_bytes",
             )
         ),
         *(
@@ -156,7 +156,7 @@ class NativeRounds(Rounds):
         self._group = _Group(
             rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=layout.region_bytes,
             view_bytes=layout.view_bytes, view_region_bytes=layout.view_region_bytes,
-            two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
+            own_bytes=layout.own_bytes, two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
             announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken,
             slots=layout.slots, letters=layout.letters, views=layout.views,
             members=ctypes.addressof(self._addresses), terms=ctypes.addressof(self._terms),

@@ -7,6 +7,7 @@ arguments of the native call, tensors that show the buffers for views.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,16 +26,11 @@ Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
 class Plan:
     """Of one call with tensors of one form."""
 
-    __slots__ = ("dtype", "fits", "key", "receive_sizes", "result", "run", "shape", "sizes", "views")
+    __slots__ = ("dtype", "fits", "own", "receive_sizes", "result", "run", "shape", "sizes", "views")
 
     def __init__(
-        self,
-        key: Key,
-        result: tuple[int, ...],
-        run: Callable[..., Any],
-        fits: bool,
+        self, key: Key, result: tuple[int, ...], run: Callable[..., Any], fits: bool, own: slice | None
     ) -> None:
-        self.key = key
         _, self.shape, self.dtype, self.sizes, self.receive_sizes = key
         self.result = result
         """Shape of what is returned."""
@@ -42,6 +38,8 @@ class Plan:
         """The exchange. With a result to fill: (given, result) -> None; for views: (given) -> buffer."""
         self.fits = fits
         """Whether there is room for views of this form, as far as this member knows."""
+        self.own = own
+        """Of all-to-all: what this member gives itself, if it is not written to its segment."""
         self.views: list[Any] = [None] * VIEWS
         """By buffer, what shows it: a tensor, or one for each rank; made when first needed."""
 
@@ -94,35 +92,31 @@ class Plans:
             check_own(call, sizes[self.rank], receive_sizes[self.rank])
         if call == "reduce_scatter":
             rows = sizes[self.rank]
-        row_bytes = dtype.itemsize
-        for extent in shape[1:]:
-            row_bytes *= extent
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        own = None
+        if call == "all_to_all_views" and sizes[self.rank] * row_bytes > self._layout.own_bytes:
+            own = slice(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
         return Plan(
             key,
             (rows, *shape[1:]) if call != "all_reduce" else tuple(shape),
             self.rounds.prepare(call, shape, dtype, sizes, receive_sizes),
             0 < rows * row_bytes <= self._layout.view_bytes,
+            own,
         )
 
     def whole(self, plan: Plan, buffer: int) -> torch.Tensor:
-        """What all members put side by side there."""
-        if plan.views[buffer] is None:
-            at = self._layout.view_at(buffer)
-            plan.views[buffer] = self._members[0].rows(at, plan.result, plan.dtype)
-        whole: torch.Tensor = plan.views[buffer]
+        """What all members have put side by side there; kept for the next time."""
+        whole = self._members[0].rows(self._layout.view_at(buffer), plan.result, plan.dtype)
+        plan.views[buffer] = whole
         return whole
 
-    def parts(self, plan: Plan, buffer: int, outgoing: torch.Tensor) -> list[torch.Tensor]:
-        """What the members have there for this one, by rank."""
-        if plan.views[buffer] is None:
-            at = self._layout.view_at(buffer, self.rank)
-            begin = sum(plan.sizes[: self.rank])
-            made = [
-                member.rows(at, (rows, *plan.shape[1:]), plan.dtype) if rank != self.rank else None
-                for rank, (member, rows) in enumerate(zip(self._members, plan.receive_sizes, strict=True))
-            ]
-            plan.views[buffer] = made, slice(begin, begin + plan.sizes[self.rank])
-        made, own = plan.views[buffer]
-        parts: list[torch.Tensor] = made.copy()
-        parts[self.rank] = outgoing[own]
+    def parts(self, plan: Plan, buffer: int) -> tuple[torch.Tensor, ...]:
+        """What the members have there for this one, by rank; kept for the next time. Where this member's own
+        part is not there, something else is in its place."""
+        at = self._layout.view_at(buffer, self.rank)
+        parts = tuple(
+            member.rows(at, (rows if plan.own is None or rank != self.rank else 0, *plan.shape[1:]), plan.dtype)
+            for rank, (member, rows) in enumerate(zip(self._members, plan.receive_sizes, strict=True))
+        )
+        plan.views[buffer] = parts
         return parts

@@ -161,7 +161,7 @@ class Rounds:
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> int:
-        """What goes to others to this member's segment. Returns the buffer, or :data:`VIEWS` if what
+        """What goes to others to this member's segment, and its own part if that is small. Returns the buffer, or :data:`VIEWS` if what
         somebody gives does not fit."""
         note = _note("all_to_all_views", 0)
         row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
@@ -174,6 +174,8 @@ class Rounds:
             own.announced[slot][1 + peer] = sent[peer].length
             if fits:
                 sent[peer].copy_to(own.address + self._layout.view_at(buffer, peer))
+        if sent[self.rank].length <= self._layout.own_bytes:
+            sent[self.rank].copy_to(own.address + self._layout.view_at(buffer, self.rank))
         self._publish(slot, note)
         for peer in self._peers:
             self._await_round(peer, slot, note)

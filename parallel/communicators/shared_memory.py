@@ -147,7 +147,9 @@ class SharedMemoryCommunicator:
             return self.all_gather(part, sizes)
         given = plain(part)
         self._standing.begin("all_gather_view")
-        return plans.whole(plan, plan.run(given))
+        buffer = plan.run(given)
+        whole: torch.Tensor | None = plan.views[buffer]
+        return plans.whole(plan, buffer) if whole is None else whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return self._into_new("reduce_scatter", whole, sizes)
@@ -159,17 +161,20 @@ class SharedMemoryCommunicator:
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         plans = self._plans or self._closed("all_to_all_views")
         plan = plans.find("all_to_all_views", outgoing, send_sizes, receive_sizes)
         given = plain(outgoing)
         self._standing.begin("all_to_all_views")
         buffer = plan.run(given)
-        if buffer < VIEWS:
-            return plans.parts(plan, buffer, given)
-        # All know by now that what somebody gives is too large. It takes more than one round then, so whoever goes
-        # on to the next call has seen that all others are done with what they gave.
-        return list(self.all_to_all(given, send_sizes, receive_sizes).split(list(receive_sizes)))
+        if buffer == VIEWS:  # all know by now that what somebody gives is too large
+            # It takes more than one round, so who goes on to the next call has seen that all others are done with
+            # what they gave.
+            return self.all_to_all(given, send_sizes, receive_sizes).split(list(receive_sizes))
+        parts: tuple[torch.Tensor, ...] = plan.views[buffer] or plans.parts(plan, buffer)
+        if plan.own is None:
+            return parts
+        return *parts[: self.rank], given[plan.own], *parts[self.rank + 1 :]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._into_new("all_reduce", tensor)

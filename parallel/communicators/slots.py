@@ -16,6 +16,9 @@ _WORD_BYTES = 8
 LINE_BYTES = 64
 """Of a cache line. Words that different members wait for stand on different ones."""
 _PAGE_BYTES = 4096
+OWN_BYTES = 16 << 10
+"""What a member of an all-to-all for views gives itself and has up to so many bytes is copied, too: that takes less
+than to cut a tensor."""
 VIEWS = 3
 """Buffers for results that are read where they were written: see ``shared_memory``."""
 
@@ -74,6 +77,11 @@ class Layout(NamedTuple):
     def view_region_bytes(self) -> int:
         """Of a buffer for views, what is for one member."""
         return _region_bytes(self.view_bytes, self.size)
+
+    @property
+    def own_bytes(self) -> int:
+        """See :data:`OWN_BYTES`."""
+        return min(OWN_BYTES, self.view_region_bytes)
 
 
 class Slots:

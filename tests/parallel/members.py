@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -265,7 +265,7 @@ def slow_readers(member: Member) -> None:
     group = member.form("slow_readers")
     alike, own = random.Random("what all do"), random.Random(f"the pace of {member.rank}")
     rank, ranks = member.rank, range(member.size)
-    held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # views, and what they must show
+    held: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []  # views, and what they must show
 
     def look() -> None:
         for views, expected in held:

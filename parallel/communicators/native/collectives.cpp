@@ -19,7 +19,7 @@ constexpr int64_t VIEWS = 3;  // buffers
 
 // As in native_rounds.py.
 struct Group {
-    int64_t rank, size, slot_bytes, region_bytes, view_bytes, view_region_bytes, two_step_bytes;
+    int64_t rank, size, slot_bytes, region_bytes, view_bytes, view_region_bytes, own_bytes, two_step_bytes;
     int64_t counter_at, notes_at, announced_at, sent_at, envelopes_at, taken_at, slots_at, letters_at, views_at;  // in a segment
     char* const* members;  // [size] segments
     const char** terms;    // [size] scratch
@@ -59,6 +59,7 @@ struct Call {
     int64_t sizes[1];  // [size] rows, or elements; of all-to-all then [size] rows from each
 };
 
+// What of a tensor is for one member, or comes from it.
 struct Part {
     char* address;
     int64_t length;
@@ -243,7 +244,7 @@ int64_t all_gather_view(Group& group, const char* part, const int64_t* sizes, in
     return outcome ? -outcome : buffer;
 }
 
-// What goes to others stays in the own segment. Returns the buffer, VIEWS if what somebody gives does not fit, or
+// What goes to others stays in the own segment, and the own part if that is small. Returns the buffer, VIEWS if what somebody gives does not fit, or
 // minus the outcome.
 int64_t all_to_all_views(Group& group, const char* outgoing, const int64_t* sizes, int64_t row_bytes) {
     const int64_t *send = sizes, *receive = sizes + group.size, note = note_of(ALL_TO_ALL_VIEWS, 0);
@@ -256,7 +257,7 @@ int64_t all_to_all_views(Group& group, const char* outgoing, const int64_t* size
     for (int64_t peer = 0; peer < group.size; ++peer) {
         int64_t num_bytes = send[peer] * row_bytes;
         announced[1 + peer] = num_bytes;
-        if (fits && peer != group.rank) std::memcpy(group.view(group.rank, buffer, peer), outgoing, num_bytes);
+        if (peer == group.rank ? num_bytes <= group.own_bytes : fits) std::memcpy(group.view(group.rank, buffer, peer), outgoing, num_bytes);
         outgoing += num_bytes;
     }
     publish(group, round, note);
