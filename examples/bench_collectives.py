@@ -82,14 +82,15 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
     def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
         whole = torch.ones(num_bytes // 4)
         per_rank, by_rank = [len(whole) // size] * size, [len(whole)] * size
-        return {
+        made: dict[str, Callable[[], Any]] = {
             "all_gather_ints": lambda: group.all_gather_ints(range(HEADER_INTS)),
             "all_reduce": lambda: group.all_reduce(whole),
             "all_gather": lambda: group.all_gather(whole, by_rank),
             "all_gather_view": lambda: group.all_gather_view(whole, by_rank),
             "all_to_all": lambda: group.all_to_all(whole, per_rank, per_rank),
             "all_to_all_view": lambda: group.all_to_all_views(whole, per_rank, per_rank),
-        }[name]
+        }
+        return made[name]
 
     def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
         """The same work, results in tensors that are there already."""
@@ -253,8 +254,8 @@ def main() -> None:
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
     print(
-        f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---------- views   p50 ratio of shared memory"
-        "    p50 ratio of views\n"
+        f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---------- views"
+        "   p50 ratio of shared memory    p50 ratio of views\n"
         "ranks  collective         bytes      p50     p99      p50     p99      p50     p99      p50     p99"
         " to torch   to our to torch   to our"
     )

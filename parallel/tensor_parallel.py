@@ -91,8 +91,8 @@ class TensorRank:
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
 
     def all_gather_rows(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]. Memory of the caller's
-        own: layers of models write into what they are given."""
+        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]. Memory of the
+        caller's own: layers of models write into what they are given."""
         if self.group is None or not sum(sizes):
             return part.new_zeros(sum(sizes), *part.shape[1:])
         if part.device.type == "cpu":

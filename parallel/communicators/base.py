@@ -5,13 +5,14 @@ Every call is collective (all members make the same calls in the same order) and
 dies, does not come within the timeout, or somebody calls :meth:`Communicator.abort`, the call raises
 :class:`CollectiveError` on every member that waits, and the communicator is of no use any more.
 
-Sizes may be zero on some members, or on all. What a call returns is memory of the caller's own, unless its name
-ends in ``view`` or ``views``. Those may return memory that other members read and write, which saves copies:
+Sizes may be zero on some members, or on all. What a call returns is memory of the caller's own, unless its
+name ends in ``view`` or ``views``. Those may return memory that other members read and write, which saves
+copies:
 
 - A view is only read, never written.
-- It lasts while this member makes its next two calls for views of this group, of either kind, and may be given to
-  them. When the second of them returns it is over: what it shows may change at any time. Other calls do not
-  count. Who needs it for longer copies it in time.
+- It lasts while this member makes its next two calls for views of this group, of either kind, and may be
+  given to them. When the second of them returns it is over: what it shows may change at any time. Other calls do
+  not count. Who needs it for longer copies it in time.
 - A failure or the end of the group changes nothing about that.
 
 Transports without common memory return ordinary tensors there.
@@ -79,9 +80,9 @@ class Communicator(Protocol):
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> Sequence[torch.Tensor]:
-        """As :meth:`all_to_all`, but what came from each member by itself: [receive_sizes[r], ...] for each rank
-        r. These may be views, and what this member gives itself may be part of ``outgoing``."""
+    ) -> list[torch.Tensor]:
+        """As :meth:`all_to_all`, but what came from each member by itself: [receive_sizes[r], ...] for each
+        rank r. These may be views, and what this member gives itself may be part of ``outgoing``."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,8 @@ class NativeRounds(Rounds):
         self._group = _Group(
             rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=layout.region_bytes,
             view_bytes=layout.view_bytes, view_region_bytes=layout.view_region_bytes,
-            own_bytes=layout.own_bytes, two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
+            own_bytes=layout.own_bytes, two_step_bytes=TWO_STEP_BYTES, counter=layout.counter,
+            notes=layout.notes,
             announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken,
             slots=layout.slots, letters=layout.letters, views=layout.views,
             members=ctypes.addressof(self._addresses), terms=ctypes.addressof(self._terms),
@@ -192,19 +193,19 @@ class NativeRounds(Rounds):
         """The native function with the block that says what does not change from call to call."""
         at, fail = ctypes.c_int64(ctypes.addressof(block)), self._fail
 
-        def run(given: torch.Tensor, result: torch.Tensor) -> None:
+        def run(
+            given: torch.Tensor, result: torch.Tensor, block: ctypes.Array[ctypes.c_int64] = block
+        ) -> None:  # which keeps the block
             if outcome := function(at, given.data_ptr(), result.data_ptr()):
                 fail(outcome)
 
-        def run_for_view(given: torch.Tensor) -> int:
+        def run_for_view(given: torch.Tensor, block: ctypes.Array[ctypes.c_int64] = block) -> int:
             buffer: int = function(at, given.data_ptr())
             if buffer < 0:
                 fail(-buffer)
             return buffer
 
-        chosen = run if len(function.argtypes) == 3 else run_for_view
-        chosen.block = block  # type: ignore[attr-defined]  # which is thereby kept
-        return chosen
+        return run if len(function.argtypes) == 3 else run_for_view
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         width = len(row)

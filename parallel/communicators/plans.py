@@ -1,8 +1,8 @@
 """What a collective over shared memory needs for tensors of one form, worked out once.
 
 With small tensors nearly all of the time is what Python does around the exchange. A model gives the same few
-forms again and again, so what depends on the form only is kept: that the sizes fit, the shape of the result, the
-arguments of the native call, tensors that show the buffers for views.
+forms again and again, so what depends on the form only is kept: that the sizes fit, the shape of the
+result, the arguments of the native call, tensors that show the buffers for views.
 """
 
 from __future__ import annotations
@@ -26,7 +26,19 @@ Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
 class Plan:
     """Of one call with tensors of one form."""
 
-    __slots__ = ("dtype", "fits", "own", "receive_sizes", "result", "run", "shape", "sizes", "views")
+    __slots__ = (
+        "alike",
+        "dtype",
+        "fits",
+        "fresh",
+        "own",
+        "receive_sizes",
+        "result",
+        "run",
+        "shape",
+        "sizes",
+        "views",
+    )
 
     def __init__(
         self, key: Key, result: tuple[int, ...], run: Callable[..., Any], fits: bool, own: slice | None
@@ -34,6 +46,9 @@ class Plan:
         _, self.shape, self.dtype, self.sizes, self.receive_sizes = key
         self.result = result
         """Shape of what is returned."""
+        self.alike = result == tuple(self.shape)
+        self.fresh = result[0] if len(result) == 1 else result
+        """The same, as torch takes it fastest."""
         self.run = run
         """The exchange. With a result to fill: (given, result) -> None; for views: (given) -> buffer."""
         self.fits = fits
@@ -51,25 +66,17 @@ class Plans:
         self.rank, self.rounds = rank, rounds
         self._layout, self._members = layout, members
         self._plans: dict[Key, Plan] = {}
-        self._last: dict[str, Plan] = {}
+        self.last: dict[str, Plan] = {}
+        """By call, that of the newest one."""
 
     def find(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> Plan:
-        """The plan for this call.
+        """The plan for this call, which is now its newest.
 
         Raises:
             ValueError: the tensor does not fit the sizes.
         """
-        plan = self._last.get(call)
-        if (
-            plan is not None
-            and sizes == plan.sizes
-            and receive_sizes == plan.receive_sizes
-            and tensor.shape == plan.shape
-            and tensor.dtype is plan.dtype
-        ):
-            return plan
         key = call, tensor.shape, tensor.dtype, tuple(sizes), tuple(receive_sizes)
         plan = self._plans.get(key)
         if plan is None:
@@ -78,7 +85,7 @@ class Plans:
             plan = self._plans[key] = self._make(key, tensor)
         # Lists and tuples are never equal: keep what is given now, by value.
         plan.sizes, plan.receive_sizes = sizes[:], receive_sizes[:]
-        self._last[call] = plan
+        self.last[call] = plan
         return plan
 
     def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
@@ -110,13 +117,16 @@ class Plans:
         plan.views[buffer] = whole
         return whole
 
-    def parts(self, plan: Plan, buffer: int) -> tuple[torch.Tensor, ...]:
+    def parts(self, plan: Plan, buffer: int) -> list[torch.Tensor]:
         """What the members have there for this one, by rank; kept for the next time. Where this member's own
         part is not there, something else is in its place."""
         at = self._layout.view_at(buffer, self.rank)
-        parts = tuple(
-            member.rows(at, (rows if plan.own is None or rank != self.rank else 0, *plan.shape[1:]), plan.dtype)
-            for rank, (member, rows) in enumerate(zip(self._members, plan.receive_sizes, strict=True))
-        )
+        received = list(plan.receive_sizes)
+        if plan.own is not None:
+            received[self.rank] = 0
+        parts = [
+            member.rows(at, (rows, *plan.shape[1:]), plan.dtype)
+            for member, rows in zip(self._members, received, strict=True)
+        ]
         plan.views[buffer] = parts
         return parts

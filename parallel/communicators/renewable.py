@@ -75,8 +75,8 @@ class RenewableCommunicator:
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> Sequence[torch.Tensor]:
-        parts: Sequence[torch.Tensor] = self._call("all_to_all_views", outgoing, send_sizes, receive_sizes)
+    ) -> list[torch.Tensor]:
+        parts: list[torch.Tensor] = self._call("all_to_all_views", outgoing, send_sizes, receive_sizes)
         return parts
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

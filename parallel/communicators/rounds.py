@@ -161,8 +161,8 @@ class Rounds:
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> int:
-        """What goes to others to this member's segment, and its own part if that is small. Returns the buffer, or :data:`VIEWS` if what
-        somebody gives does not fit."""
+        """What goes to others to this member's segment, and its own part if that is small. Returns the
+        buffer, or :data:`VIEWS` if what somebody gives does not fit."""
         note = _note("all_to_all_views", 0)
         row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
         sent = spans_of(outgoing, send_sizes)

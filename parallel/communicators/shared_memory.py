@@ -7,18 +7,19 @@ for round k + 1: two slots suffice, and nobody ever acknowledges anything. Tenso
 several rounds. What the members must agree on stands beside each slot (the note), so that calls that do not
 belong together end in an error and not in wrong numbers.
 
-Calls for views leave data where it was written. There are three buffers for them, used in turn: of an all-gather
-the one of rank 0, in which all write their parts side by side; of an all-to-all each member's own, with a region
-for each of the others. They take one round each. Call v writes over what call v - 3 left once all have published
-the round of call v - 1: they have begun it, and so are done with the views of call v - 3, by the contract, which
-gives those to call v - 1 at the latest, and calls read what they are given before they publish.
+Calls for views leave data where it was written. There are three buffers for them, used in turn: of an
+all-gather the one of rank 0, in which all write their parts side by side; of an all-to-all each member's own,
+with a region for each of the others. They take one round each. Call v writes over what call v - 3 left once
+all have published the round of call v - 1: they have begun it, and so are done with the views of call v - 3,
+by the contract, which gives those to call v - 1 at the latest, and calls read what they are given before they
+publish.
 
 Send and receive have two slots of their own (letters), since only two members take part in them.
 
 The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
-compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What can be
-known before a call is in ``plans``. See ``waiting`` for how a member waits, ``standing`` for when it gives up, ``segments`` for the memory and
-``slots`` for how it is cut.
+compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
+can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``standing`` for when it
+gives up, ``segments`` for the memory and ``slots`` for how it is cut.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.distributed import Store
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_rounds import load, make_rounds
-from parallel.communicators.plans import Plans
+from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
@@ -141,12 +142,9 @@ class SharedMemoryCommunicator:
         return self._into_new("all_gather", part, sizes)
 
     def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        plans = self._plans or self._closed("all_gather_view")
-        plan = plans.find("all_gather_view", part, sizes)
+        plans, plan, given = self._start("all_gather_view", part, sizes)
         if not plan.fits:
-            return self.all_gather(part, sizes)
-        given = plain(part)
-        self._standing.begin("all_gather_view")
+            return self.all_gather(given, sizes)
         buffer = plan.run(given)
         whole: torch.Tensor | None = plan.views[buffer]
         return plans.whole(plan, buffer) if whole is None else whole
@@ -161,20 +159,18 @@ class SharedMemoryCommunicator:
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> Sequence[torch.Tensor]:
-        plans = self._plans or self._closed("all_to_all_views")
-        plan = plans.find("all_to_all_views", outgoing, send_sizes, receive_sizes)
-        given = plain(outgoing)
-        self._standing.begin("all_to_all_views")
+    ) -> list[torch.Tensor]:
+        plans, plan, given = self._start("all_to_all_views", outgoing, send_sizes, receive_sizes)
         buffer = plan.run(given)
         if buffer == VIEWS:  # all know by now that what somebody gives is too large
-            # It takes more than one round, so who goes on to the next call has seen that all others are done with
-            # what they gave.
-            return self.all_to_all(given, send_sizes, receive_sizes).split(list(receive_sizes))
-        parts: tuple[torch.Tensor, ...] = plan.views[buffer] or plans.parts(plan, buffer)
-        if plan.own is None:
-            return parts
-        return *parts[: self.rank], given[plan.own], *parts[self.rank + 1 :]
+            # That takes more than one round, so who goes on to the next call has seen that all others are
+            # done with what they gave.
+            incoming = self.all_to_all(given, send_sizes, receive_sizes)
+            return list(incoming.split(list(receive_sizes)))
+        parts: list[torch.Tensor] = (plan.views[buffer] or plans.parts(plan, buffer)).copy()
+        if plan.own is not None:
+            parts[self.rank] = given[plan.own]
+        return parts
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._into_new("all_reduce", tensor)
@@ -205,12 +201,30 @@ class SharedMemoryCommunicator:
         self, call: str, given: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> torch.Tensor:
         """The call of this name, with its result in a new tensor."""
-        plan = (self._plans or self._closed(call)).find(call, given, sizes, receive_sizes)
-        given = plain(given)
-        result = given.new_empty(plan.result)
-        self._standing.begin(call)
+        _, plan, given = self._start(call, given, sizes, receive_sizes)
+        result = torch.empty_like(given) if plan.alike else given.new_empty(plan.fresh)
         plan.run(given, result)
         return result
+
+    def _start(
+        self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
+    ) -> tuple[Plans, Plan, torch.Tensor]:
+        """A call begins: its plan, and the tensor as the transport wants it. Written for speed: this is most
+        of what a small tensor takes."""
+        plans = self._plans or self._closed(call)
+        plan = plans.last.get(call)
+        if (
+            plan is None
+            or sizes != plan.sizes
+            or receive_sizes != plan.receive_sizes
+            or tensor.shape != plan.shape
+            or tensor.dtype is not plan.dtype
+        ):
+            plan = plans.find(call, tensor, sizes, receive_sizes)
+        if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
+            tensor = plain(tensor)
+        self._standing.begin(call)
+        return plans, plan, tensor
 
     def _begin(self, call: str) -> Plans:
         """Its deadline counts from now. Who holds the plans holds the memory, whoever closes this."""

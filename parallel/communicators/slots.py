@@ -17,7 +17,7 @@ LINE_BYTES = 64
 """Of a cache line. Words that different members wait for stand on different ones."""
 _PAGE_BYTES = 4096
 OWN_BYTES = 16 << 10
-"""What a member of an all-to-all for views gives itself and has up to so many bytes is copied, too: that takes less
+"""What a member of an all-to-all for views gives itself is copied, too, up to so many bytes: that takes less
 than to cut a tensor."""
 VIEWS = 3
 """Buffers for results that are read where they were written: see ``shared_memory``."""

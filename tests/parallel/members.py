@@ -285,9 +285,7 @@ def slow_readers(member: Member) -> None:
                 part = held[0][0][0][:rows]  # the same for all: everybody sees the whole
                 given = [held[0][1][0]] * member.size
             sizes = [min(rows, len(each)) for each in given]
-            held.append(
-                ([group.all_gather_view(part, sizes)], [torch.cat([each[:rows] for each in given])])
-            )
+            held.append(([group.all_gather_view(part, sizes)], [torch.cat([each[:rows] for each in given])]))
         else:
             sizes = [rows] * member.size
             parts = group.all_to_all_views(given[rank], sizes, sizes)

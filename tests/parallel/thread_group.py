@@ -71,8 +71,9 @@ class ThreadCommunicator:
 
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> Sequence[torch.Tensor]:
-        return self.all_to_all(outgoing, send_sizes, receive_sizes).split(list(receive_sizes))
+    ) -> list[torch.Tensor]:
+        incoming = self.all_to_all(outgoing, send_sizes, receive_sizes)
+        return list(incoming.split(list(receive_sizes)))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         given = self._exchange(tensor)
