@@ -11,8 +11,8 @@ copies:
 
 - A view is only read, never written.
 - It lasts while this member makes its next two calls for views of this group, of either kind, and may be
-  given to them. When the second of them returns it is over: what it shows may change at any time. Other calls do
-  not count. Who needs it for longer copies it in time.
+  given to them. When the second of them returns it is over: what it shows may change at any time. Other calls
+  do not count. Who needs it for longer copies it in time.
 - A failure or the end of the group changes nothing about that.
 
 Transports without common memory return ordinary tensors there.
