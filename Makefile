@@ -18,7 +18,8 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest -m mesh
+	$(BIN)/python -m pytest -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder || \
+	    $(BIN)/python -m pytest -m mesh --last-failed --last-failed-no-failures none
 endif
 
 check: $(STAMP)  ## lint, format, types

@@ -31,10 +31,10 @@ from engine.executor import make_executor
 from engine.executor.base import CannotStart, Executor, WorkerLost
 from engine.pace import NoGroup
 from engine.server import Server
-from engine.settings import adopt, ignored_when_joining, resolve
+from engine.settings import adopt, has_gpu, ignored_when_joining, resolve
 from engine.step import ModelFacts
 from engine.trace import write_chrome_trace
-from parallel.topology import threads_per_worker
+from parallel.topology import threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
     from engine.executor.base import SpreadExecutor
@@ -179,6 +179,7 @@ class Instance:
                 num_blocks=num_blocks,
                 max_model_len=max_model_len,
                 tracing=tracing,
+                at_once=self._at_once(),
             )
             membership.update(phase="tokenizer")
             core.grammars.prepare()
@@ -313,6 +314,13 @@ class Instance:
             self._threads, self._cores = threads, cores
             if self._executor is not None:
                 self._executor.set_threads(threads, cores)
+
+    def _at_once(self) -> float | None:
+        """Instances like this one for which this host's cores suffice; None if it has devices of its own."""
+        workers, device = self._config.num_local_workers, self._config.device
+        if not workers or has_gpu(device):
+            return None
+        return usable_cores() / max(workers, device.cpu_threads)
 
     def _warn_of_crowding(self, workers: int, cores: int) -> None:
         if self._config.num_local_workers > 1 and workers > cores and self._config.device.device != "cuda":

@@ -39,11 +39,13 @@ class EngineCore:
         num_blocks: int,
         max_model_len: int,
         tracing: Tracing | None = None,
+        at_once: float | None = None,
     ) -> None:
         self._config = config
         self._info = info
         self._executor = executor
         self._max_model_len = max_model_len
+        self._at_once = at_once
         self.pace: Pace = pace or Alone()
         self._split = StepSplit()
         self._blocks = BlockLog()
@@ -283,6 +285,7 @@ class EngineCore:
             max_num_batched_tokens=limits.token_budget(),
             max_num_queued_reqs=limits.max_num_queued_reqs,
             max_num_queued_tokens=limits.max_num_queued_tokens,
+            at_once=self._at_once,
         )
 
     @property

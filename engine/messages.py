@@ -263,6 +263,9 @@ class Capacity(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     max_num_queued_reqs: int
     max_num_queued_tokens: int | None = None
+    at_once: float | None = None
+    """Instances like this one that its host has cores for at the same time; None: it computes on devices of
+    its own."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

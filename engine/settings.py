@@ -46,7 +46,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         tensor_parallel_size=config.device.tensor_parallel_size,
         pipeline_parallel_size=config.device.pipeline_parallel_size,
         **_expert_settings(config, info, size or 1),
-        max_num_batched_tokens=config.scheduler.token_budget(_has_gpu(config.device)),
+        max_num_batched_tokens=config.scheduler.token_budget(has_gpu(config.device)),
         max_num_seqs=config.scheduler.max_num_seqs,
     )
     scheduler = config.scheduler
@@ -115,7 +115,7 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
     return [name for name, was_given in given.items() if was_given]
 
 
-def _has_gpu(device: DeviceConfig) -> bool:
+def has_gpu(device: DeviceConfig) -> bool:
     return device.device == "cuda" or (device.device == "auto" and visible_cuda_devices() > 0)
 
 

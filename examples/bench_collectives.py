@@ -3,12 +3,16 @@
 
     python examples/bench_collectives.py --ranks 2 4 --output-json collectives.json
 
-Each member is a process with one thread. Three transports are measured by the same processes, in turn and in
+Each member is a process with one thread. The transports are measured by the same processes, in turn and in
 short blocks, so that whatever else the machine does hits all of them:
 
     torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
     our gloo        parallel/communicators/gloo.py: the same sockets, by gloo's send and receive
-    shared memory   parallel/communicators/shared_memory.py
+    shared memory   parallel/communicators/shared_memory.py, results in memory of the caller's own
+    views           the same, results left where the members wrote them (all-gather and all-to-all)
+
+All but the last give results that are the caller's. A view has not been fetched from the other cores when the
+call returns; whoever reads it pays for that then, at most what the copy in "shared memory" costs.
 
 A size is that of the tensor that each member gives. Compare the numbers of one run only.
 
@@ -39,7 +43,8 @@ if TYPE_CHECKING:
     from parallel.communicators import Communicator
 
 BACKENDS = ("gloo", "shared_memory")
-TRANSPORTS = ("torch_gloo", *BACKENDS)
+TRANSPORTS = ("torch_gloo", *BACKENDS, "views")
+VIEWED = ("all_gather", "all_to_all")
 SIZES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 FULL = 64 << 10  # bytes up to which a cell has all its repeats; larger ones have fewer, down to FEWEST
 FEWEST = 40
@@ -77,12 +82,15 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
     def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
         whole = torch.ones(num_bytes // 4)
         per_rank, by_rank = [len(whole) // size] * size, [len(whole)] * size
-        return {
+        made: dict[str, Callable[[], Any]] = {
             "all_gather_ints": lambda: group.all_gather_ints(range(HEADER_INTS)),
             "all_reduce": lambda: group.all_reduce(whole),
             "all_gather": lambda: group.all_gather(whole, by_rank),
+            "all_gather_view": lambda: group.all_gather_view(whole, by_rank),
             "all_to_all": lambda: group.all_to_all(whole, per_rank, per_rank),
-        }[name]
+            "all_to_all_view": lambda: group.all_to_all_views(whole, per_rank, per_rank),
+        }
+        return made[name]
 
     def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
         """The same work, results in tensors that are there already."""
@@ -101,6 +109,8 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         for name, num_bytes in cells:
             transports = [calls_of_torch(name, num_bytes)]
             transports += [calls(group, name, num_bytes) for group in groups]
+            if name in VIEWED:
+                transports.append(calls(groups[-1], f"{name}_view", num_bytes))
             for call in transports:
                 for _ in range(WARM_UP):
                     call()
@@ -111,7 +121,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
                     measure(call, taken)
             if rank == 0:
                 row = {"ranks": size, "collective": name, "bytes": num_bytes}
-                for transport, taken in zip(TRANSPORTS, seconds, strict=True):
+                for transport, taken in zip(TRANSPORTS, seconds, strict=False):
                     row |= {
                         f"{transport}_p50_us": percentile(taken, 50),
                         f"{transport}_p99_us": percentile(taken, 99),
@@ -206,13 +216,16 @@ def bench(size: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def line_of_table(row: dict[str, Any]) -> str:
+    measured = [transport for transport in TRANSPORTS if f"{transport}_p50_us" in row]
     times = "".join(
-        f"{row[f'{transport}_p50_us']:>9.1f}{row[f'{transport}_p99_us']:>8.0f}" for transport in TRANSPORTS
+        f"{row[f'{transport}_p50_us']:>9.1f}{row[f'{transport}_p99_us']:>8.0f}" for transport in measured
     )
     ratios = "".join(
-        f"{row[f'{transport}_p50_us'] / row['shared_memory_p50_us']:>8.1f}x" for transport in TRANSPORTS[:2]
+        f"{row[f'{theirs}_p50_us'] / row[f'{ours}_p50_us']:>8.1f}x"
+        for ours in measured[2:]
+        for theirs in measured[:2]
     )
-    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times}{ratios}"
+    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times:<68}{ratios}"
 
 
 def lines_of_waiting(row: dict[str, Any]) -> str:
@@ -240,9 +253,11 @@ def main() -> None:
         return
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
-    print(f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---  p50 ratio to")
     print(
-        "ranks  collective         bytes      p50     p99      p50     p99      p50     p99    torch      our"
+        f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---------- views"
+        "   p50 ratio of shared memory    p50 ratio of views\n"
+        "ranks  collective         bytes      p50     p99      p50     p99      p50     p99      p50     p99"
+        " to torch   to our to torch   to our"
     )
     rows = [row for size in args.ranks for row in bench(size, args.repeats)]
     if args.output_json:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples.routing.cluster import Cluster, Machine, StepTime
 from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
+from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS, NUM_TOKENS
 from examples.routing.workloads import LOADS, SMALLER
 
 GPU = StepTime("a GPU", 0.008, 30e-6, 40e-9)
@@ -36,16 +37,28 @@ class Job(NamedTuple):
     instances: int
     seed: int
     time: StepTime
-    scale: float
+    scale: float = 1.0
     """Arrivals are slowed down so many times."""
+    cores: float | None = None
+    """That all instances share, under the loads for one host; None: each instance has its own machine."""
+    seconds: float = 0.0
+    rate: float = 0.0
+    """Of a load for one host."""
 
     def key(self) -> dict[str, Any]:
         return key_of(self.time.name, self.load, self.policy, self.instances, self.seed)
 
 
 def simulated(job: Job) -> dict[str, Any]:
-    cluster = Cluster(job.policy, job.instances, Machine(job.time, **SMALLER.get(job.load, {})))
-    outcomes = cluster.run(LOADS[job.load](random.Random(job.seed), job.instances, job.scale))
+    rng = random.Random(job.seed)
+    if job.cores is None:
+        load = LOADS[job.load](rng, job.instances, job.scale)
+        machine = Machine(job.time, **SMALLER.get(job.load, {}))
+    else:
+        load = HOST_LOADS[job.load](rng, job.seconds, job.rate)
+        machine = Machine(job.time, NUM_BLOCKS, NUM_SEQS, NUM_TOKENS, job.cores)
+    cluster = Cluster(job.policy, job.instances, machine)
+    outcomes = cluster.run(load)
     return {**job.key(), **summary(outcomes, cluster.computed_tokens)}
 
 
@@ -59,10 +72,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="loads are made from these")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--measure", metavar="MODEL", help="measure steps of this model here; unset: a GPU's")
+    parser.add_argument("--cores", type=float, help="instances share so many, under the loads of --real")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of the steps, with --cores")
     parser.add_argument("--real", action="store_true", help="real meshes of the shipped model instead")
     parser.add_argument("-dp", type=int, default=2, help="instances, with --real")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real")
-    parser.add_argument("--rate", type=float, default=50.0, help="requests per second in all, with --real")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real or --cores")
+    parser.add_argument("--rate", type=float, default=50.0, help="requests per second in all, likewise")
+    parser.add_argument("--repeats", type=int, default=1, help="of each run, with --real")
     parser.add_argument("--output-json", type=Path, help="what is in this file is not run again")
     parser.add_argument("--again", action="store_true", help="run and replace what is in the file")
     parser.add_argument("--show", action="store_true", help="only show and plot what is in the file")
@@ -114,12 +130,15 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
         "per_context": time.per_context,
     }
     scale = time.per_token / GPU.per_token
-    if options.measure:
+    if options.cores is not None:
+        time = time.on_shared(options.cores, options.slowdown)
+    if options.measure and options.cores is None:
         print(f"{time}; arrivals slowed down {scale:.1f} times, like the tokens")
     jobs = [
-        Job(load, policy, size, seed, time, scale)
+        Job(load, policy, size, seed, time, scale, options.cores, options.seconds, options.rate)
         for size in options.sizes
         for load in options.loads
+        if options.cores is None or load in HOST_LOADS
         for seed in options.seeds
         for policy in options.policies
     ]
@@ -133,14 +152,15 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
 
 
 async def _real(options: argparse.Namespace) -> list[Result]:
-    from examples.routing.real import REAL_LOADS, RealJob, compare
+    from examples.routing.real import RealJob, compare
 
     known = _known(options.output_json)
     wanted = [
-        RealJob(load, policy, options.dp, seed)
+        RealJob(load, policy, options.dp, seed, repeat)
         for load in options.loads
-        if load in REAL_LOADS
+        if load in HOST_LOADS
         for seed in options.seeds
+        for repeat in range(options.repeats)
         for policy in options.policies
     ]
     if not options.again:

@@ -37,6 +37,9 @@ Dispatch = Literal["allgather_reducescatter", "all_to_all"]
 ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
 
+_LARGE = 256 << 10
+"""Bytes of results from which on moving them once instead of twice is worth the calls that it takes."""
+
 LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
 
@@ -144,7 +147,7 @@ class ExpertParallel:
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        gathered = group.all_gather(_pack(hidden, expert_ids), self.sizes)
+        gathered = group.all_gather_view(_pack(hidden, expert_ids), self.sizes)  # read before the combine
         all_hidden, all_ids = _unpack(gathered, hidden)
         owners = self._owners[all_ids.reshape(-1)]
         mine = (owners == self.rank).nonzero()[0]
@@ -158,8 +161,7 @@ class ExpertParallel:
         arrived = time.perf_counter()
         computed = self._compute(module, all_hidden, mine // top_k, all_ids.reshape(-1)[mine])
         done = time.perf_counter()
-        returned = group.all_to_all(computed, send, receive)
-        outputs = returned.index_select(0, _like(hidden, _places(own.argsort(kind="stable"))))
+        outputs = _bring_home(group, computed, send, receive, own.argsort(kind="stable"))
         self._note(began, arrived, done)
         return outputs
 
@@ -179,8 +181,7 @@ class ExpertParallel:
         arrived = time.perf_counter()
         computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0])
         done = time.perf_counter()
-        returned = group.all_to_all(computed, receive, send)
-        outputs = returned.index_select(0, _like(hidden, _places(order)))
+        outputs = _bring_home(group, computed, receive, send, order)
         self._note(began, arrived, done)
         return outputs
 
@@ -214,6 +215,30 @@ def expert_forward(
     """What transformers' expert layers call: the module knows its place in the group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
+
+
+def _bring_home(
+    group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
+) -> torch.Tensor:
+    """Results go to the ranks whose pairs they are; those of the pairs of this one come, of pair ``order[i]``
+    as number i. Returns them by pair."""
+    parts = group.all_to_all_views(computed, send, receive)
+    width = computed.shape[1]
+    if computed.device.type != "cpu" or len(order) * width * computed.itemsize < _LARGE:
+        return torch.cat(list(parts)).index_select(0, _like(computed, _places(order)))
+    outputs = computed.new_empty(len(order), width)
+    rows, begin = _rows(outputs), 0
+    for part in parts:  # each row from where its owner left it straight to its place
+        rows[order[begin : begin + len(part)]] = _rows(part)
+        begin += len(part)
+    return outputs
+
+
+def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Its rows [n] as pieces of memory, whatever they hold, which numpy moves about faster than torch."""
+    row_bytes = tensor.shape[1] * tensor.itemsize
+    rows: npt.NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{row_bytes}")[:, 0]
+    return rows
 
 
 def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

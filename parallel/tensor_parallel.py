@@ -86,12 +86,13 @@ class TensorRank:
             return part.new_zeros(*part.shape[:-1], sum(widths))
         rows = part.numel() // part.shape[-1]
         flat = part.reshape(-1).cpu()
-        gathered = self.group.all_gather(flat, [rows * width for width in widths])
+        gathered = self.group.all_gather_view(flat, [rows * width for width in widths])
         columns = [piece.view(rows, -1) for piece in gathered.split([rows * width for width in widths])]
         return torch.cat(columns, dim=1).view(*part.shape[:-1], -1).to(part.device)
 
     def all_gather_rows(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]."""
+        """Rows [sizes[rank], ...] of all ranks, one below the other: [sum(sizes), ...]. Memory of the
+        caller's own: layers of models write into what they are given."""
         if self.group is None or not sum(sizes):
             return part.new_zeros(sum(sizes), *part.shape[1:])
         if part.device.type == "cpu":

@@ -66,7 +66,9 @@ class Chooser:
         """
         instances = self._instances_for(entry)
         lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
-        found = [instance.candidate(now, self._cached(instance, lengths)) for instance in instances]
+        found = [
+            self._pool.candidate(instance, now, self._cached(instance, lengths)) for instance in instances
+        ]
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
             raise unavailable(_why_nobody(entry, waiting_for))

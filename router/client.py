@@ -370,7 +370,7 @@ class MeshClient:
     def received(self, instance: Instance, message: ToRouter) -> None:
         match message:
             case Tokens(deltas, report, blocks, singles):
-                instance.take_report(report)
+                instance.take_report(report, time.monotonic())
                 if blocks is not None and not self._pool.index.apply(instance.name, blocks):
                     self._links[instance.name].ask_for_blocks()
                 if deltas or singles:
@@ -400,6 +400,7 @@ class MeshClient:
                 continue
             entry.owed = True
             self._moves += 1
+            self._chooser.settle(entry)  # it leaves nothing there
             try:
                 chosen = self._choose(entry)
             except MeshError:  # the last one left has just failed

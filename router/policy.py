@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,9 +17,8 @@ from engine.messages import Capacity
 
 STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
-UNCACHED_COST = 1.2
-"""What a token of the prompt costs that has to be computed, in tokens that wait: it also takes the room of
-others in the cache."""
+COPY_COST = 0.2
+"""What a token costs somebody at least that is computed though another instance has it or is computing it."""
 DECODE_COST = 8.0
 """What a running request costs, in prompt tokens: it takes a token of every step to come."""
 CONTEXT_COST = 512.0
@@ -65,6 +65,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """All tokens of requests that wait there, as ``--max-num-queued-tokens`` counts them."""
     queued: int = 0
     """Requests for whom it has no room yet."""
+    host: str = ""
+    """Instances of the same host may share its cores."""
+    waiting: int = 0
+    """Requests that no step has begun, the unreported ones included."""
+    crowd: float = 0.0
+    """How many these were lately, on average."""
+    vacant: int | None = None
+    """Blocks that new tokens fill before they take the place of cached ones; None: that is not known."""
+    wanted_share: float = 0.0
+    """Of the blocks that caches drop to make room, those that are computed again."""
     capacity: Capacity | None = None
     """None until it has answered."""
 
@@ -112,16 +122,50 @@ def is_full(candidate: Candidate) -> bool:
 # ---- score
 
 
-def cost(candidate: Candidate, tokens: int) -> float:
+def cost(candidate: Candidate, tokens: int, elsewhere: int = 0) -> float:
     """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
-    wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile."""
-    own = UNCACHED_COST * (tokens - candidate.cached_tokens)
-    found = candidate.waiting_tokens + own + DECODE_COST * candidate.requests
+    wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile; and what
+    that costs others. ``elsewhere``: of those that are not cached, so many are on another instance, and need
+    not be computed at all."""
+    uncached = tokens - candidate.cached_tokens
+    found = candidate.waiting_tokens + uncached + DECODE_COST * candidate.requests
+    found += (COPY_COST + delayed(candidate)) * elsewhere
     limits = candidate.capacity
     if limits is None:
         return found
+    found += eviction_cost(candidate, uncached)
     found += CONTEXT_COST * min(1.0, candidate.blocks / limits.num_blocks)
     return found + QUEUE_COST * num_queued(candidate, -(-tokens // limits.block_size))
+
+
+def delayed(candidate: Candidate) -> float:
+    """Requests that wait longer for each token more that is computed here: those that come before the queue
+    is empty again. As many come while a prompt waits as wait there (Little's law), now or lately, and more
+    come while these are served: in an M/M/1 queue of n, n * (1 + n) in all."""
+    those = max(candidate.waiting, candidate.crowd)
+    return those * (1.0 + those)
+
+
+def eviction_cost(candidate: Candidate, uncached: int) -> float:
+    """The tokens that will be computed again because so many take the place of theirs, and of others again
+    when they are: a geometric series."""
+    if candidate.vacant is None or candidate.capacity is None:
+        return 0.0
+    displaced = max(0, uncached - candidate.vacant * candidate.capacity.block_size)
+    return displaced * candidate.wanted_share / (1.0 - candidate.wanted_share)
+
+
+def core_shares(candidates: Sequence[Candidate]) -> dict[int, float]:
+    """The part of its speed that each would have with one more request, by rank: instances that compute on
+    the same cores slow each other down, and one that is idle now would be one more. Without those that
+    have devices of their own."""
+    sharing = [each for each in candidates if each.capacity is not None and each.capacity.at_once is not None]
+    busy = Counter(each.host for each in sharing if each.requests)
+    return {
+        each.rank: min(1.0, each.capacity.at_once / (busy[each.host] + (not each.requests)))
+        for each in sharing
+        if each.capacity is not None and each.capacity.at_once is not None
+    }
 
 
 def score(candidate: Candidate, tokens: int) -> float:
@@ -148,13 +192,19 @@ def pick(policy: Policy, candidates: Sequence[Candidate], wish: Wish) -> Candida
 
 
 def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
-    """The lowest cost. A cached prefix is worth the work that it spares, and no more: affinity ends where
-    waiting for the instance that has it costs more than computing it again."""
-    best = min(candidates, key=lambda each: (cost(each, wish.tokens), each.dispatches, each.rank))
+    """The lowest cost. A cached prefix is worth the work that it spares this request and others: affinity
+    ends where waiting for the instance that has it costs more than computing it again."""
+    longest = max(each.cached_tokens for each in candidates)
+    shares = core_shares(candidates)
+
+    def price(each: Candidate) -> float:
+        return cost(each, wish.tokens, longest - each.cached_tokens) / shares.get(each.rank, 1.0)
+
+    best = min(candidates, key=lambda each: (price(each), each.dispatches, each.rank))
     if not wish.key:
         return best
     home = _home(candidates, wish.key)
-    slack = cost(home, wish.tokens) - cost(best, wish.tokens)
+    slack = price(home) - price(best)
     return home if slack <= SESSION_SLACK and home.cached_tokens >= best.cached_tokens else best
 
 

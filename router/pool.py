@@ -3,6 +3,7 @@ dispatched to it since that report."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from router.trust import Trust
 
 ANSWER_TIMEOUT = 5.0
 """Seconds within which an instance answers on a new connection, if it ever does."""
+CROWD_TIME = 0.3
+"""Seconds after which the number of those who waited counts a third."""
 NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
 
 
@@ -62,6 +65,8 @@ class Instance:
     """What the last report does not include."""
     sent: Sent = NOTHING_SENT
     """All of that together."""
+    _crowd: float = 0.0
+    _crowd_at: float = 0.0
 
     @property
     def name(self) -> str:
@@ -84,6 +89,7 @@ class Instance:
         """Number the next request to this instance, with so many tokens to compute of which its cache has
         ``cached``, and count it until a report does."""
         self.trust.dispatched(now)
+        self._crowd, self._crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
         sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
@@ -91,8 +97,22 @@ class Instance:
         self.sent = _sum(self.sent, sent, 1)
         return self.last_dispatch
 
-    def take_report(self, report: Report) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests there that no step has begun, as far as is known."""
+        return (self.report or NO_REPORT).waiting + len(self.unreported)
+
+    def crowd(self, now: float) -> float:
+        """How many these were until now on average, what is long ago counting less."""
+        waiting = self.waiting
+        if waiting == self._crowd:  # most often none
+            return waiting
+        kept = math.exp((self._crowd_at - now) / CROWD_TIME)
+        return kept * self._crowd + (1.0 - kept) * waiting
+
+    def take_report(self, report: Report, now: float) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
+        self._crowd, self._crowd_at = self.crowd(now), now
         self.report = report
         while self.unreported and self.unreported[0].number <= report.last_dispatch:
             self.sent = _sum(self.sent, self.unreported.popleft(), -1)
@@ -108,11 +128,14 @@ class Instance:
         self.sent = NOTHING_SENT
         return was_attached
 
-    def candidate(self, now: float, cached_tokens: int = 0) -> Candidate:
-        """This instance for the policy; it has ``cached_tokens`` of the prompt at hand."""
+    def candidate(
+        self, now: float, *, cached_tokens: int = 0, vacant: int | None = None, wanted_share: float = 0.0
+    ) -> Candidate:
+        """This instance for the policy. Of its cache :meth:`Pool.candidate` knows."""
         report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
+            host=self.member.host,
             ready=self.ready,
             admitted=self.trust.admits(now),
             stalled_for=self.member.load.stalled_for,
@@ -123,6 +146,10 @@ class Instance:
             blocks=report.blocks_used + sent.blocks,
             queued_tokens=report.waiting_tokens + sent.tokens,
             queued=report.queued,
+            waiting=self.waiting,
+            crowd=self.crowd(now),
+            vacant=vacant,
+            wanted_share=wanted_share,
             capacity=self.capacity,
         )
 
@@ -165,6 +192,19 @@ class Pool:
 
     def with_rank(self, rank: int) -> Instance | None:
         return next((instance for instance in self if instance.rank == rank), None)
+
+    def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
+        """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
+        if instance.capacity is None:
+            return instance.candidate(now)
+        used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
+        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_promised(instance.name)
+        return instance.candidate(
+            now,
+            cached_tokens=cached_tokens,
+            vacant=max(0, instance.capacity.num_blocks - kept),
+            wanted_share=self.index.evictions.share,
+        )
 
     def apply(self, view: View, now: float) -> Changes:
         """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,

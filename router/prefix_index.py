@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engine.block_log import BlockEvents, split_names
+from router.evictions import Evictions
 
 MAX_BLOCKS = 2_000_000
 """Different blocks that are remembered; more are not learned, which costs hits and nothing else."""
@@ -38,6 +39,7 @@ class PrefixIndex:
         """Block -> the bits of its holders."""
         self._promised: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
+        self.evictions = Evictions()
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._stored)} blocks of {len(self._holders)} instances>"
@@ -66,7 +68,7 @@ class PrefixIndex:
             self._clear(holder)
             return not is_new
         for block in split_names(events.stored):
-            self._store(holder, int.from_bytes(block, "big"))
+            self._store(holder, int.from_bytes(block, "big"), is_news=not events.reset)
         for block in split_names(events.dropped):
             self._drop(holder, int.from_bytes(block, "big"))
         holder.next = events.next
@@ -140,12 +142,16 @@ class PrefixIndex:
             holder = self._holders[name] = _Holder(~taken & (taken + 1))
         return holder
 
-    def _store(self, holder: _Holder, block: int) -> None:
+    def _store(self, holder: _Holder, block: int, *, is_news: bool) -> None:
         bits = self._stored.get(block)
         if bits is None:
             if len(self._stored) >= self._max_blocks:
                 return
             bits = 0
+            if is_news:
+                self.evictions.computed(block)
+            else:
+                self.evictions.found(block)
         if not bits & holder.bit:
             self._stored[block] = bits | holder.bit
             holder.num_blocks += 1
@@ -154,6 +160,8 @@ class PrefixIndex:
         if self._stored.get(block, 0) & holder.bit:
             _take_bit(self._stored, block, holder.bit)
             holder.num_blocks -= 1
+            if block not in self._stored:
+                self.evictions.dropped(block, len(self._stored))
 
     def _clear(self, holder: _Holder) -> None:
         if holder.num_blocks:

@@ -42,7 +42,7 @@ class Recaller:
         crowded = [each for each in self._pool if each.report is not None and each.report.queued]
         if not crowded or len(list(self._pool)) < 2:
             return {}
-        candidates = {instance.name: instance.candidate(now) for instance in self._pool}
+        candidates = {instance.name: self._pool.candidate(instance, now) for instance in self._pool}
         usable = {
             each.rank for each in policy.eligible(list(candidates.values())) if not policy.num_queued(each, 1)
         }

@@ -17,6 +17,7 @@ COMPUTES = {
     "parallel.communicators.arithmetic",
     "parallel.communicators.gloo",
     "parallel.communicators.native_rounds",
+    "parallel.communicators.plans",
     "parallel.communicators.rounds",
     "parallel.communicators.shared_memory",
     "parallel.communicators.slots",

@@ -47,6 +47,27 @@ int64_t block_words(int64_t slot, int64_t head, int64_t heads, int64_t dim, int6
     return ((block * heads + head) * sub + within) * LANES * dim / T::PACK;
 }
 
+// One key or value of a head into lane `lane` of its block.
+template <class T>
+void store_key(uint32_t* block, const typename T::Element* key, int64_t dim, int64_t lane) {
+    for (int64_t word = 0; word < dim / T::PACK; ++word)
+        std::memcpy(block + word * LANES + lane, key + word * T::PACK, sizeof(uint32_t));
+}
+
+template <class T>
+void store_value(uint32_t* block, const typename T::Element* value, int64_t dim, int64_t lane) {
+    uint32_t* to = block + lane / T::PACK * dim;
+    if constexpr (T::PACK == 1) {
+        std::memcpy(to, value, size_t(dim) * sizeof(*value));
+    } else {  // one half of each word; dim is a multiple of 16
+        __mmask32 half = lane % 2 ? 0xaaaaaaaau : 0x55555555u;
+        for (int64_t i = 0; i < dim; i += LANES) {
+            __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i)));
+            _mm512_mask_storeu_epi16(to + i, half, _mm512_slli_epi32(wide, lane % 2 ? 16 : 0));
+        }
+    }
+}
+
 // in [tokens, (heads + 2 kv_heads) * dim]: norm and rotate queries and keys, store keys and values.
 // a heads, b kv_heads, c dim; extra: keys, out: values; more: norm weights of queries then keys, or none
 template <class T>
@@ -57,7 +78,21 @@ void qkv(const Operation& op, const Step& step, int member, int size) {
     auto* all_keys = static_cast<uint32_t*>(const_cast<void*>(op.extra));
     auto* all_values = static_cast<uint32_t*>(op.out);
     auto [begin, end] = share(step.tokens, member, size);
+    // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
+    // step: asked for one token ahead, they come while this one is turned.
+    auto fetch_places = [&](int64_t token) {
+        int64_t slot = step.slots[token];
+        if (token > begin && slot % LANES != 0 && step.slots[token - 1] == slot - 1) return;  // the same block
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
+            for (int64_t word = 0; word < dim / T::PACK; ++word) __builtin_prefetch(all_keys + place + word * LANES, 1);
+            const uint32_t* values = all_values + place + slot % LANES / T::PACK * dim;
+            for (int64_t word = 0; word < dim; word += LANES) __builtin_prefetch(values + word, 1);
+        }
+    };
+    if (begin < end) fetch_places(begin);
     for (int64_t token = begin; token < end; ++token) {
+        if (token + 1 < end) fetch_places(token + 1);
         E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * width;
         const float *c = step.cosines + token * half, *s = step.sines + token * half;
         for (int64_t head = 0; head < heads; ++head) turn<T>(row + head * dim, dim, norms, float(op.number), c, s);
@@ -67,21 +102,18 @@ void qkv(const Operation& op, const Step& step, int member, int size) {
             const E* value = row + (heads + kv_heads + head) * dim;
             turn<T>(key, dim, norms ? norms + dim : nullptr, float(op.number), c, s);
             int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
-            auto* keys = reinterpret_cast<E*>(all_keys + place);
-            auto* values = reinterpret_cast<E*>(all_values + place);
             // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
             // first key of a block comes first, except among the tokens of this step, which other threads store.
             if (lane == 0) {
+                auto* values = reinterpret_cast<E*>(all_values + place);
                 int64_t written = 1;
                 while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written)
                     ++written;
                 for (int64_t later = written; later < LANES; ++later)
                     for (int64_t i = 0; i < dim; ++i) values[(later / T::PACK * dim + i) * T::PACK + later % T::PACK] = E(0);
             }
-            for (int64_t i = 0; i < dim; ++i) {
-                keys[(i / T::PACK * LANES + lane) * T::PACK + i % T::PACK] = key[i];
-                values[(lane / T::PACK * dim + i) * T::PACK + lane % T::PACK] = value[i];
-            }
+            store_key<T>(all_keys + place, key, dim, lane);
+            store_value<T>(all_values + place, value, dim, lane);
         }
     }
 }

@@ -138,12 +138,15 @@ template <class T>
 void experts_up(const Operation& op, Team& team) {
     using E = typename T::Element;
     int64_t steps = op.k / T::PACK, panels = (op.n + LANES - 1) / LANES, words = steps * LANES;
+    auto products = gated_products<T>(op.n);
     for_experts(static_cast<const int64_t*>(op.extra), op.a, panels, team,
                 [&](int64_t expert, int64_t panel, int64_t first, int64_t rows) {
         const uint32_t* gate = op.weights + (expert * 2 * panels + panel) * words;
-        gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words,
-                       static_cast<E*>(op.out) + first * op.n, panel * LANES, op.n);
+        int64_t column = panel * LANES;
+        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, true,
+                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))});
     });
+    products.finish();
 }
 
 // out [rows, n] = in [rows, k] x weights of its expert
@@ -151,17 +154,23 @@ template <class T>
 void experts_down(const Operation& op, Team& team) {
     using E = typename T::Element;
     int64_t steps = op.k / T::PACK, pairs = (op.n + 2 * LANES - 1) / (2 * LANES), words = steps * LANES;
+    struct Columns {
+        E* out;
+        __mmask16 low, high;
+    };
+    auto products = products_into<T, Columns>([n = op.n](const Columns& to, int64_t row, __m512 one, __m512 two) {
+        T::store(to.out + row * n, one, to.low);
+        T::store(to.out + row * n + LANES, two, to.high);
+    });
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team,
                 [&](int64_t expert, int64_t pair, int64_t first, int64_t rows) {
         const uint32_t* a = op.weights + (expert * pairs + pair) * 2 * words;
         int64_t column = 2 * pair * LANES;
-        __mmask16 low = lanes_of(int(op.n - column)), high = lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)));
-        E* out = static_cast<E*>(op.out) + first * op.n + column;
-        products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, [&](int64_t row, __m512 one, __m512 two) {
-            T::store(out + row * op.n, one, low);
-            T::store(out + row * op.n + LANES, two, high);
-        });
+        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, true,
+                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column)),
+                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))});
     });
+    products.finish();
 }
 
 // out [tokens, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.

@@ -94,9 +94,10 @@ struct TileScope {
     ~TileScope() { shape_tiles(FULL); }
 };
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums
-template <int ROW_TILES>
-void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint32_t* b, int64_t steps, float* out) {
+// out: [ROW_TILES][2] blocks of 16 x 16 sums; COLD: these rows are the first to see the weights. Calls aside() before
+// the tiles of each step.
+template <int ROW_TILES, bool COLD, class Aside>
+void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint32_t* b, int64_t steps, float* out, Aside aside) {
     _tile_zero(0);
     _tile_zero(1);
     if (ROW_TILES == 2) {
@@ -104,7 +105,8 @@ void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint
         _tile_zero(3);
     }
     for (int64_t step = 0; step < steps; step += TILE) {
-        if (ROW_TILES == 1)  // few rows: the weights come from memory
+        aside();
+        if (COLD)
             for (int line = 0; line < TILE; ++line) {
                 _mm_prefetch(reinterpret_cast<const char*>(a + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
                 _mm_prefetch(reinterpret_cast<const char*>(b + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
@@ -134,8 +136,8 @@ bool ask_for_tiles() { return false; }
 struct TileUse {
     explicit TileUse(bool) {}
 };
-template <int ROW_TILES>
-void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int64_t, float*) {}
+template <int ROW_TILES, bool COLD, class Aside>
+void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int64_t, float*, Aside) {}
 
 #endif
 
@@ -144,35 +146,63 @@ bool tiles_allowed = false;
 template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
-// body(row, first, second) for each of `rows` rows of `in` [rows, k]: its 16 + 16 sums with panels a and b.
-// `in` can be read up to a multiple of 16 rows; what lies there does not matter.
-template <class T, class Body>
-inline void products(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* a, const uint32_t* b, Body body) {
-    int64_t steps = k / T::PACK;
-    if (use_tiles<T>() && steps % TILE == 0) {
-        alignas(64) float sums[4 * 256];
-        for (int64_t first = 0; first < rows; first += 2 * TILE) {
-            auto* from = reinterpret_cast<const char*>(in + first * k);
-            int count = int(std::min<int64_t>(2 * TILE, rows - first));
-            if (count > TILE) multiply_tiles<2>(from, k * int64_t(sizeof(*in)), a, b, steps, sums);
-            else multiply_tiles<1>(from, k * int64_t(sizeof(*in)), a, b, steps, sums);
-            for (int row = 0; row < count; ++row) {
-                const float* line = sums + row / TILE * 512 + row % TILE * LANES;
-                body(first + row, _mm512_load_ps(line), _mm512_load_ps(line + 256));
-            }
+// Multiplies rows with pairs of panels; body(tag, row, one, two) gets each row's 16 + 16 sums. With tiles that is
+// while the next rows are multiplied: storing (and the activation) takes as many cycles as the tiles do, and other units.
+template <class T, class Tag, class Body>
+class Products {
+    using E = typename T::Element;
+    Body body;
+    alignas(64) float sums[2][4 * TILE * LANES];
+    Tag waiting{};                        // whose sums wait in sums[side]: rows next ... count, from row first on
+    int64_t first = 0;
+    int side = 0, next = 0, count = 0;
+
+    void finish(int rows) {
+        for (int stop = std::min(count, next + rows); next < stop; ++next) {
+            const float* line = sums[side] + next / TILE * 2 * TILE * LANES + next % TILE * LANES;
+            body(waiting, first + next, _mm512_load_ps(line), _mm512_load_ps(line + TILE * LANES));
         }
-        return;
     }
-    for (int64_t first = 0; first < rows; first += MAX_ROWS) {
-        int count = int(std::min<int64_t>(MAX_ROWS, rows - first));
-        const uint32_t* inputs[MAX_ROWS];
-        for (int row = 0; row < count; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (first + row) * k);
-        __m512 sum[MAX_ROWS][2];
-        clear(sum);
-        multiply<T>(count, sum, a, b, LANES, inputs, 0, steps);
-        for (int row = 0; row < count; ++row) body(first + row, sum[row][0], sum[row][1]);
+
+   public:
+    explicit Products(Body with) : body(with) {}
+
+    // `rows` rows of `in` [rows, k] with panels a and b. `in` can be read up to a multiple of 16 rows; what lies there
+    // does not matter. cold: nobody has seen these panels in this step.
+    void multiply(const E* in, int64_t k, int64_t rows, const uint32_t* a, const uint32_t* b, bool cold, Tag tag) {
+        int64_t steps = k / T::PACK;
+        if (use_tiles<T>() && steps % TILE == 0) {
+            for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
+                auto* from = reinterpret_cast<const char*>(in + begin * k);
+                int now = int(std::min<int64_t>(2 * TILE, rows - begin));
+                int64_t pitch = k * int64_t(sizeof(E)), tiles = steps / TILE;
+                auto aside = [this, some = int((count + tiles - 1) / tiles)] { finish(some); };
+                float* to = sums[1 - side];
+                if (now > TILE && cold) multiply_tiles<2, true>(from, pitch, a, b, steps, to, aside);
+                else if (now > TILE) multiply_tiles<2, false>(from, pitch, a, b, steps, to, aside);
+                else if (cold) multiply_tiles<1, true>(from, pitch, a, b, steps, to, aside);
+                else multiply_tiles<1, false>(from, pitch, a, b, steps, to, aside);
+                waiting = tag, first = begin, next = 0, count = now, side = 1 - side, cold = false;
+            }
+            return;
+        }
+        for (int64_t begin = 0; begin < rows; begin += MAX_ROWS) {
+            int now = int(std::min<int64_t>(MAX_ROWS, rows - begin));
+            const uint32_t* inputs[MAX_ROWS];
+            for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * k);
+            __m512 sum[MAX_ROWS][2];
+            clear(sum);
+            ::multiply<T>(now, sum, a, b, LANES, inputs, 0, steps);
+            for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
+        }
     }
-}
+
+    // What still waits.
+    void finish() { finish(count); }
+};
+
+template <class T, class Tag, class Body>
+Products<T, Tag, Body> products_into(Body body) { return Products<T, Tag, Body>(body); }
 
 // Bytes of weights that rows go through together, a block of rows after the other: they stay in a core's own cache,
 // and so do the inputs of a block.
@@ -185,13 +215,17 @@ inline void row_blocks(int64_t k, int64_t rows, Body body) {
     for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
 }
 
-// out [rows, n] = silu(in x gate) * (in x up), 16 columns of it
+// Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up).
 template <class T>
-void gated_panel(const typename T::Element* in, int64_t k, int64_t rows, const uint32_t* gate, const uint32_t* up,
-                 typename T::Element* out, int64_t column, int64_t n) {
-    __mmask16 lanes = lanes_of(int(n - column));
-    products<T>(in, k, rows, gate, up, [&](int64_t row, __m512 one, __m512 two) {
-        T::store(out + row * n + column, _mm512_mul_ps(silu_ps(one), two), lanes);
+struct GatedColumns {
+    typename T::Element* out;
+    __mmask16 lanes;
+};
+
+template <class T>
+auto gated_products(int64_t n) {
+    return products_into<T, GatedColumns<T>>([n](const GatedColumns<T>& to, int64_t row, __m512 gate, __m512 up) {
+        T::store(to.out + row * n, _mm512_mul_ps(silu_ps(gate), up), to.lanes);
     });
 }
 

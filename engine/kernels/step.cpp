@@ -56,28 +56,34 @@ void linear(const Operation& op, const Step& step, Team& team) {
     int64_t rows = op.flags & SELECTED ? step.selected : step.tokens;
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     auto* bias = static_cast<const float*>(op.more);
+    struct Columns {
+        int64_t first, column;  // of rows and columns
+        __mmask16 low, high;
+    };
+    auto put = [&](int64_t place, __m512 value, __mmask16 lanes, int64_t column) {
+        if (bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, bias + column));
+        if (op.flags & AS_FLOAT) return _mm512_mask_storeu_ps(static_cast<float*>(op.out) + place, lanes, value);
+        E* to = static_cast<E*>(op.out) + place;
+        if (op.flags & ADD) value = _mm512_add_ps(value, T::load(to, lanes));
+        T::store(to, value, lanes);
+    };
+    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, __m512 one, __m512 two) {
+        int64_t place = (to.first + row) * op.n + to.column;
+        put(place, one, to.low, to.column);
+        put(place + LANES, two, to.high, to.column + LANES);
+    });
     team.share_out(pairs, CACHED_BYTES / (8 * panel), [&](int64_t begin, int64_t end) {
         row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = begin; pair < end; ++pair) {
                 const uint32_t* a = op.weights + 2 * pair * panel;
                 int64_t column = 2 * pair * LANES;
-                __mmask16 low = lanes_of(int(op.n - column)), high = lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)));
-                auto put = [&](int64_t place, __m512 value, __mmask16 lanes, int64_t at) {
-                    if (bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, bias + at));
-                    if (op.flags & AS_FLOAT) return _mm512_mask_storeu_ps(static_cast<float*>(op.out) + place, lanes, value);
-                    E* to = static_cast<E*>(op.out) + place;
-                    if (op.flags & ADD) value = _mm512_add_ps(value, T::load(to, lanes));
-                    T::store(to, value, lanes);
-                };
-                products<T>(static_cast<const E*>(op.in) + first * op.k, op.k, count, a, a + panel,
-                            [&](int64_t row, __m512 one, __m512 two) {
-                    int64_t place = (first + row) * op.n + column;
-                    put(place, one, low, column);
-                    put(place + LANES, two, high, column + LANES);
-                });
+                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, count, a, a + panel, first == 0,
+                                  {first, column, lanes_of(int(op.n - column)),
+                                   lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))});
             }
         });
     });
+    products.finish();
 }
 
 // out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's
@@ -85,15 +91,18 @@ template <class T>
 void gated(const Operation& op, const Step& step, Team& team) {
     using E = typename T::Element;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
+    auto products = gated_products<T>(op.n);
     team.share_out(panels, CACHED_BYTES / (8 * words), [&](int64_t begin, int64_t end) {
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
             for (int64_t panel = begin; panel < end; ++panel) {
                 const uint32_t* gate = op.weights + panel * words;
-                gated_panel<T>(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words,
-                               static_cast<E*>(op.out) + first * op.n, panel * LANES, op.n);
+                int64_t column = panel * LANES;
+                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, first == 0,
+                                  {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))});
             }
         });
     });
+    products.finish();
 }
 
 // False if the step did not come to its end.

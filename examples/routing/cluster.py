@@ -44,6 +44,12 @@ class StepTime(msgspec.Struct, frozen=True):
     per_token: float
     per_context: float
 
+    def on_shared(self, cores: float, slowdown: float) -> StepTime:
+        """The same where instances share cores that are so many times slower than measured."""
+        name = f"{self.name}, {cores:g} cores for all, {slowdown:g}x"
+        parts = (self.base, self.per_token, self.per_context)
+        return StepTime(name, *(slowdown * part for part in parts))
+
     def of(self, step: Step) -> float:
         context = sum(row.start + row.count for row in step.rows)
         return self.base + self.per_token * step.num_tokens + self.per_context * context
@@ -79,6 +85,42 @@ class Machine(msgspec.Struct, frozen=True):
     num_blocks: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    cores: float | None = None
+    """That the steps of all instances share; None: each instance computes on its own."""
+
+
+class Cores:
+    """Steps that run at once on fewer cores than they are: each gets the same share of them."""
+
+    def __init__(self, count: float) -> None:
+        self._count = count
+        self._left: dict[str, float] = {}
+        self._at = 0.0
+
+    def begin(self, name: str, seconds: float, now: float) -> None:
+        """A step that takes so long on a core of its own."""
+        self._pass(now)
+        self._left[name] = seconds
+
+    def end(self, name: str, now: float) -> None:
+        self._pass(now)
+        del self._left[name]
+
+    def next_end(self) -> tuple[str, float] | None:
+        """The step that ends first, if none begins before, and when."""
+        if not self._left:
+            return None
+        name = min(self._left, key=lambda each: self._left[each])
+        return name, self._at + max(0.0, self._left[name]) / self._speed()
+
+    def _speed(self) -> float:
+        return min(1.0, self._count / len(self._left))
+
+    def _pass(self, now: float) -> None:
+        if self._left:
+            done = (now - self._at) * self._speed()
+            self._left = {name: left - done for name, left in self._left.items()}
+        self._at = now
 
 
 @dataclass
@@ -89,6 +131,8 @@ class _Node:
     executor: Clocked
     inbox: list[Any] = field(default_factory=list)
     stepping: bool = False
+    deltas: list[Delta] = field(default_factory=list)
+    """Of the step under way."""
     has_blocks: int | None = None
     last_dispatch: int = 0
 
@@ -125,13 +169,24 @@ class Cluster:
             executor = Clocked(machine.time)
             core: Any = EngineCore
             self._nodes[f"i{rank}"] = _Node(
-                core(config, info, executor, num_blocks=machine.num_blocks, max_model_len=2**20), executor
+                core(
+                    config,
+                    info,
+                    executor,
+                    num_blocks=machine.num_blocks,
+                    max_model_len=2**20,
+                    at_once=machine.cores,
+                ),
+                executor,
             )
         self._pool.apply(
             View(epoch=1, size=None, settings=None, members=_members(self._nodes), waiting_for=""), 0
         )
         for instance in self._pool:
             instance.attached, instance.capacity = True, self._nodes[instance.name].core.capacity
+        self._cores = Cores(machine.cores) if machine.cores is not None else None
+        self._plan = 0
+        """Number of the newest guess at which step on shared cores ends first."""
         self._outcomes: dict[Entry, Outcome] = {}
         self._then: dict[Entry, Callable[[], None]] = {}
 
@@ -207,7 +262,7 @@ class Cluster:
         assert instance is not None
         match message:
             case Tokens(deltas, report, blocks):
-                instance.take_report(report)
+                instance.take_report(report, self._now)
                 if blocks is not None:
                     assert self._pool.index.apply(name, blocks)
                 for delta in deltas:
@@ -223,6 +278,7 @@ class Cluster:
                     if entry is not None:
                         entry.owed = True
                         self._outcomes[entry].moves += 1
+                        self._chooser.settle(entry)
                         self._send(entry)
             case Refused():
                 raise AssertionError(message)
@@ -268,11 +324,29 @@ class Cluster:
             self._report(name, node, [])
             return
         node.stepping = True
-        deltas = node.core.step().get(PEER, [])
-        self._at(self._now + node.executor.seconds, lambda: self._end_step(name, node, deltas))
+        node.deltas = node.core.step().get(PEER, [])
+        if self._cores is None:
+            self._at(self._now + node.executor.seconds, lambda: self._end_step(name, node))
+        else:
+            self._cores.begin(name, node.executor.seconds, self._now)
+            self._plan_end(self._cores)
 
-    def _end_step(self, name: str, node: _Node, deltas: list[Delta]) -> None:
+    def _plan_end(self, cores: Cores) -> None:
+        found = cores.next_end()
+        self._plan += 1
+        if found is not None:
+            name, when = found
+            self._at(when, lambda plan=self._plan: self._end_shared(cores, name, plan))
+
+    def _end_shared(self, cores: Cores, name: str, plan: int) -> None:
+        if plan == self._plan:  # no step began or ended since
+            cores.end(name, self._now)
+            self._plan_end(cores)
+            self._end_step(name, self._nodes[name])
+
+    def _end_step(self, name: str, node: _Node) -> None:
         node.stepping = False
+        deltas, node.deltas = node.deltas, []
         self._report(name, node, deltas)
         if node.inbox or node.core.has_work:
             self._step(name, node)

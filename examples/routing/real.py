@@ -13,7 +13,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -22,75 +22,13 @@ from engine.messages import Counters, Report
 from examples.routing.baselines import BASELINES, Baseline
 from examples.routing.outcome import Outcome
 from examples.routing.report import Result, key_of, summary
-from examples.routing.workloads import Arrival, Conversation, Load, words
+from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
+from examples.routing.workloads import Arrival, Conversation, Load
 from router.bench.local_mesh import mesh
 
-BLOCKS = 600
-"""Of 16 tokens, in the KV cache of each instance."""
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
 STEPS = "real instances"
-
-
-# ---- loads, of ``rate`` requests a second in all
-
-
-def hot_prefix(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Prompts that begin with one of 16 documents, drawn by Zipf's law; a cache holds seven."""
-    documents = [_words(rng, 1200) for _ in range(16)]
-    weights = [1 / (place + 1) for place in range(len(documents))]
-    found = []
-    for at in _arrivals(rng, seconds, rate):
-        document = rng.choices(documents, weights)[0]
-        found.append(Arrival(at, [*document, *_words(rng, rng.randint(16, 128))], 16))
-    return found
-
-
-def multi_turn(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Conversations of 3 to 6 turns, which share one of two system prompts."""
-    systems = [_words(rng, 256) for _ in range(2)]
-    found = []
-    for number, at in enumerate(_arrivals(rng, seconds, rate / 4.5)):
-        turns = [(_words(rng, rng.randint(40, 200)), rng.randint(8, 32)) for _ in range(rng.randint(3, 6))]
-        found.append(Conversation(at, rng.choice(systems), turns, 0.5, f"s{number}"))
-    return found
-
-
-def uniform_burst(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Bursts of 24 equal requests, which share nothing."""
-    return [
-        Arrival(24 / rate * burst + rng.random() * 0.005, _words(rng, 256), 16)
-        for burst in range(int(seconds * rate / 24))
-        for _ in range(24)
-    ]
-
-
-def heavy_tail(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Lengths of prompts and answers are log-normal."""
-    found = []
-    for at in _arrivals(rng, seconds, rate):
-        length = min(1800, max(16, int(rng.lognormvariate(5.0, 1.2))))
-        found.append(Arrival(at, _words(rng, length), min(128, max(4, int(rng.lognormvariate(2.7, 1.0))))))
-    return found
-
-
-REAL_LOADS: dict[str, Callable[[random.Random, float, float], Load]] = {
-    "uniform burst": uniform_burst,
-    "heavy tail": heavy_tail,
-    "multi-turn": multi_turn,
-    "hot prefix": hot_prefix,
-}
-
-
-def _words(rng: random.Random, count: int) -> list[int]:
-    return [5 + word % 4000 for word in words(rng, count)]
-
-
-def _arrivals(rng: random.Random, seconds: float, rate: float) -> Iterator[float]:
-    at = rng.expovariate(rate)
-    while at < seconds:
-        yield at
-        at += rng.expovariate(rate)
 
 
 # ---- one run
@@ -201,15 +139,16 @@ async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
 
 
 class RealJob(NamedTuple):
-    """One policy under one load made from one seed, on so many real instances."""
+    """One policy under one load made from one seed, on so many real instances, for the so manieth time."""
 
     load: str
     policy: str
     instances: int
     seed: int
+    repeat: int
 
     def key(self) -> dict[str, Any]:
-        return key_of(STEPS, self.load, self.policy, self.instances, self.seed)
+        return key_of(STEPS, *self)
 
 
 async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> AsyncIterator[Result]:
@@ -222,7 +161,7 @@ async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> Async
     for (flag, size), in_mesh in by_mesh.items():
         arguments = (
             f"-dp {size} --load-balancing-policy {flag} --no-enable-expert-parallel "
-            f"--enable-prompt-tokens-details --num-gpu-blocks-override {BLOCKS} --max-num-seqs 32"
+            f"--enable-prompt-tokens-details --num-gpu-blocks-override {NUM_BLOCKS} --max-num-seqs {NUM_SEQS}"
         )
         with mesh(arguments) as url:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -230,7 +169,7 @@ async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> Async
                     alike = [Arrival(0.0, [5 + warm] * 600, 16)] * size
                     await Run(session, url, size, "round_robin").take(alike)
                 for job in in_mesh:
-                    load = REAL_LOADS[job.load](random.Random(job.seed), seconds, rate)
+                    load = HOST_LOADS[job.load](random.Random(job.seed), seconds, rate)
                     before = await _computed(session, url)
                     outcomes = await Run(session, url, size, job.policy).take(load)
                     after = await _computed(session, url)

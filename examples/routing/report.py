@@ -15,15 +15,15 @@ from router.policy import Policy
 
 Result = dict[str, Any]
 """One run: of a policy under a load made from a seed, for a number of instances."""
-KEY = ("steps", "load", "policy", "instances", "seed")
+KEY = ("steps", "load", "policy", "instances", "seed", "repeat")
 """What names a run in a file of results. ``steps``: whose they are, a machine's name."""
 POLICIES = [policy.value for policy in Policy] + list(BASELINES)
 MOST_BEHIND = 1.03
 FIGURES = ("ttft_p50", "ttft_p99")
 
 
-def key_of(steps: str, load: str, policy: str, instances: int, seed: int) -> dict[str, Any]:
-    return dict(zip(KEY, (steps, load, policy, instances, seed), strict=True))
+def key_of(steps: str, load: str, policy: str, instances: int, seed: int, repeat: int = 0) -> dict[str, Any]:
+    return dict(zip(KEY, (steps, load, policy, instances, seed, repeat), strict=True))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -63,10 +63,11 @@ def _place(result: Result) -> tuple[str, int, int, int]:
 
 
 def ratios(here: Sequence[Result], figure: str, others: Iterable[str]) -> list[float]:
-    """For each seed, the figure of prefix_aware over that of whoever was the best under this seed."""
-    seeds: dict[int, dict[str, float]] = {}
+    """For each seed, the figure of prefix_aware over that of whoever was the best under this seed; for each
+    time that it was run."""
+    seeds: dict[tuple[int, int], dict[str, float]] = {}
     for each in here:
-        seeds.setdefault(each["seed"], {})[each["policy"]] = each[figure]
+        seeds.setdefault((each["seed"], each["repeat"]), {})[each["policy"]] = each[figure]
     compared = [
         values
         for values in seeds.values()
@@ -76,6 +77,16 @@ def ratios(here: Sequence[Result], figure: str, others: Iterable[str]) -> list[f
         values["prefix_aware"] / min(values[name] for name in ("prefix_aware", *others) if name in values)
         for values in compared
     ]
+
+
+def noise(here: Sequence[Result], figure: str) -> float | None:
+    """How far a run is from another one of the same policy under the same seed: the median of the larger over
+    the smaller. None if nothing was run twice."""
+    runs: dict[tuple[int, str], list[float]] = {}
+    for each in here:
+        runs.setdefault((each["seed"], each["policy"]), []).append(each[figure])
+    found = [max(values) / min(values) for values in runs.values() if len(values) > 1]
+    return median(found) if found else None
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -94,9 +105,12 @@ def verdict(results: Sequence[Result]) -> list[str]:
             }
             best = min(lowest, key=lambda name: lowest[name])
             mark = "ok" if median(found) <= MOST_BEHIND else "WORSE"
+            again = noise(here, figure)
+            again_text = "" if again is None else f"; two runs of the same differ {again:.2f} times"
             lines.append(
                 f"{steps:12.12} {size:3} instances  {load:14} {figure}: {median(found):.3f} of the best "
-                f"({min(found):.3f} to {max(found):.3f}, {len(found)} seeds; best other {best})  {mark}"
+                f"({min(found):.3f} to {max(found):.3f}, {len(found)} seeds; best other {best}{again_text})  "
+                f"{mark}"
             )
     return lines
 
@@ -135,7 +149,8 @@ def _ratio_cell(here: Sequence[Result]) -> str:
     for figure in FIGURES:
         if found := ratios(here, figure, BASELINES):
             spread = f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else ""
-            parts.append(f"{median(found):.3f}{spread}")
+            again = noise(here, figure)
+            parts.append(f"{median(found):.3f}{spread}" + (f" ±{again:.2f}x" if again is not None else ""))
     return " / ".join(parts)
 
 

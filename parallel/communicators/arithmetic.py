@@ -41,14 +41,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def rows_like(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """An empty tensor of so many rows of the same kind; the fastest of several ways to make it."""
-    shape = tensor.shape
-    if shape[0] == rows:
-        return torch.empty_like(tensor)
-    return tensor.new_empty(rows) if len(shape) == 1 else tensor.new_empty((rows, *shape[1:]))
-
-
 def check_sizes(what: str, sizes: Sequence[int], size: int) -> int:
     """One number of rows for each member; returns their sum."""
     if len(sizes) != size or min(sizes) < 0:

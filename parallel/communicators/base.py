@@ -5,7 +5,17 @@ Every call is collective (all members make the same calls in the same order) and
 dies, does not come within the timeout, or somebody calls :meth:`Communicator.abort`, the call raises
 :class:`CollectiveError` on every member that waits, and the communicator is of no use any more.
 
-Sizes may be zero on some members, or on all. What a call returns is always memory of the caller's own.
+Sizes may be zero on some members, or on all. What a call returns is memory of the caller's own, unless its
+name ends in ``view`` or ``views``. Those may return memory that other members read and write, which saves
+copies:
+
+- A view is only read, never written.
+- It lasts while this member makes its next two calls for views of this group, of either kind, and may be
+  given to them. When the second of them returns it is over: what it shows may change at any time. Other calls
+  do not count. Who needs it for longer copies it in time.
+- A failure or the end of the group changes nothing about that.
+
+Transports without common memory return ordinary tensors there.
 """
 
 from __future__ import annotations
@@ -52,6 +62,10 @@ class Communicator(Protocol):
         """Parts [sizes[rank], ...] of all members, concatenated by rank: [sum(sizes), ...]."""
         ...
 
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """As :meth:`all_gather`; what it returns may be a view."""
+        ...
+
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Sum of all members' ``whole`` [sum(sizes), ...], in rank order; each gets its part
         [sizes[rank], ...]."""
@@ -62,6 +76,13 @@ class Communicator(Protocol):
     ) -> torch.Tensor:
         """Rows of ``outgoing`` [sum(send_sizes), ...] go to the members in rank order; returns what came,
         [sum(receive_sizes), ...], in rank order. ``receive_sizes[r]`` must be what r sends to this one."""
+        ...
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """As :meth:`all_to_all`, but what came from each member by itself: [receive_sizes[r], ...] for each
+        rank r. These may be views, and what this member gives itself may be part of ``outgoing``."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

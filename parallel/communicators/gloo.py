@@ -229,6 +229,9 @@ class GlooCommunicator:
         self._exchange("all_gather", self._to_all(part), self._from_all(parts))
         return whole
 
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self.all_gather(part, sizes)
+
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         check_sizes("reduce_scatter", sizes, self.size)
         check_rows("reduce_scatter", whole, sum(sizes))
@@ -252,6 +255,12 @@ class GlooCommunicator:
         received[self.rank].copy_(sent[self.rank])
         self._exchange("all_to_all", self._from_all(sent), self._from_all(received))
         return incoming
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        incoming = self.all_to_all(outgoing, send_sizes, receive_sizes)
+        return list(incoming.split(list(receive_sizes)))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = plain(tensor).reshape(-1)

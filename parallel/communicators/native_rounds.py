@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 
 from parallel import compiler
-from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds, region_bytes
+from parallel.communicators.arithmetic import even_sizes
+from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.slots import Layout, Slots
 from parallel.communicators.standing import Standing
 
@@ -42,7 +44,6 @@ _KINDS = {
     torch.int64: 7,
 }
 _GIVEN_UP, _OTHER_CALL = 1, 2  # outcomes of a call; 0: done, 3: other bytes
-_CALL_WORDS = 5
 _MOST_INTS = 512
 _LONGEST_BUDGET = 2e-3
 
@@ -55,23 +56,34 @@ class _Group(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in ("rank", "size", "slot_bytes", "region_bytes", "two_step_bytes")
+            for name in (
+                "rank", "size", "slot_bytes", "region_bytes", "view_bytes", "view_region_bytes",
+                "own_bytes", "two_step_bytes",
+            )
         ),
         *(
             (name, ctypes.c_int64)
             for name in (
-                "counter", "notes", "announced", "sent", "envelopes", "taken", "slots", "letters",
+                "counter", "notes", "announced", "sent", "envelopes", "taken", "slots", "letters", "views",
             )
         ),
-        *((name, ctypes.c_void_p) for name in ("members", "terms", "call")),
+        *((name, ctypes.c_void_p) for name in ("members", "terms")),
         ("check", _Check),
         ("crowded", ctypes.c_int64),
         ("budget", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("known", "letters_sent")),
+        *((name, ctypes.c_int64) for name in ("known", "num_views", "letters_sent")),
         ("letter_user", ctypes.c_int64 * 2),
         ("letter_number", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("culprit", "found", "expected")),
     ]  # fmt: skip
+
+
+_ARGUMENTS = {
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_gather_ints"), 3),
+    **dict.fromkeys(("all_gather_view", "all_to_all_views"), 2),
+    **dict.fromkeys(("broadcast", "send", "receive"), 4),
+}
+"""How many each call has: addresses and numbers alike are 64 bits."""
 
 
 class Library:
@@ -81,12 +93,10 @@ class Library:
         if loaded.lockstep_group_bytes() != ctypes.sizeof(_Group):
             raise OSError("collectives.cpp and native_rounds.py do not fit each other")
         self.calls: dict[str, Any] = {}
-        for name in (
-            "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
-            "send", "receive",
-        ):  # fmt: skip
+        for name, given in _ARGUMENTS.items():
             self.calls[name] = getattr(loaded, f"lockstep_{name}")
-            self.calls[name].restype = ctypes.c_int64  # no types of arguments: they are given as C objects
+            self.calls[name].restype = ctypes.c_int64
+            self.calls[name].argtypes = (ctypes.c_int64,) * given
         self.kinds = {
             dtype: kind for dtype, kind in _KINDS.items() if loaded.lockstep_sums(ctypes.c_int64(kind))
         }
@@ -138,101 +148,90 @@ class NativeRounds(Rounds):
     ) -> None:
         super().__init__(rank, layout, members, standing, crowded=crowded)
         size = layout.size
-        self._kinds = library.kinds
-        self._arguments = (ctypes.c_int64 * (_CALL_WORDS + 2 * size))()
-        self._pack = struct.Struct(f"={_CALL_WORDS}q").pack_into
-        self._pack_sizes = struct.Struct(f"={_CALL_WORDS + size}q").pack_into
-        self._pack_two_sizes = struct.Struct(f"={_CALL_WORDS + 2 * size}q").pack_into
-        self._ints = (ctypes.c_int64 * (size * _MOST_INTS))()
-        self._ints_at = ctypes.addressof(self._ints)
-        self._rows: dict[int, tuple[struct.Struct, struct.Struct]] = {}
+        self._library = library
+        self._ints: dict[int, tuple[Any, int, Callable[..., None]]] = {}
         self._errors: list[BaseException] = []
         self._addresses = (ctypes.c_int64 * size)(*(member.address for member in members))
         self._terms = (ctypes.c_int64 * size)()
         self._group = _Group(
-            rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=region_bytes(layout),
-            two_step_bytes=TWO_STEP_BYTES, counter=layout.counter, notes=layout.notes,
+            rank=rank, size=size, slot_bytes=layout.slot_bytes, region_bytes=layout.region_bytes,
+            view_bytes=layout.view_bytes, view_region_bytes=layout.view_region_bytes,
+            own_bytes=layout.own_bytes, two_step_bytes=TWO_STEP_BYTES, counter=layout.counter,
+            notes=layout.notes,
             announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken,
-            slots=layout.slots,
-            letters=layout.letters, members=ctypes.addressof(self._addresses),
-            terms=ctypes.addressof(self._terms), call=ctypes.addressof(self._arguments),
+            slots=layout.slots, letters=layout.letters, views=layout.views,
+            members=ctypes.addressof(self._addresses), terms=ctypes.addressof(self._terms),
             check=_checking(standing, self._errors), crowded=crowded, budget=_LONGEST_BUDGET,
             letter_user=(-1, -1),
         )  # fmt: skip
-        self._at = ctypes.byref(self._group)
+        self._at = ctypes.c_int64(ctypes.addressof(self._group))
         calls = library.calls
-        self._all_gather_ints, self._all_gather = calls["all_gather_ints"], calls["all_gather"]
-        self._reduce_scatter, self._all_to_all = calls["reduce_scatter"], calls["all_to_all"]
-        self._all_reduce, self._broadcast = calls["all_reduce"], calls["broadcast"]
+        self._all_gather_ints, self._broadcast = calls["all_gather_ints"], calls["broadcast"]
         self._send, self._receive = calls["send"], calls["receive"]
+
+    def prepare(
+        self,
+        call: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        receive_sizes: Sequence[int] = (),
+    ) -> Callable[..., Any]:
+        kind = self._library.kinds.get(dtype)
+        if kind is None:
+            if call in ("all_reduce", "reduce_scatter"):
+                return super().prepare(call, shape, dtype, sizes, receive_sizes)
+            kind = 0
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        if call == "all_reduce":
+            elements, row_bytes = math.prod(shape), dtype.itemsize
+            sizes = even_sizes(elements, self.size)
+        words = (ctypes.addressof(self._group), row_bytes, kind, *sizes, *receive_sizes)
+        return self._calling(self._library.calls[call], (ctypes.c_int64 * len(words))(*words))
+
+    def _calling(self, function: Any, block: ctypes.Array[ctypes.c_int64]) -> Callable[..., Any]:
+        """The native function with the block that says what does not change from call to call."""
+        at, fail = ctypes.c_int64(ctypes.addressof(block)), self._fail
+
+        def run(
+            given: torch.Tensor, result: torch.Tensor, block: ctypes.Array[ctypes.c_int64] = block
+        ) -> None:  # which keeps the block
+            if outcome := function(at, given.data_ptr(), result.data_ptr()):
+                fail(outcome)
+
+        def run_for_view(given: torch.Tensor, block: ctypes.Array[ctypes.c_int64] = block) -> int:
+            buffer: int = function(at, given.data_ptr())
+            if buffer < 0:
+                fail(-buffer)
+            return buffer
+
+        return run if len(function.argtypes) == 3 else run_for_view
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         width = len(row)
         if width > _MOST_INTS:
             return super().all_gather_ints(row)
-        if width not in self._rows:
-            self._rows[width] = struct.Struct(f"={width}q"), struct.Struct(f"={width * self.size}q")
-        one, all_rows = self._rows[width]
+        if width not in self._ints:
+            room = (ctypes.c_int64 * max(1, self.size * width))()
+            self._ints[width] = room, ctypes.addressof(room), struct.Struct(f"={width}q").pack_into
+        room, address, pack = self._ints[width]
         num_bytes = 8 * width
-        one.pack_into(self._ints, self.rank * num_bytes, *row)
-        self._pack(self._arguments, 0, 0, self._ints_at, num_bytes, 0, 0)
-        if outcome := self._all_gather_ints(self._at):
+        pack(room, self.rank * num_bytes, *row)
+        if outcome := self._all_gather_ints(self._at, address, num_bytes):
             self._fail(outcome)
-        numbers = all_rows.unpack_from(self._ints)
-        return [list(numbers[width * rank : width * (rank + 1)]) for rank in range(self.size)]
-
-    def all_gather(self, part: torch.Tensor, whole: torch.Tensor, sizes: Sequence[int]) -> None:
-        self._pack_sizes(self._arguments, 0, part.data_ptr(), whole.data_ptr(), whole.nbytes, 0, 0, *sizes)
-        if outcome := self._all_gather(self._at):
-            self._fail(outcome)
-
-    def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
-        kind = self._kinds.get(whole.dtype)
-        if kind is None:
-            return super().reduce_scatter(whole, total, sizes)
-        self._pack_sizes(
-            self._arguments, 0, whole.data_ptr(), total.data_ptr(), whole.nbytes, 0, kind, *sizes
-        )
-        if outcome := self._reduce_scatter(self._at):
-            self._fail(outcome)
-        return None
-
-    def all_to_all(
-        self,
-        outgoing: torch.Tensor,
-        incoming: torch.Tensor,
-        send_sizes: Sequence[int],
-        receive_sizes: Sequence[int],
-    ) -> None:
-        self._pack_two_sizes(
-            self._arguments, 0, outgoing.data_ptr(), incoming.data_ptr(), outgoing.nbytes, incoming.nbytes, 0,
-            *send_sizes, *receive_sizes,
-        )  # fmt: skip
-        if outcome := self._all_to_all(self._at):
-            self._fail(outcome)
-
-    def all_reduce(self, given: torch.Tensor, total: torch.Tensor) -> None:
-        kind = self._kinds.get(given.dtype)
-        if kind is None:
-            return super().all_reduce(given, total)
-        self._pack(self._arguments, 0, given.data_ptr(), total.data_ptr(), given.nbytes, given.itemsize, kind)
-        if outcome := self._all_reduce(self._at):
-            self._fail(outcome)
-        return None
+        numbers: list[int] = room[:]
+        return [numbers[width * rank : width * (rank + 1)] for rank in range(self.size)]
 
     def broadcast(self, data: torch.Tensor, source: int) -> None:
-        self._pack(self._arguments, 0, 0, data.data_ptr(), data.nbytes, source, 0)
-        if outcome := self._broadcast(self._at):
+        if outcome := self._broadcast(self._at, data.data_ptr(), data.nbytes, source):
             self._fail(outcome)
 
     def send(self, given: torch.Tensor, to: int) -> None:
-        self._pack(self._arguments, 0, given.data_ptr(), 0, given.nbytes, to, 0)
-        if outcome := self._send(self._at):
+        if outcome := self._send(self._at, given.data_ptr(), given.nbytes, to):
             self._fail(outcome)
 
     def receive(self, data: torch.Tensor, source: int) -> None:
-        self._pack(self._arguments, 0, 0, data.data_ptr(), data.nbytes, source, 0)
-        if outcome := self._receive(self._at):
+        if outcome := self._receive(self._at, data.data_ptr(), data.nbytes, source):
             self._fail(outcome)
 
     def _fail(self, outcome: int) -> NoReturn:

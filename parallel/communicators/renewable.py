@@ -59,6 +59,10 @@ class RenewableCommunicator:
         whole: torch.Tensor = self._call("all_gather", part, sizes)
         return whole
 
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        whole: torch.Tensor = self._call("all_gather_view", part, sizes)
+        return whole
+
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         part: torch.Tensor = self._call("reduce_scatter", whole, sizes)
         return part
@@ -68,6 +72,12 @@ class RenewableCommunicator:
     ) -> torch.Tensor:
         incoming: torch.Tensor = self._call("all_to_all", outgoing, send_sizes, receive_sizes)
         return incoming
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        parts: list[torch.Tensor] = self._call("all_to_all_views", outgoing, send_sizes, receive_sizes)
+        return parts
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = self._call("all_reduce", tensor)

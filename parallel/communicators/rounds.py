@@ -10,19 +10,25 @@ not, and the communicator refuses to be made.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
-from parallel.communicators.slots import LINE_BYTES, Layout, Slots, span_of, spans_of
+from parallel.communicators.slots import VIEWS, Layout, Slots, span_of, spans_of
 from parallel.communicators.standing import Standing
 from parallel.communicators.waiting import Patience
 
 TWO_STEP_BYTES = 64 << 10
 """Tensors of more bytes are reduced in parts, if there are more than two members."""
-CALLS = ("all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")
+CALLS = (
+    "all_gather_ints", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast",
+    "all_gather_view", "all_to_all_views",
+)  # fmt: skip
 
 
 class Rounds:
@@ -35,13 +41,32 @@ class Rounds:
     ) -> None:
         self.rank, self.size = rank, layout.size
         self._slot_bytes = layout.slot_bytes
-        self._region_bytes = region_bytes(layout)
+        self._region_bytes = layout.region_bytes
+        self._layout = layout
+        self._num_views = 0
         self._members = members
         self._standing = standing
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._patience = Patience(crowded)
         self._letters = 0
         self._letter_users: list[tuple[int, int] | None] = [None, None]
+
+    def prepare(
+        self,
+        call: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        receive_sizes: Sequence[int] = (),
+    ) -> Callable[..., Any]:
+        """The method of this name, for what is given in tensors of this shape and type, cut into these sizes;
+        only tensors are left to be given."""
+        method = getattr(self, call)
+        if call == "all_reduce":
+            return partial(method)
+        if receive_sizes:
+            return partial(method, send_sizes=sizes, receive_sizes=receive_sizes)
+        return partial(method, sizes=sizes)
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of 64-bit integers, by rank."""
@@ -120,6 +145,45 @@ class Rounds:
                 received[peer].copy_from(self._place(peer, slot, self.rank), low, step)
             low += step
 
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> int:
+        """This member's part to where the parts of all are side by side: in the segment of rank 0. Returns
+        the buffer."""
+        row_bytes = math.prod(part.shape[1:]) * part.itemsize
+        note = _note("all_gather_view", sum(sizes) * row_bytes)
+        slot, buffer = self._take_slot(), self._take_view()
+        place = self._members[0].address + self._layout.view_at(buffer)
+        span_of(part).copy_to(place + sum(sizes[: self.rank]) * row_bytes)
+        self._publish(slot, note)
+        for peer in self._peers:
+            self._await_round(peer, slot, note)
+        return buffer
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> int:
+        """What goes to others to this member's segment, and its own part if that is small. Returns the
+        buffer, or :data:`VIEWS` if what somebody gives does not fit."""
+        note = _note("all_to_all_views", 0)
+        row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
+        sent = spans_of(outgoing, send_sizes)
+        slot, buffer = self._take_slot(), self._take_view()
+        fits = all(sent[peer].length <= self._layout.view_region_bytes for peer in self._peers)
+        own = self._members[self.rank]
+        own.announced[slot][0] = fits
+        for peer in self._peers:
+            own.announced[slot][1 + peer] = sent[peer].length
+            if fits:
+                sent[peer].copy_to(own.address + self._layout.view_at(buffer, peer))
+        if sent[self.rank].length <= self._layout.own_bytes:
+            sent[self.rank].copy_to(own.address + self._layout.view_at(buffer, self.rank))
+        self._publish(slot, note)
+        for peer in self._peers:
+            self._await_round(peer, slot, note)
+            announced = self._members[peer].announced[slot]
+            self._check_bytes(peer, announced[1 + self.rank], receive_sizes[peer] * row_bytes)
+            fits = fits and announced[0] == 1
+        return buffer if fits else VIEWS
+
     def all_reduce(self, given: torch.Tensor, total: torch.Tensor) -> None:
         """The sum over all members to the total."""
         if self.size > 2 and given.nbytes > TWO_STEP_BYTES:
@@ -189,6 +253,12 @@ class Rounds:
             self._await(peer, self._members[peer].counter, done)
         return (done + 1) % 2
 
+    def _take_view(self) -> int:
+        """The next buffer for views, when :meth:`_take_slot` has let this member go on: whoever began the
+        call before this one does not read what was in it any more."""
+        self._num_views += 1
+        return (self._num_views - 1) % VIEWS
+
     def _publish(self, slot: int, note: int) -> None:
         own = self._members[self.rank]
         own.notes[slot] = note
@@ -237,11 +307,6 @@ class Rounds:
     def _fail_on_note(self, rank: int, note: int) -> None:
         num_bytes, call = divmod(note, len(CALLS))
         self._standing.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
-
-
-def region_bytes(layout: Layout) -> int:
-    """Of a slot, what is for one member."""
-    return layout.slot_bytes // layout.size // LINE_BYTES * LINE_BYTES
 
 
 def _note(call: str, num_bytes: int) -> int:

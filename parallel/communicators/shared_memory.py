@@ -7,35 +7,45 @@ for round k + 1: two slots suffice, and nobody ever acknowledges anything. Tenso
 several rounds. What the members must agree on stands beside each slot (the note), so that calls that do not
 belong together end in an error and not in wrong numbers.
 
+Calls for views leave data where it was written. There are three buffers for them, used in turn: of an
+all-gather the one of rank 0, in which all write their parts side by side; of an all-to-all each member's own,
+with a region for each of the others. They take one round each. Call v writes over what call v - 3 left once
+all have published the round of call v - 1: they have begun it, and so are done with the views of call v - 3,
+by the contract, which gives those to call v - 1 at the latest, and calls read what they are given before they
+publish.
+
 Send and receive have two slots of their own (letters), since only two members take part in them.
 
 The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
-compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. See
-``waiting`` for how a member waits, ``standing`` for when it gives up, ``segments`` for the memory and
-``slots`` for how it is cut.
+compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
+can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``standing`` for when it
+gives up, ``segments`` for the memory and ``slots`` for how it is cut.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import msgspec
 import torch
 from torch.distributed import Store
 
-from parallel.communicators.arithmetic import check_own, check_rows, check_sizes, plain, rows_like
+from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.native_rounds import load, make_rounds
+from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.rendezvous import exchange
-from parallel.communicators.rounds import Rounds
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
-from parallel.communicators.slots import Layout, Slots
+from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.communicators.standing import Standing
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
 """Of each of the two slots and two letters of a member; memory is used as far as tensors fill them."""
+VIEW_BYTES = 64 << 20
+"""Of each of the three buffers for views; as far as they are filled, again."""
 ARENA_BYTES = 1 << 30
 """Of what each member has besides, for native code; memory is used as far as it is written."""
 
@@ -53,6 +63,7 @@ class SharedMemoryCommunicator:
         should_stop: Callable[[], bool] | None = None,
         forming_timeout: float | None = None,
         slot_bytes: int = SLOT_BYTES,
+        view_bytes: int = VIEW_BYTES,
         arena_bytes: int = ARENA_BYTES,
         native: bool = True,
     ) -> None:
@@ -68,18 +79,17 @@ class SharedMemoryCommunicator:
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
         self._standing = Standing(rank, timeout, should_stop)
         self._members: list[Slots] = []
-        self._rounds: Rounds | None = None
+        self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
-        layout = Layout.of(size, slot_bytes, arena_bytes)
+        layout = Layout.of(size, slot_bytes, view_bytes, arena_bytes)
         patience = timeout if forming_timeout is None else forming_timeout
         try:
             own = OwnSegment(layout.num_bytes)
             try:
                 self._members = self._map(store, patience, own, layout, should_stop)
-                self._rounds = make_rounds(
-                    library, rank, layout, self._members, self._standing, self.is_crowded
-                )
-                self._rounds.all_gather_ints([rank])  # whoever took part has mapped everything
+                rounds = make_rounds(library, rank, layout, self._members, self._standing, self.is_crowded)
+                self._plans = Plans(rank, layout, self._members, rounds)
+                rounds.all_gather_ints([rank])  # whoever took part has mapped everything
             finally:
                 own.conceal()
         except BaseException:
@@ -126,53 +136,58 @@ class SharedMemoryCommunicator:
     # ---- the contract
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
-        return self._begin("all_gather_ints").all_gather_ints(row)
+        return self._begin("all_gather_ints").rounds.all_gather_ints(row)
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        total = check_sizes("all_gather", sizes, self.size)
-        check_rows("all_gather", part, sizes[self.rank])
-        part = plain(part)
-        whole = rows_like(part, total)
-        self._begin("all_gather").all_gather(part, whole, sizes)
-        return whole
+        return self._into_new("all_gather", part, sizes)
+
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        plans, plan, given = self._start("all_gather_view", part, sizes)
+        if not plan.fits:
+            return self.all_gather(given, sizes)
+        buffer = plan.run(given)
+        whole: torch.Tensor | None = plan.views[buffer]
+        return plans.whole(plan, buffer) if whole is None else whole
 
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        check_rows("reduce_scatter", whole, check_sizes("reduce_scatter", sizes, self.size))
-        whole = plain(whole)
-        total = rows_like(whole, sizes[self.rank])
-        self._begin("reduce_scatter").reduce_scatter(whole, total, sizes)
-        return total
+        return self._into_new("reduce_scatter", whole, sizes)
 
     def all_to_all(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> torch.Tensor:
-        check_rows("all_to_all", outgoing, check_sizes("all_to_all", send_sizes, self.size))
-        total = check_sizes("all_to_all", receive_sizes, self.size)
-        check_own("all_to_all", send_sizes[self.rank], receive_sizes[self.rank])
-        outgoing = plain(outgoing)
-        incoming = rows_like(outgoing, total)
-        self._begin("all_to_all").all_to_all(outgoing, incoming, send_sizes, receive_sizes)
-        return incoming
+        return self._into_new("all_to_all", outgoing, send_sizes, receive_sizes)
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        plans, plan, given = self._start("all_to_all_views", outgoing, send_sizes, receive_sizes)
+        buffer = plan.run(given)
+        if buffer == VIEWS:  # all know by now that what somebody gives is too large
+            # That takes more than one round, so who goes on to the next call has seen that all others are
+            # done with what they gave.
+            incoming = self.all_to_all(given, send_sizes, receive_sizes)
+            return list(incoming.split(list(receive_sizes)))
+        parts: list[torch.Tensor] = (plan.views[buffer] or plans.parts(plan, buffer)).copy()
+        if plan.own is not None:
+            parts[self.rank] = given[plan.own]
+        return parts
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        given = plain(tensor)
-        total = torch.empty_like(given)
-        self._begin("all_reduce").all_reduce(given, total)
-        return total
+        return self._into_new("all_reduce", tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         given = plain(tensor)
         result = given.clone() if source == self.rank else torch.empty_like(given)
-        self._begin("broadcast").broadcast(result, source)
+        self._begin("broadcast").rounds.broadcast(result, source)
         return result
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         given = plain(tensor)
-        self._begin("send").send(given, to)
+        self._begin("send").rounds.send(given, to)
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         result = torch.empty_like(plain(like))
-        self._begin("receive").receive(result, source)
+        self._begin("receive").rounds.receive(result, source)
         return result
 
     def abort(self) -> None:
@@ -180,21 +195,53 @@ class SharedMemoryCommunicator:
 
     def close(self) -> None:
         self._standing.close()
-        self._members, self._rounds = [], None
+        self._members, self._plans = [], None
 
-    def _begin(self, call: str) -> Rounds:
-        """Its deadline counts from now. Who holds the rounds holds the memory, whoever closes this."""
-        rounds = self._rounds
+    def _into_new(
+        self, call: str, given: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """The call of this name, with its result in a new tensor."""
+        _, plan, given = self._start(call, given, sizes, receive_sizes)
+        result = torch.empty_like(given) if plan.alike else given.new_empty(plan.fresh)
+        plan.run(given, result)
+        return result
+
+    def _start(
+        self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
+    ) -> tuple[Plans, Plan, torch.Tensor]:
+        """A call begins: its plan, and the tensor as the transport wants it. Written for speed: this is most
+        of what a small tensor takes."""
+        plans = self._plans or self._closed(call)
+        plan = plans.last.get(call)
+        if (
+            plan is None
+            or sizes != plan.sizes
+            or receive_sizes != plan.receive_sizes
+            or tensor.shape != plan.shape
+            or tensor.dtype is not plan.dtype
+        ):
+            plan = plans.find(call, tensor, sizes, receive_sizes)
+        if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
+            tensor = plain(tensor)
         self._standing.begin(call)
-        assert rounds is not None, "it is open"
-        return rounds
+        return plans, plan, tensor
+
+    def _begin(self, call: str) -> Plans:
+        """Its deadline counts from now. Who holds the plans holds the memory, whoever closes this."""
+        plans = self._plans or self._closed(call)
+        self._standing.begin(call)
+        return plans
+
+    def _closed(self, call: str) -> NoReturn:
+        self._standing.begin(call)
+        raise AssertionError("it is open")
 
     # ---- for native code that exchanges by itself
 
     @property
     def is_native(self) -> bool:
         """Whether collectives are calls into C++."""
-        return self._rounds is not None and self._rounds.is_native
+        return self._plans is not None and self._plans.rounds.is_native
 
     @property
     def arenas(self) -> list[Slots]:

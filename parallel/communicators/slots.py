@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,11 @@ _WORD_BYTES = 8
 LINE_BYTES = 64
 """Of a cache line. Words that different members wait for stand on different ones."""
 _PAGE_BYTES = 4096
+OWN_BYTES = 16 << 10
+"""What a member of an all-to-all for views gives itself is copied, too, up to so many bytes: that takes less
+than to cut a tensor."""
+VIEWS = 3
+"""Buffers for results that are read where they were written: see ``shared_memory``."""
 
 
 class Layout(NamedTuple):
@@ -36,21 +42,46 @@ class Layout(NamedTuple):
     slots: int
     """Two of them, then two for letters."""
     letters: int
+    view_bytes: int
+    views: int
+    """:data:`VIEWS` buffers of ``view_bytes``."""
     arena: int
     num_bytes: int
 
     @classmethod
-    def of(cls, size: int, slot_bytes: int, arena_bytes: int = 0) -> Layout:
+    def of(cls, size: int, slot_bytes: int, view_bytes: int, arena_bytes: int = 0) -> Layout:
+        if view_bytes < slot_bytes:
+            raise ValueError("a buffer for views cannot be smaller than a slot")
         announced = 2 * LINE_BYTES
         sent = announced + 2 * _lines(1 + size) * LINE_BYTES
         envelopes, taken, end = (sent + each * size * LINE_BYTES for each in (1, 2, 3))
         slots = -(-end // _PAGE_BYTES) * _PAGE_BYTES
         letters = slots + 2 * slot_bytes
-        arena = letters + 2 * slot_bytes
+        views = letters + 2 * slot_bytes
+        arena = views + VIEWS * view_bytes
         return cls(
             size, slot_bytes, 0, _WORD_BYTES, LINE_BYTES, announced, sent, envelopes, taken, slots, letters,
-            arena, arena + arena_bytes,
+            view_bytes, views, arena, arena + arena_bytes,
         )  # fmt: skip
+
+    def view_at(self, buffer: int, region: int = 0) -> int:
+        """Where a buffer for views begins, or what in it is for one member."""
+        return self.views + buffer * self.view_bytes + region * self.view_region_bytes
+
+    @property
+    def region_bytes(self) -> int:
+        """Of a slot, what is for one member."""
+        return _region_bytes(self.slot_bytes, self.size)
+
+    @property
+    def view_region_bytes(self) -> int:
+        """Of a buffer for views, what is for one member."""
+        return _region_bytes(self.view_bytes, self.size)
+
+    @property
+    def own_bytes(self) -> int:
+        """See :data:`OWN_BYTES`."""
+        return min(OWN_BYTES, self.view_region_bytes)
 
 
 class Slots:
@@ -92,6 +123,14 @@ class Slots:
         self.arena = self.address + layout.arena
         """Address of memory whose use is up to the group's owner: see the communicator."""
         self.arena_bytes = layout.num_bytes - layout.arena
+
+    def rows(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that lies ``at`` this byte; it keeps the memory mapped."""
+        count = math.prod(shape)
+        with torch.inference_mode(False):  # it may be kept, and used in either mode
+            if count == 0:
+                return torch.empty(shape, dtype=dtype)
+            return torch.frombuffer(self.memory, dtype=dtype, offset=at, count=count).view(*shape)
 
     def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """A slot as a tensor: [elements that fit]."""
@@ -138,3 +177,7 @@ def spans_of(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Span]:
 def _lines(number: int) -> int:
     """Cache lines for this many words."""
     return -(-number * _WORD_BYTES // LINE_BYTES)
+
+
+def _region_bytes(num_bytes: int, size: int) -> int:
+    return num_bytes // size // LINE_BYTES * LINE_BYTES

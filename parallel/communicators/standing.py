@@ -32,7 +32,8 @@ class Standing:
         self._timeout = timeout
         self._should_stop = should_stop
         self._call = "forming the group"
-        self._deadline = time.monotonic() + timeout
+        self._deadline: float | None = None
+        """Of the call; reckoned when it first waits for long, since most do not."""
         self._states: dict[int, memoryview] = {}
 
     def know(self, rank: int, state: memoryview) -> None:
@@ -51,8 +52,7 @@ class Standing:
         """
         if self.reason is not None:
             raise self._error(call)
-        self._call = call
-        self._deadline = time.monotonic() + self._timeout
+        self._call, self._deadline = call, None
 
     def check(self, rank: int, has_arrived: Callable[[], bool]) -> None:
         """To be called every few milliseconds while waiting for member ``rank``.
@@ -86,7 +86,9 @@ class Standing:
                 return f"rank {peer} has given up because of rank {blamed}", blamed, "closed"
         if states[rank] == _CLOSED:
             return f"rank {rank} has closed its end", rank, "closed"
-        if time.monotonic() > self._deadline:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._timeout
+        elif time.monotonic() > self._deadline:
             return f"rank {rank} did not come within {self._timeout:g} s", rank, "deadline"
         return None
 

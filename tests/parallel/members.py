@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from parallel.communicators import CollectiveError, Communicator
 from parallel.communicators.native_rounds import load
-from parallel.communicators.shared_memory import SLOT_BYTES, SharedMemoryCommunicator
+from parallel.communicators.shared_memory import SLOT_BYTES, VIEW_BYTES, SharedMemoryCommunicator
 from parallel.groups import form, open_store
 
 PATIENCE = 20.0  # seconds for everything that should work
@@ -53,6 +53,7 @@ class Member:
                 size,
                 timeout=timeout,
                 slot_bytes=SLOT_BYTES if self.backend == "python" else SMALL_SLOT,
+                view_bytes=VIEW_BYTES if self.backend == "python" else 4 * SMALL_SLOT,
                 native=native,
             )
             assert group.is_native == (native and load() is not None)
@@ -131,11 +132,15 @@ def check_exchanges(
     sizes = [size() for _ in ranks]
     parts = [numbers(chance, n, dtype, shape) for n in sizes]
     assert torch.equal(group.all_gather(parts[rank], sizes), torch.cat(parts))
+    assert torch.equal(group.all_gather_view(parts[rank], sizes), torch.cat(parts))
 
     table = [[size() for _ in ranks] for _ in ranks]  # from, to
     given = [numbers(chance, sum(row), dtype, shape) for row in table]
     received = group.all_to_all(given[rank], table[rank], [row[rank] for row in table])
-    assert torch.equal(received, torch.cat([given[r].split(table[r])[rank] for r in ranks]))
+    expected = [given[r].split(table[r])[rank] for r in ranks]
+    assert torch.equal(received, torch.cat(expected))
+    views = group.all_to_all_views(given[rank], table[rank], [row[rank] for row in table])
+    assert all(torch.equal(view, part) for view, part in zip(views, expected, strict=True))
 
     source = chance.randrange(group.size)
     told = [numbers(chance, most, dtype, shape) for _ in ranks]
@@ -167,6 +172,8 @@ def check_nothing(group: Communicator) -> None:
     for _ in range(3):
         assert group.all_gather(nothing, zeros).shape == (0, 3)
         assert group.all_to_all(nothing, zeros, zeros).shape == (0, 3)
+        assert group.all_gather_view(nothing, zeros).shape == (0, 3)
+        assert [view.shape for view in group.all_to_all_views(nothing, zeros, zeros)] == [(0, 3)] * group.size
         assert group.reduce_scatter(nothing, zeros).shape == (0, 3)
         assert group.all_reduce(nothing).shape == (0, 3)
         assert group.broadcast(nothing, 0).shape == (0, 3)
@@ -179,6 +186,7 @@ def check_forms_of_tensors(group: Communicator) -> None:
     across = torch.arange(12.0).reshape(3, 4).t()
     assert torch.equal(group.all_reduce(across), across * group.size)
     assert torch.equal(group.all_gather(across[:, 1:2].t(), ones), across[:, 1].expand(group.size, 4))
+    assert torch.equal(group.all_gather_view(across[:, 1:2].t(), ones), across[:, 1].expand(group.size, 4))
     assert group.all_reduce(torch.tensor(2.5)).shape == ()
     assert not group.all_reduce(torch.ones(2, requires_grad=True)).requires_grad
     tensor = torch.ones(3)
@@ -220,6 +228,8 @@ def crowd_of_members(member: Member) -> None:
     for turn in range(40):
         tensor = torch.full((3,), float(turn + member.rank))
         assert group.all_reduce(tensor)[0] == sum(range(turn, turn + member.size))
+        everybody = group.all_to_all_views(tensor[:1].expand(member.size), *[[1] * member.size] * 2)
+        assert torch.cat(everybody).tolist() == [float(turn + rank) for rank in range(member.size)]
         assert group.all_gather(tensor[:1], [1] * member.size).tolist() == [
             float(turn + rank) for rank in range(member.size)
         ]
@@ -249,20 +259,64 @@ def uneven_paces(member: Member) -> None:
         group.close()
 
 
+def slow_readers(member: Member) -> None:
+    """Views are held as long as they may be, by members that stop now and then before they read them while
+    the others hurry on; some are given to the last call that may have them."""
+    group = member.form("slow_readers")
+    alike, own = random.Random("what all do"), random.Random(f"the pace of {member.rank}")
+    rank, ranks = member.rank, range(member.size)
+    held: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []  # views, and what they must show
+
+    def look() -> None:
+        for views, expected in held:
+            assert all(torch.equal(view, right) for view, right in zip(views, expected, strict=True))
+
+    for turn in range(240):
+        rows = alike.choice([1, 3, 40, 2000])
+        given = [numbers(alike, rows * member.size, torch.int64, (2,)) for _ in ranks]
+        if alike.random() < 0.3:
+            group.all_reduce(given[rank][:1])  # does not count
+        if turn % 3 == own.randrange(3):
+            time.sleep(own.choice([0, 0.002]))
+        look()
+        if alike.random() < 0.5:
+            part = given[rank][:rows]
+            if alike.random() < 0.5 and len(held) == 2 and len(held[0][0]) == 1:
+                part = held[0][0][0][:rows]  # the same for all: everybody sees the whole
+                given = [held[0][1][0]] * member.size
+            sizes = [min(rows, len(each)) for each in given]
+            held.append(([group.all_gather_view(part, sizes)], [torch.cat([each[:rows] for each in given])]))
+        else:
+            sizes = [rows] * member.size
+            parts = group.all_to_all_views(given[rank], sizes, sizes)
+            held.append((parts, [each.split(rows)[rank] for each in given]))
+        del held[:-2]
+    # That it matters: a call later than allowed, what a view showed is gone.
+    views = [group.all_gather_view(torch.full((8,), turn), [8] * member.size) for turn in range(4)]
+    group.all_gather_ints([0])
+    member.report(shown=[view[0].item() for view in views])
+    group.all_gather_ints([0])
+    group.close()
+    assert views[3].tolist() == [3] * 8 * member.size  # the end of the group changes nothing
+
+
 # ---- what they do when something fails
 
 
 def one_is_killed(member: Member) -> None:
     """Rank 1 is killed while the others wait for it; they go on as an epoch of two."""
     group = member.form("one_is_killed")
+    ones = [1] * member.size
+    whole = group.all_gather_view(torch.tensor([member.rank]), ones)
     member.report(ready=True)
     if member.rank == 1:
         time.sleep(PATIENCE)
     with member.expect_error() as error:
-        group.all_gather_ints([member.rank])
+        group.all_to_all_views(torch.ones(member.size), ones, ones)
     with member.expect_error() as later:
         group.all_reduce(torch.ones(3))
     group.close()
+    assert whole.tolist() == list(range(member.size))
     began = time.monotonic()
     member.rank = min(member.rank, 1)
     survivors = member.form("the survivors", size=2)
@@ -362,4 +416,8 @@ def different_calls(member: Member) -> None:
     with member.expect_error() as sizes:
         group.all_to_all(torch.ones(2), [1, 1], [1, 1] if member.rank == 0 else [2, 1])
         group.all_gather_ints([1])
-    member.report(**error, sizes=sizes["message"])
+    group = member.form("different views")
+    with member.expect_error() as views:
+        group.all_to_all_views(torch.ones(2), [1, 1], [1, 1] if member.rank == 0 else [2, 1])
+        group.all_gather_ints([1])
+    member.report(**error, sizes=sizes["message"], views=views["message"])

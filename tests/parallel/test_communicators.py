@@ -133,6 +133,15 @@ def test_members_may_be_late_and_leave_early_over_many_epochs(crowd: Crowd, back
     crowd.join()
 
 
+@pytest.mark.parametrize(("backend", "size"), [("shared_memory", 2), ("mixed", 3), ("gloo", 2)])
+def test_views_last_for_slow_readers(crowd: Crowd, backend: str, size: int) -> None:
+    crowd.start(members.slow_readers, backend, size)
+    crowd.join()
+    for rank in range(size):
+        shown = crowd.report(rank, "shown")["shown"]
+        assert shown == ([0, 1, 2, 3] if backend == "gloo" else [3, 1, 2, 3])
+
+
 @pytest.mark.parametrize("backend", ["shared_memory", "python"])
 def test_more_members_than_cores_wait_without_burning_them(crowd: Crowd, backend: str) -> None:
     crowd.start(members.crowd_of_members, backend, 6)
@@ -146,6 +155,8 @@ def test_a_group_of_one_is_its_own_world(store: TCPStore, backend: str) -> None:
     group = form(store, 7, 0, 1, backend, 5.0, group=f"alone {backend}")
     rows = torch.arange(6.0).reshape(3, 2)
     assert group.all_gather_ints([3, 4]) == [[3, 4]]
+    assert torch.equal(group.all_gather_view(rows, [3]), rows)
+    assert torch.equal(group.all_to_all_views(rows, [3], [3])[0], rows)
     for result in (
         group.all_gather(rows, [3]),
         group.reduce_scatter(rows, [3]),
@@ -172,7 +183,7 @@ def test_a_killed_member_is_noticed_at_once_and_the_others_go_on(crowd: Crowd, b
     for rank in (0, 2):
         report = crowd.report(rank, "again")
         assert report["at"] - killed_at < SOON
-        assert report["message"].startswith(f"all_gather_ints on rank {rank}: ")
+        assert re.match(f"all_to_all(_views)? on rank {rank}: ", report["message"])
         assert report["later"]["seconds"] < 0.1
         assert report["again"] < 2.0
     assert {crowd.report(rank, "again")["blamed"] for rank in (0, 2)} == {1}
@@ -221,13 +232,14 @@ def test_who_does_not_come_is_named(crowd: Crowd, backend: str) -> None:
 
 def test_calls_that_do_not_belong_together_fail(crowd: Crowd) -> None:
     crowd.start(members.different_calls, "shared_memory", 2)
-    reports = [crowd.report(rank, "sizes") for rank in (0, 1)]
+    reports = [crowd.report(rank, "views") for rank in (0, 1)]
     messages = {report["message"] for report in reports}
     assert messages & {
         "all_reduce on rank 0: rank 1 calls all_gather_ints of 24 bytes",
         "all_gather_ints on rank 1: rank 0 calls all_reduce of 20 bytes",
     }
-    assert reports[1]["sizes"] == "all_to_all on rank 1: rank 0 sends 4 bytes where 8 are expected"
+    for call, key in (("all_to_all", "sizes"), ("all_to_all_views", "views")):
+        assert reports[1][key] == f"{call} on rank 1: rank 0 sends 4 bytes where 8 are expected"
     crowd.join()
 
 
@@ -356,6 +368,8 @@ def test_tensors_that_do_not_fit_the_sizes_are_refused_before_anything_is_sent(
         lambda: group.all_gather(torch.ones(3), [2]),
         lambda: group.reduce_scatter(torch.ones(3), [2]),
         lambda: group.all_to_all(torch.ones(3), [2], [3]),
+        lambda: group.all_gather_view(torch.ones(3), [2]),
+        lambda: group.all_to_all_views(torch.ones(3), [2], [3]),
     ):
         with pytest.raises(ValueError, match=re.escape("the sizes say 2 rows, the tensor is [3]")):
             call()

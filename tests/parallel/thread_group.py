@@ -52,6 +52,9 @@ class ThreadCommunicator:
         assert [len(given) for given in parts] == list(sizes)
         return torch.cat(parts)
 
+    def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self.all_gather(part, sizes)
+
     def reduce_scatter(self, whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         total = sum(self._exchange(whole)[1:], self._exchange(whole)[0])
         part: torch.Tensor = total.split(list(sizes))[self.rank]
@@ -65,6 +68,12 @@ class ThreadCommunicator:
         received = [parts[self.rank] for parts in given]
         assert [len(part) for part in received] == list(receive_sizes)
         return torch.cat(received)
+
+    def all_to_all_views(
+        self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        incoming = self.all_to_all(outgoing, send_sizes, receive_sizes)
+        return list(incoming.split(list(receive_sizes)))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         given = self._exchange(tensor)

@@ -78,11 +78,11 @@ def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
     numbers = [instance.dispatch(tokens, 0.0) for tokens in (100, 50, 25)]
     assert numbers == [1, 2, 3]
     assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
-    instance.take_report(report(2, waiting=2, waiting_tokens=150))
+    instance.take_report(report(2, waiting=2, waiting_tokens=150), 0.0)
     assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
-    instance.take_report(report(3, running=3))
+    instance.take_report(report(3, running=3), 0.0)
     assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (0, 3)
-    instance.take_report(report(3))
+    instance.take_report(report(3), 0.0)
     assert instance.candidate(0.0).requests == 0
 
 

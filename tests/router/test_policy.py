@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
 
+import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
@@ -16,7 +18,7 @@ from router.chooser import Chooser
 from router.ledger import Entry, Ledger
 from router.mesh import MeshError, Prompt
 from router.policy import Candidate, Policy, Wish
-from router.pool import Instance, Pool
+from router.pool import CROWD_TIME, Instance, Pool
 from router.recalls import INTERVAL, Recaller
 
 CAPACITY = Capacity(16, 1000, 8, 2048, 4)
@@ -54,6 +56,42 @@ def test_a_prefix_is_worth_the_work_that_it_spares() -> None:
     assert chosen(Policy.LEAST_LOADED, near, candidate(1), tokens=900) == 1
     far = candidate(0, cached_tokens=800, waiting_tokens=1100)
     assert chosen(Policy.PREFIX_AWARE, far, candidate(1), tokens=900) == 1
+
+
+def test_a_copy_costs_those_who_come_meanwhile() -> None:
+    """Where three wait, twelve wait longer for whatever is computed though it is there already."""
+    prompt = {"tokens": 1000}
+    near = candidate(0, cached_tokens=800, waiting_tokens=5000)
+    idle, busy = candidate(1), candidate(1, crowd=3.0, waiting_tokens=100)
+    assert chosen(Policy.PREFIX_AWARE, near, idle, **prompt) == 1, "a copy at an idle instance delays nobody"
+    assert chosen(Policy.PREFIX_AWARE, near, busy, **prompt) == 0
+    far = candidate(0, cached_tokens=800, waiting_tokens=20_000)
+    assert chosen(Policy.PREFIX_AWARE, far, busy, **prompt) == 1, "affinity has an end"
+    nobody_has_it = [candidate(0, waiting_tokens=5000), busy]
+    assert chosen(Policy.PREFIX_AWARE, *nobody_has_it, **prompt) == 1, "it has to be computed somewhere"
+
+
+def test_a_copy_costs_what_it_evicts() -> None:
+    near = candidate(0, cached_tokens=800, waiting_tokens=1500)
+    full = candidate(1, vacant=0, wanted_share=0.75)
+    assert policy.eviction_cost(full, 1000) == pytest.approx(3000)
+    assert chosen(Policy.PREFIX_AWARE, near, full, tokens=900) == 0
+    unwanted = candidate(1, vacant=0, wanted_share=0.0)
+    assert chosen(Policy.PREFIX_AWARE, near, unwanted, tokens=900) == 1, "nobody asks for what it drops"
+    empty = candidate(1, vacant=60, wanted_share=0.75)
+    assert chosen(Policy.PREFIX_AWARE, near, empty, tokens=900) == 1, "nothing is dropped there"
+
+
+def test_instances_that_share_cores_are_not_woken_for_little() -> None:
+    """Two cores: a third instance at work makes all three slower."""
+    limits = msgspec.structs.replace(CAPACITY, at_once=2.0)
+    busy = [candidate(rank, requests=1, waiting_tokens=500, host="h", capacity=limits) for rank in range(2)]
+    idle = candidate(2, host="h", capacity=limits)
+    assert policy.core_shares([*busy, idle]) == {0: 1.0, 1: 1.0, 2: pytest.approx(2 / 3)}
+    assert chosen(Policy.PREFIX_AWARE, *busy, idle, tokens=2000) == 0
+    alone = msgspec.structs.replace(idle, host="other")
+    assert chosen(Policy.PREFIX_AWARE, *busy, alone, tokens=2000) == 2
+    assert chosen(Policy.PREFIX_AWARE, *busy, idle, tokens=100) == 2, "the wait is longer than that"
 
 
 def test_a_session_stays_at_home_while_that_costs_little() -> None:
@@ -168,12 +206,50 @@ def test_what_instances_say_they_hold_attracts() -> None:
     assert send(chooser, whole).rank == 1, "its prompt is computed whole anywhere"
 
 
+def test_those_who_waited_lately_count_for_a_while() -> None:
+    """Queues are empty now and then, also where they are long most of the time."""
+    pool, _, _ = world(1)
+    (instance,) = pool
+    for _ in range(6):
+        instance.dispatch(100, 0.0)
+    assert instance.crowd(0.0) == 0
+    instance.take_report(Report(6, 6, 0, 0, 10, 1000, Counters()), CROWD_TIME)
+    assert instance.candidate(CROWD_TIME).waiting == 0
+    assert instance.candidate(CROWD_TIME).crowd == pytest.approx(6 * (1 - math.exp(-1)))
+    assert instance.crowd(2 * CROWD_TIME) == pytest.approx(6 * (1 - math.exp(-1)) * math.exp(-1))
+
+
+def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
+    """Two instances full of documents that come back as soon as they are dropped: a prompt waits for the one
+    that has its document, and not while its drops were of no use to anybody."""
+    ranks = []
+    for comes_back in (True, False):
+        pool, _, chooser = world(2)
+        names = {
+            name: prefix_names(list(range(start, start + 801)), 16) for name, start in (("a", 0), ("b", 900))
+        }
+        fill = b"".join(number.to_bytes(NAME_BYTES, "big") for number in range(1000 - 50))
+        for instance, document in zip(pool, names.values(), strict=True):
+            held = fill + b"".join(name.to_bytes(NAME_BYTES, "big") for name in document)
+            pool.index.apply(instance.name, BlockEvents(0, 1, True, held))
+        for turn in range(1, 9):
+            lost = b"".join((10**6 + block).to_bytes(NAME_BYTES, "big") for block in range(100))
+            if not comes_back:
+                lost = b"".join((10**6 * turn + block).to_bytes(NAME_BYTES, "big") for block in range(100))
+            pool.index.apply("i1", BlockEvents(2 * turn - 1, 2 * turn, False, lost))
+            pool.index.apply("i1", BlockEvents(2 * turn, 2 * turn + 1, False, b"", lost))
+        first, _ = pool
+        first.take_report(Report(0, 1, 0, 1500, 100, 1000, Counters(), uncached_tokens=1500), 0.0)
+        ranks.append(send(chooser, entry([*range(801), 7])).rank)
+    assert ranks == [0, 1]
+
+
 def test_front_ends_that_know_the_same_choose_the_same() -> None:
     chosen_by = []
     for _ in range(2):
         pool, _, chooser = world(5)
         for number, instance in enumerate(pool):
-            instance.take_report(Report(0, number, 0, 0, 10 * number, 1000, Counters()))
+            instance.take_report(Report(0, number, 0, 0, 10 * number, 1000, Counters()), 0.0)
         requests = [
             entry([number % 7] * 90, session=f"s{number % 3}", request_id=f"r{number}")
             for number in range(25)
@@ -196,7 +272,7 @@ def test_a_full_mesh_says_so_but_takes_whom_it_owes() -> None:
     owed.owed = True
     send(chooser, owed)
     for instance in pool:
-        instance.take_report(Report(99, 8, 2, 10, 0, 1000, Counters(), queued=2))
+        instance.take_report(Report(99, 8, 2, 10, 0, 1000, Counters(), queued=2), 0.0)
     chooser.check_room(0.0)
     send(chooser, entry([1]))
 
@@ -229,8 +305,8 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
     for request in requests[1::2]:
         chooser.settle(request)
         ledger.drop(request)
-    crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4))
-    free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()))
+    crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0)
+    free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()), 0.0)
     ledger.book(ledger.at(crowded.name)[12], Delta(12, [5]))
     assert recaller.recalls(1.0) == {crowded.name: [11, 10, 9]}, "the last first; 12 has begun"
     assert recaller.recalls(1.0 + INTERVAL) == {}, "once is enough"
@@ -243,5 +319,7 @@ def test_nothing_is_asked_back_for_nothing() -> None:
     for number in range(24):
         send(chooser, entry([number] * 500))
     for instance in pool:
-        instance.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4))
+        instance.take_report(
+            Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0
+        )
     assert recaller.recalls(1.0) == {}, "both are crowded"

@@ -14,6 +14,7 @@ from engine.blocks import NAME_BYTES, BlockPool, hash_block, prefix_names
 from engine.messages import Submit
 from engine.request import from_submit
 from engine.sampling import SamplingParams
+from router.evictions import MAX_SHARE
 from router.prefix_index import PrefixIndex
 
 BLOCK = 4
@@ -152,3 +153,42 @@ def test_router_and_instance_name_blocks_alike_in_every_process() -> None:
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert run.stdout.strip() == str(names), run.stderr
+
+
+def test_what_was_dropped_for_good_and_what_comes_back_are_told_apart() -> None:
+    """One cache that has room for a document and another that must hold two by turns."""
+    shares = []
+    for num_blocks in (20, 5):
+        index, holder = PrefixIndex(), Holder("i0", num_blocks)
+        documents = [[word] * 16 for word in range(2)]
+        for turn in range(200):
+            holder.serve([*documents[turn % 2], 100 + turn, 1, 1, 1])
+            word = holder.word()
+            assert word is not None
+            assert index.apply("i0", word)
+        shares.append(index.evictions.share)
+    assert shares[0] < 0.1, "what follows the documents never comes back"
+    assert 0.6 < shares[1] <= MAX_SHARE
+
+
+def test_a_copy_that_is_dropped_and_an_instance_that_is_lost_are_no_evictions() -> None:
+    index = PrefixIndex()
+    first, second = Holder("i0", 5), Holder("i1", 5)
+    for holder in (first, second):
+        holder.serve([1] * 16)
+        word = holder.word()
+        assert word is not None
+        assert index.apply(holder.name, word)
+    for turn in range(100):
+        first.serve([1 + turn % 2] * 16)
+        word = first.word()
+        if word is not None:
+            index.apply("i0", word)
+    copies = index.evictions.share
+    index.forget("i1")
+    second.told = None
+    word = second.word()
+    assert word is not None
+    assert index.apply("i1", word)
+    assert index.evictions.share == copies
+    assert len(index.evictions) <= len(index)

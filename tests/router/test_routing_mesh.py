@@ -8,13 +8,16 @@ from collections.abc import Sequence
 import pytest
 
 from examples.bench_routing import GPU
-from examples.routing.cluster import Cluster, Machine
+from examples.routing.cluster import DELAY, Cluster, Machine
 from examples.routing.outcome import Outcome
 from examples.routing.report import percentile
 from examples.routing.workloads import Arrival, Conversation, words
 
 SMALL = Machine(GPU, num_blocks=600, max_num_seqs=6)
 """So few slots and blocks that requests queue, are preempted, and prefixes are evicted."""
+
+
+POLICIES = ("prefix_aware", "round_robin")
 
 
 def talks(rng: random.Random) -> list[Arrival | Conversation]:
@@ -69,6 +72,37 @@ def test_conversations_find_their_prefixes_and_their_first_tokens_sooner() -> No
     )
     assert hit_rate(aware) > hit_rate(blind) + 0.15
     assert ttft(aware, 0.99) < ttft(blind, 0.99)
+
+
+def documents(rng: random.Random) -> list[Arrival]:
+    """As many as the caches hold if each is kept once, and as many requests as can just be served then."""
+    texts = [words(rng, 1200) for _ in range(28)]
+    weights = [1 / (place + 1) for place in range(len(texts))]
+    return [
+        Arrival(number / 140, [*rng.choices(texts, weights)[0], *words(rng, rng.randint(16, 128))], 16)
+        for number in range(560)
+    ]
+
+
+def test_documents_are_kept_once_where_caches_are_small() -> None:
+    """Copies would evict what is wanted next, and everybody would wait for it to be computed again."""
+    machine = Machine(GPU, num_blocks=600, max_num_seqs=32)
+    aware, blind = (Cluster(policy, 4, machine).run(documents(random.Random(5))) for policy in POLICIES)
+    assert hit_rate(aware) > hit_rate(blind) + 0.2
+    assert ttft(aware, 0.99) < 0.2 * ttft(blind, 0.99)
+
+
+def test_steps_that_share_cores_take_longer_together() -> None:
+    def times(cores: float | None, at: float) -> list[float]:
+        load = [Arrival(0.0, words(random.Random(1), 500), 1), Arrival(at, words(random.Random(2), 500), 1)]
+        outcomes = Cluster("round_robin", 2, Machine(GPU, cores=cores)).run(load)
+        return [each.first_token - each.arrival - 2 * DELAY for each in outcomes]
+
+    alone = GPU.base + 500 * (GPU.per_token + GPU.per_context)
+    assert times(None, 0.0) == pytest.approx([alone, alone])
+    assert times(2, 0.0) == pytest.approx([alone, alone])
+    assert times(1, 0.0) == pytest.approx([2 * alone, 2 * alone])
+    assert times(1, alone / 2) == pytest.approx([1.5 * alone, 1.5 * alone])
 
 
 def test_queued_requests_move_and_wait_less() -> None:

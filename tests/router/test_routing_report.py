@@ -23,3 +23,16 @@ def test_the_verdict_is_the_median_over_seeds_of_the_distance_to_each_seeds_best
     assert "| 10 / 100 (0.50, 1.00) |" in table(good)
     assert "1.000 [1.00, 1.00] / 1.020 [1.00, 2.00]" in table(good)
     assert verdict([*runs("prefix_aware", 90, 104, 105), *others])[1].endswith("WORSE")
+
+
+def test_noise_is_what_two_runs_of_the_same_differ_by() -> None:
+    again = [
+        {**run, "repeat": 1, "ttft_p99": 1.25 * float(str(run["ttft_p99"]))}
+        for run in [*runs("prefix_aware", 90), *runs("round_robin", 100)]
+    ]
+    both = [*runs("prefix_aware", 90), *runs("round_robin", 100), *again]
+    assert (
+        "(1.000 to 1.000, 2 seeds; best other round_robin; two runs of the same differ 1.25 times)"
+        in (verdict(both)[1])
+    )
+    assert "differ" not in verdict(again)[1]

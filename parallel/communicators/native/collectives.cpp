@@ -10,31 +10,37 @@
 namespace {
 
 enum Outcome : int64_t { DONE, GIVEN_UP, OTHER_CALL, OTHER_BYTES };
-enum Call : int64_t { ALL_GATHER_INTS, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST, CALLS };
+enum Name : int64_t {
+    ALL_GATHER_INTS, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST, ALL_GATHER_VIEW, ALL_TO_ALL_VIEWS,
+    NAMES
+};
 constexpr int64_t LINE = 64;  // bytes
+constexpr int64_t VIEWS = 3;  // buffers
 
 // As in native_rounds.py.
 struct Group {
-    int64_t rank, size, slot_bytes, region_bytes, two_step_bytes;
-    int64_t counter_at, notes_at, announced_at, sent_at, envelopes_at, taken_at, slots_at, letters_at;  // in a segment
+    int64_t rank, size, slot_bytes, region_bytes, view_bytes, view_region_bytes, own_bytes, two_step_bytes;
+    int64_t counter_at, notes_at, announced_at, sent_at, envelopes_at, taken_at, slots_at, letters_at, views_at;  // in a segment
     char* const* members;  // [size] segments
     const char** terms;    // [size] scratch
-    int64_t* call;         // arguments: see below
     Check check;
     Patience patience;
     int64_t known;         // round that all others are known to have reached
+    int64_t views;         // calls so far that give views
     int64_t letters;       // written so far
     int64_t letter_user[2], letter_number[2];  // by slot: receiver, and how many letters it has read after this one
     int64_t culprit, found, expected;          // of a call that failed
 
     char* own() const { return members[rank]; }
-    int64_t* sizes() const { return call + 5; }  // [2 * size]
     int64_t* word(int64_t member, int64_t at, int64_t number = 0) const {
         return reinterpret_cast<int64_t*>(members[member] + at) + number;
     }
     int64_t round() const { return *word(rank, counter_at); }
     char* slot(int64_t member, int64_t round, int64_t region = 0) const {
         return members[member] + slots_at + round % 2 * slot_bytes + region * region_bytes;
+    }
+    char* view(int64_t member, int64_t buffer, int64_t region = 0) const {
+        return members[member] + views_at + buffer * view_bytes + region * view_region_bytes;
     }
     // By which slot: rounds that follow, bytes for each member.
     int64_t* announced(int64_t member, int64_t round) const {
@@ -46,6 +52,14 @@ struct Group {
     }
 };
 
+// What does not change between calls of one kind with tensors of one form.
+struct Call {
+    Group* group;
+    int64_t row_bytes, kind;
+    int64_t sizes[1];  // [size] rows, or elements; of all-to-all then [size] rows from each
+};
+
+// What of a tensor is for one member, or comes from it.
 struct Part {
     char* address;
     int64_t length;
@@ -77,7 +91,7 @@ Outcome await_round(Group& group, int64_t peer, int64_t round, int64_t note) {
     return group.found == note ? DONE : OTHER_CALL;
 }
 
-int64_t note_of(Call call, int64_t num_bytes) { return call + num_bytes * CALLS; }
+int64_t note_of(Name name, int64_t num_bytes) { return name + num_bytes * NAMES; }
 
 // Calls body(peer) for the others, each when it has published this round; begins with the next rank, so that
 // not all read the same slot at once.
@@ -148,13 +162,15 @@ Outcome reduce_scatter(Group& group, const char* whole, char* total, const int64
     return DONE;
 }
 
-Outcome all_reduce(Group& group, const char* given, char* total, int64_t num_bytes, int64_t element_bytes, int64_t kind) {
+// sizes: elements of each member's part of a large tensor.
+Outcome all_reduce(Group& group, const char* given, char* total, const int64_t* sizes, int64_t element_bytes, int64_t kind) {
+    int64_t elements = 0, before = 0;
+    for (int64_t rank = 0; rank < group.size; ++rank) {
+        if (rank == group.rank) before = elements;
+        elements += sizes[rank];
+    }
+    int64_t num_bytes = elements * element_bytes;
     if (group.size > 2 && num_bytes > group.two_step_bytes) {
-        int64_t elements = num_bytes / element_bytes, before = 0, *sizes = group.sizes();
-        for (int64_t rank = 0; rank < group.size; ++rank) {
-            sizes[rank] = elements / group.size + (rank < elements % group.size);
-            if (rank < group.rank) before += sizes[rank];
-        }
         Outcome outcome = reduce_scatter(group, given, total + before * element_bytes, sizes, element_bytes, kind);
         return outcome ? outcome : all_gather(group, nullptr, total, sizes, element_bytes);
     }
@@ -206,6 +222,52 @@ Outcome all_to_all(Group& group, const char* outgoing, char* incoming, const int
         if (outcome) return outcome;
     }
     return DONE;
+}
+
+// The next buffer for views, once take_slot() has returned: whoever began the call for views before this one does
+// not read what was in it any more.
+int64_t take_view(Group& group) { return group.views++ % VIEWS; }
+
+// Parts go side by side into the segment of rank 0. Returns the buffer, or minus the outcome.
+int64_t all_gather_view(Group& group, const char* part, const int64_t* sizes, int64_t row_bytes) {
+    int64_t before = 0, total = 0, round;
+    for (int64_t rank = 0; rank < group.size; ++rank) {
+        if (rank == group.rank) before = total;
+        total += sizes[rank] * row_bytes;
+    }
+    int64_t note = note_of(ALL_GATHER_VIEW, total);
+    if (!take_slot(group, round)) return -GIVEN_UP;
+    int64_t buffer = take_view(group);
+    std::memcpy(group.view(0, buffer) + before, part, sizes[group.rank] * row_bytes);
+    publish(group, round, note);
+    Outcome outcome = for_peers(group, round, note, nothing);
+    return outcome ? -outcome : buffer;
+}
+
+// What goes to others stays in the own segment, and the own part if that is small. Returns the buffer, VIEWS if what somebody gives does not fit, or
+// minus the outcome.
+int64_t all_to_all_views(Group& group, const char* outgoing, const int64_t* sizes, int64_t row_bytes) {
+    const int64_t *send = sizes, *receive = sizes + group.size, note = note_of(ALL_TO_ALL_VIEWS, 0);
+    int64_t fits = 1, round;
+    for (int64_t peer = 0; peer < group.size; ++peer)
+        if (peer != group.rank && send[peer] * row_bytes > group.view_region_bytes) fits = 0;
+    if (!take_slot(group, round)) return -GIVEN_UP;
+    int64_t buffer = take_view(group), *announced = group.announced(group.rank, round);
+    announced[0] = fits;
+    for (int64_t peer = 0; peer < group.size; ++peer) {
+        int64_t num_bytes = send[peer] * row_bytes;
+        announced[1 + peer] = num_bytes;
+        if (peer == group.rank ? num_bytes <= group.own_bytes : fits) std::memcpy(group.view(group.rank, buffer, peer), outgoing, num_bytes);
+        outgoing += num_bytes;
+    }
+    publish(group, round, note);
+    Outcome outcome = for_peers(group, round, note, [&](int64_t peer) {
+        const int64_t* announced = group.announced(peer, round);
+        group.found = announced[1 + group.rank], group.expected = receive[peer] * row_bytes;
+        fits &= announced[0];
+        return group.found == group.expected ? DONE : OTHER_BYTES;
+    });
+    return outcome ? -outcome : fits ? buffer : VIEWS;
 }
 
 // The source's tensor stands in data already.
@@ -269,17 +331,9 @@ Outcome all_gather_ints(Group& group, char* out, int64_t num_bytes) {
     });
 }
 
-// The tensor has so many rows of equal size.
-int64_t bytes_of_row(int64_t num_bytes, const int64_t* sizes, int64_t size) {
-    int64_t rows = 0;
-    for (int64_t rank = 0; rank < size; ++rank) rows += sizes[rank];
-    return rows ? num_bytes / rows : 0;
-}
-
 }  // namespace
 
-// Arguments: what is given, what is returned, bytes of the larger; bytes of an element, or another member's rank, or
-// (all-to-all) bytes of what is returned; kind of element; then sizes by rank.
+// Addresses come as numbers. given, result: of tensors whose form the call says. Returns the outcome.
 extern "C" {
 
 int64_t lockstep_group_bytes() { return sizeof(Group); }
@@ -287,43 +341,44 @@ int64_t lockstep_group_bytes() { return sizeof(Group); }
 // Whether elements of this kind are added up here.
 int64_t lockstep_sums(int64_t kind) { return sum_kind(kind, nullptr, 0, nullptr, 0); }
 
-int64_t lockstep_all_gather_ints(Group* group) {
-    return all_gather_ints(*group, reinterpret_cast<char*>(group->call[1]), group->call[2]);
+int64_t lockstep_all_gather(Call* call, const char* given, char* result) {
+    return all_gather(*call->group, given, result, call->sizes, call->row_bytes);
 }
 
-int64_t lockstep_all_gather(Group* group) {
-    auto* call = group->call;
-    return all_gather(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(),
-                      bytes_of_row(call[2], group->sizes(), group->size));
+int64_t lockstep_reduce_scatter(Call* call, const char* given, char* result) {
+    return reduce_scatter(*call->group, given, result, call->sizes, call->row_bytes, call->kind);
 }
 
-int64_t lockstep_reduce_scatter(Group* group) {
-    auto* call = group->call;
-    return reduce_scatter(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), group->sizes(),
-                          bytes_of_row(call[2], group->sizes(), group->size), call[4]);
+int64_t lockstep_all_to_all(Call* call, const char* given, char* result) {
+    return all_to_all(*call->group, given, result, call->sizes, call->row_bytes);
 }
 
-int64_t lockstep_all_to_all(Group* group) {
-    auto *call = group->call, *sizes = group->sizes();
-    int64_t row_bytes = bytes_of_row(call[2], sizes, group->size);
-    if (row_bytes == 0) row_bytes = bytes_of_row(call[3], sizes + group->size, group->size);
-    return all_to_all(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), sizes, row_bytes);
+int64_t lockstep_all_reduce(Call* call, const char* given, char* result) {
+    return all_reduce(*call->group, given, result, call->sizes, call->row_bytes, call->kind);
 }
 
-int64_t lockstep_all_reduce(Group* group) {
-    auto* call = group->call;
-    return all_reduce(*group, reinterpret_cast<char*>(call[0]), reinterpret_cast<char*>(call[1]), call[2], call[3], call[4]);
+// These two return a buffer, or minus the outcome.
+int64_t lockstep_all_gather_view(Call* call, const char* given) {
+    return all_gather_view(*call->group, given, call->sizes, call->row_bytes);
 }
 
-int64_t lockstep_broadcast(Group* group) {
-    return broadcast(*group, reinterpret_cast<char*>(group->call[1]), group->call[2], group->call[3]);
+int64_t lockstep_all_to_all_views(Call* call, const char* given) {
+    return all_to_all_views(*call->group, given, call->sizes, call->row_bytes);
 }
 
-int64_t lockstep_send(Group* group) {
-    return send(*group, reinterpret_cast<char*>(group->call[0]), group->call[2], group->call[3]);
+int64_t lockstep_all_gather_ints(Group* group, char* rows, int64_t num_bytes) {
+    return all_gather_ints(*group, rows, num_bytes);
 }
 
-int64_t lockstep_receive(Group* group) {
-    return receive(*group, reinterpret_cast<char*>(group->call[1]), group->call[2], group->call[3]);
+int64_t lockstep_broadcast(Group* group, char* data, int64_t num_bytes, int64_t source) {
+    return broadcast(*group, data, num_bytes, source);
+}
+
+int64_t lockstep_send(Group* group, const char* data, int64_t num_bytes, int64_t to) {
+    return send(*group, data, num_bytes, to);
+}
+
+int64_t lockstep_receive(Group* group, char* data, int64_t num_bytes, int64_t source) {
+    return receive(*group, data, num_bytes, source);
 }
 }

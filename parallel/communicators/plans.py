@@ -1,0 +1,132 @@
+"""What a collective over shared memory needs for tensors of one form, worked out once.
+
+With small tensors nearly all of the time is what Python does around the exchange. A model gives the same few
+forms again and again, so what depends on the form only is kept: that the sizes fit, the shape of the
+result, the arguments of the native call, tensors that show the buffers for views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from parallel.communicators.arithmetic import check_own, check_rows, check_sizes
+from parallel.communicators.rounds import Rounds
+from parallel.communicators.slots import VIEWS, Layout, Slots
+
+MOST_PLANS = 512
+"""Kept at once; then all are forgotten."""
+
+Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
+
+
+class Plan:
+    """Of one call with tensors of one form."""
+
+    __slots__ = (
+        "alike",
+        "dtype",
+        "fits",
+        "fresh",
+        "own",
+        "receive_sizes",
+        "result",
+        "run",
+        "shape",
+        "sizes",
+        "views",
+    )
+
+    def __init__(
+        self, key: Key, result: tuple[int, ...], run: Callable[..., Any], fits: bool, own: slice | None
+    ) -> None:
+        _, self.shape, self.dtype, self.sizes, self.receive_sizes = key
+        self.result = result
+        """Shape of what is returned."""
+        self.alike = result == tuple(self.shape)
+        self.fresh = result[0] if len(result) == 1 else result
+        """The same, as torch takes it fastest."""
+        self.run = run
+        """The exchange. With a result to fill: (given, result) -> None; for views: (given) -> buffer."""
+        self.fits = fits
+        """Whether there is room for views of this form, as far as this member knows."""
+        self.own = own
+        """Of all-to-all: what this member gives itself, if it is not written to its segment."""
+        self.views: list[Any] = [None] * VIEWS
+        """By buffer, what shows it: a tensor, or one for each rank; made when first needed."""
+
+
+class Plans:
+    """One member's plans."""
+
+    def __init__(self, rank: int, layout: Layout, members: Sequence[Slots], rounds: Rounds) -> None:
+        self.rank, self.rounds = rank, rounds
+        self._layout, self._members = layout, members
+        self._plans: dict[Key, Plan] = {}
+        self.last: dict[str, Plan] = {}
+        """By call, that of the newest one."""
+
+    def find(
+        self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
+    ) -> Plan:
+        """The plan for this call, which is now its newest.
+
+        Raises:
+            ValueError: the tensor does not fit the sizes.
+        """
+        key = call, tensor.shape, tensor.dtype, tuple(sizes), tuple(receive_sizes)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make(key, tensor)
+        # Lists and tuples are never equal: keep what is given now, by value.
+        plan.sizes, plan.receive_sizes = sizes[:], receive_sizes[:]
+        self.last[call] = plan
+        return plan
+
+    def _make(self, key: Key, tensor: torch.Tensor) -> Plan:
+        call, shape, dtype, sizes, receive_sizes = key
+        size, rows = self._layout.size, 0
+        if call != "all_reduce":
+            rows = check_sizes(call, sizes, size)
+            check_rows(call, tensor, sizes[self.rank] if call.startswith("all_gather") else rows)
+        if call.startswith("all_to_all"):
+            rows = check_sizes(call, receive_sizes, size)
+            check_own(call, sizes[self.rank], receive_sizes[self.rank])
+        if call == "reduce_scatter":
+            rows = sizes[self.rank]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        own = None
+        if call == "all_to_all_views" and sizes[self.rank] * row_bytes > self._layout.own_bytes:
+            own = slice(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
+        return Plan(
+            key,
+            (rows, *shape[1:]) if call != "all_reduce" else tuple(shape),
+            self.rounds.prepare(call, shape, dtype, sizes, receive_sizes),
+            0 < rows * row_bytes <= self._layout.view_bytes,
+            own,
+        )
+
+    def whole(self, plan: Plan, buffer: int) -> torch.Tensor:
+        """What all members have put side by side there; kept for the next time."""
+        whole = self._members[0].rows(self._layout.view_at(buffer), plan.result, plan.dtype)
+        plan.views[buffer] = whole
+        return whole
+
+    def parts(self, plan: Plan, buffer: int) -> list[torch.Tensor]:
+        """What the members have there for this one, by rank; kept for the next time. Where this member's own
+        part is not there, something else is in its place."""
+        at = self._layout.view_at(buffer, self.rank)
+        received = list(plan.receive_sizes)
+        if plan.own is not None:
+            received[self.rank] = 0
+        parts = [
+            member.rows(at, (rows, *plan.shape[1:]), plan.dtype)
+            for member, rows in zip(self._members, received, strict=True)
+        ]
+        plan.views[buffer] = parts
+        return parts

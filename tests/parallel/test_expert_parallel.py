@@ -1,0 +1,83 @@
+"""Experts over real shared memory, read where peers wrote: the bits of one rank with all experts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.expert_parallel import Dispatch, ExpertParallel
+from parallel.placement import Placement, place
+
+MEMBERS, EXPERTS, HIDDEN, TOP_K = 3, 7, 128, 2
+STEPS = [(5, 0, 2), (900, 300, 1), (0, 0, 1), (64, 700, 650), (3, 3, 3)]
+"""Tokens of each member; some make more of results than is worth moving twice."""
+LAYERS = 3
+PATIENCE = 60.0
+
+
+class Scaling:
+    """Expert number e times its rows by a number of its own, after a while now and then."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)])
+        self._pace = random.Random(rank)
+
+    def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        time.sleep(self._pace.choice([0, 0, 0.003]))
+        return (rows * self._factors.repeat_interleave(torch.tensor(counts))[:, None]).to(rows.dtype)
+
+
+def experts(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
+    placement = place(EXPERTS, size, "round_robin")
+    made = ExpertParallel(placement, rank, dispatch, lambda *_: pytest.fail("not on a CPU"))
+    made.use_products(Scaling(placement, rank))
+    return made
+
+
+def tokens(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    rows = STEPS[step][rank]
+    hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
+    ids = torch.rand(rows, EXPERTS, generator=generator).topk(TOP_K).indices
+    return hidden, ids, torch.rand(rows, TOP_K, generator=generator).to(dtype)
+
+
+def serve(experts: ExpertParallel, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The results of all steps: as many layers, each fed by the one before."""
+    results = []
+    with torch.inference_mode():
+        for step, sizes in enumerate(STEPS):
+            hidden, ids, weights = tokens(step, rank, dtype)
+            experts.begin(sizes)
+            for _ in range(LAYERS):
+                hidden = experts.forward(None, hidden, ids, weights)
+            results.append(hidden)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dispatch", ["allgather_reducescatter", "all_to_all"])
+def test_members_have_the_bits_of_one(dispatch: Dispatch, dtype: torch.dtype) -> None:
+    store = HashStore()
+
+    def member(rank: int) -> list[torch.Tensor]:
+        group = SharedMemoryCommunicator(store, rank, MEMBERS, timeout=PATIENCE)
+        mine = experts(MEMBERS, rank, dispatch)
+        mine.join(group, mine.placement)
+        found = serve(mine, rank, dtype)
+        group.close()
+        return found
+
+    with ThreadPoolExecutor(MEMBERS) as pool:
+        found = list(pool.map(member, range(MEMBERS)))
+    for rank in range(MEMBERS):
+        alone = serve(experts(1, 0, dispatch), rank, dtype)
+        assert all(torch.equal(one, right) for one, right in zip(found[rank], alone, strict=True))
