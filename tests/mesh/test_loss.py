@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import signal
 from pathlib import Path
 
@@ -22,10 +23,10 @@ NUM_TOKENS = 250
 
 
 async def stream(
-    client: openai.AsyncOpenAI, index: int, begun: set[int], rank: int | None = None
+    client: openai.AsyncOpenAI, index: int, begun: set[int], rank: int | None = None, salt: str = "none"
 ) -> list[int]:
     """Token ids of one stream: greedy ones and seeded samples, some with penalties. It adds itself to those that
-    have ``begun``. ``rank``: of the instance that is asked for."""
+    have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose cached prompts it may use."""
     rng = random.Random(index)
     chunks = await client.completions.create(
         model=SHIPPED_MODEL,
@@ -35,7 +36,7 @@ async def stream(
         seed=index,
         presence_penalty=0.5 if index % 3 == 0 else 0.0,
         stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
         extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
     )
     ids: list[int] = []
@@ -48,19 +49,25 @@ async def stream(
 
 
 def crowd_of(ports: Ports, count: int) -> list[list[int]]:
-    """Token ids of so many streams at once."""
-    return asyncio.run(crowd(ports, count=count))
+    """Token ids of so many streams at once, which may use the prompts of earlier ones."""
+    return asyncio.run(crowd(ports, count=count, salt="none"))
 
 
 async def crowd(
-    ports: Ports, kill: object = None, count: int = NUM_STREAMS, ranks: dict[int, int] | None = None
+    ports: Ports,
+    kill: object = None,
+    count: int = NUM_STREAMS,
+    ranks: dict[int, int] | None = None,
+    salt: str = "",
 ) -> list[list[int]]:
-    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called."""
+    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called. Without a
+    ``salt`` no instance has their prompts cached, so that they go to all that are there."""
     begun: set[int] = set()
-    pinned = ranks or {}
+    pinned, salt = ranks or {}, salt or secrets.token_hex(4)
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
         streams = [
-            asyncio.create_task(stream(client, index, begun, pinned.get(index))) for index in range(count)
+            asyncio.create_task(stream(client, index, begun, pinned.get(index), salt))
+            for index in range(count)
         ]
         if callable(kill):
             await asyncio.to_thread(wait_until, lambda: begun >= pinned.keys(), 20, "those with an instance")
