@@ -410,7 +410,8 @@ class AsyncConnection(Generic[In, Out]):
                 if (message := self._read(frame)) is not None:
                     take(message)
             except Exception as error:  # noqa: BLE001 (is raised below)
-                ended.set_exception(error)
+                if not ended.done():  # what takes it may also have ended this
+                    ended.set_exception(error)
             return True
 
         self._arrivals.watch(receive)

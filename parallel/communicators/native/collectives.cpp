@@ -244,8 +244,8 @@ int64_t all_gather_view(Group& group, const char* part, const int64_t* sizes, in
     return outcome ? -outcome : buffer;
 }
 
-// What goes to others stays in the own segment, and the own part if that is small. Returns the buffer, VIEWS if what somebody gives does not fit, or
-// minus the outcome.
+// What goes to others stays in the own segment, and the own part if that is small. Returns the buffer, VIEWS if what
+// somebody gives does not fit, or minus the outcome.
 int64_t all_to_all_views(Group& group, const char* outgoing, const int64_t* sizes, int64_t row_bytes) {
     const int64_t *send = sizes, *receive = sizes + group.size, note = note_of(ALL_TO_ALL_VIEWS, 0);
     int64_t fits = 1, round;
@@ -257,7 +257,8 @@ int64_t all_to_all_views(Group& group, const char* outgoing, const int64_t* size
     for (int64_t peer = 0; peer < group.size; ++peer) {
         int64_t num_bytes = send[peer] * row_bytes;
         announced[1 + peer] = num_bytes;
-        if (peer == group.rank ? num_bytes <= group.own_bytes : fits) std::memcpy(group.view(group.rank, buffer, peer), outgoing, num_bytes);
+        bool stays = peer == group.rank ? num_bytes <= group.own_bytes : fits;
+        if (stays) std::memcpy(group.view(group.rank, buffer, peer), outgoing, num_bytes);
         outgoing += num_bytes;
     }
     publish(group, round, note);
