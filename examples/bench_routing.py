@@ -3,8 +3,9 @@
     python examples/bench_routing.py --sizes 8 --seeds 0 1 2 --output-json build/routing.json --plots build
 
 simulates: the schedulers, block pools, reports, prefix index and chooser are Lockstep's own, only the model
-is replaced by a clock (``examples/routing/``). ``--real`` instead sends such loads, made smaller, to a real
-mesh of ``-dp`` instances of the shipped model.
+is replaced by a clock (``examples/routing/``). ``--real`` instead sends loads to a real mesh of ``-dp``
+instances: smaller ones to the shipped model, or with ``--waiting`` the same ones to instances that wait
+instead of computing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import multiprocessing
 import random
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -24,6 +25,9 @@ from examples.routing.cluster import Cluster, Machine, StepTime
 from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS, NUM_TOKENS
 from examples.routing.workloads import LOADS, SMALLER
+
+if TYPE_CHECKING:
+    from examples.routing.real import Steps
 
 GPU = StepTime("a GPU", 0.008, 30e-6, 40e-9)
 """About an 8B model on one H100: 8 ms of launches and weights, 33,000 tokens/s, 40 ns per cached token."""
@@ -75,6 +79,12 @@ def main() -> int:
     parser.add_argument("--cores", type=float, help="instances share so many, under the loads of --real")
     parser.add_argument("--slowdown", type=float, default=1.0, help="of the steps, with --cores")
     parser.add_argument("--real", action="store_true", help="real meshes of the shipped model instead")
+    parser.add_argument(
+        "--waiting",
+        type=float,
+        metavar="FACTOR",
+        help="with --real: steps take as long as in the simulation, times this, and compute nothing",
+    )
     parser.add_argument("-dp", type=int, default=2, help="instances, with --real")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run, with --real or --cores")
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second in all, likewise")
@@ -152,20 +162,29 @@ def _simulate(options: argparse.Namespace) -> list[Result]:
 
 
 async def _real(options: argparse.Namespace) -> list[Result]:
+    from examples.routing.real import shipped_model, waiting
+
+    if options.waiting is None:
+        return await _compare(options, shipped_model(options.seconds, options.rate))
+    with waiting(_step_time(options.measure, {}), options.waiting) as steps:
+        return await _compare(options, steps)
+
+
+async def _compare(options: argparse.Namespace, steps: Steps) -> list[Result]:
     from examples.routing.real import RealJob, compare
 
     known = _known(options.output_json)
     wanted = [
-        RealJob(load, policy, options.dp, seed, repeat)
+        RealJob(steps.name, load, policy, options.dp, seed, repeat)
         for load in options.loads
-        if load in HOST_LOADS
+        if load in steps.loads
         for seed in options.seeds
         for repeat in range(options.repeats)
         for policy in options.policies
     ]
     if not options.again:
         wanted = [job for job in wanted if _place(known["results"], job.key()) is None]
-    async for result in compare(wanted, options.seconds, options.rate):
+    async for result in compare(wanted, steps):
         _take(known, result, options.output_json)
     return list(known["results"])
 

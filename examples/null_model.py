@@ -1,7 +1,9 @@
 """A model that computes nothing, in a real instance: what is left is the cost of everything else.
 
-``python examples/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances; each of their
-steps takes ``NULL_STEP_MS`` (an environment variable, default 0) milliseconds of waiting.
+``python examples/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances. Each of their
+steps waits for so long as environment variables say, all 0 by default: ``NULL_STEP_MS`` milliseconds, and
+``NULL_TOKEN_US`` microseconds for each token that it computes and ``NULL_CONTEXT_NS`` nanoseconds for each
+that these see. Waiting takes no core, so such instances stand for some with a device each.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
-STEP_VARIABLE = "NULL_STEP_MS"
+STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US", "NULL_CONTEXT_NS"
 
 
 class NullModel:
@@ -34,7 +37,13 @@ class NullExecutor:
 
     in_flight, needs_tokens = 1, False
 
-    def __init__(self, vocabulary: int, block_size: int, most: int, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        block_size: int,
+        most: int,
+        step_seconds: Callable[[Any], float] = lambda _: 0.0,
+    ) -> None:
         import torch
 
         from engine.runner import ModelRunner
@@ -67,9 +76,10 @@ class NullExecutor:
     def execute(self, step: Any, _sizes: Any = ()) -> Any:
         if all(row.count == 1 for row in step.rows):
             self.decode_steps.append((time.thread_time(), time.process_time()))
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
-        return self._runner.run(step)
+        end = time.perf_counter() + self._step_seconds(step)
+        result = self._runner.run(step)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
 
     def expert_times(self) -> None:
         return None
@@ -83,16 +93,27 @@ class NullExecutor:
     def set_threads(self, threads: int, cores: Any = ()) -> None: ...
 
 
+def step_time() -> Callable[[Any], float]:
+    """Seconds of a step, by the variables."""
+    names, units = (STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE), (1e-3, 1e-6, 1e-9)
+    each, token, context = (
+        float(os.environ.get(name, "0")) * unit for name, unit in zip(names, units, strict=True)
+    )
+    return lambda step: (
+        each + token * step.num_tokens + context * sum(row.start + row.count for row in step.rows)
+    )
+
+
 def instance(argv: list[str]) -> int:
     """``python -m engine ARGV`` with such a model."""
     import engine.__main__ as real
 
     def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
         most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
-        seconds = float(os.environ.get(STEP_VARIABLE, "0")) / 1000
-        return NullExecutor(info.vocab_size, config.cache.block_size, most, seconds)
+        return NullExecutor(info.vocab_size, config.cache.block_size, most, step_time())
 
     real.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
+    real.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down its neighbours
     return real.main(argv)
 
 

@@ -1,4 +1,5 @@
-"""The comparison on real instances: loads for a small model, sent to a mesh over HTTP.
+"""The comparison on real instances, over HTTP: of the shipped model, with loads made for it, or of a model
+that waits as long as a device would compute (``examples/null_model.py``), with the loads of the simulation.
 
 Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it
 pins each request to the rank that they choose, knows what it sent itself, and reads what the instances
@@ -12,23 +13,96 @@ import contextlib
 import json
 import random
 import re
+import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
 from engine.messages import Counters, Report
+from examples import null_model
 from examples.routing.baselines import BASELINES, Baseline
+from examples.routing.cluster import Machine, StepTime
 from examples.routing.outcome import Outcome
 from examples.routing.report import Result, key_of, summary
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
-from examples.routing.workloads import Arrival, Conversation, Load
+from examples.routing.workloads import LOADS, SMALLER, Arrival, Conversation, Load, small_ids
 from router.bench.local_mesh import mesh
 
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
-STEPS = "real instances"
+SHIPPED = Path(__file__).parents[2] / "engine/models/lockstep-moe"
+LONGEST = 32_768
+"""Tokens of context where no model computes: more than any request of the loads has."""
+
+
+# ---- whose steps
+
+
+class Steps(NamedTuple):
+    """Whose instances there are, and what they are sent."""
+
+    name: str
+    loads: Mapping[str, Callable[[random.Random, int], Load]]
+    """Made from a seed for a number of instances."""
+    arguments: Callable[[str], str]
+    """Of ``serve``, for a load."""
+    serve: Sequence[str] = ("-m", "router.serve")
+    variables: Mapping[str, str] = {}
+    extent: Mapping[str, float] = {}
+    """What else is to be known of a run, for the file of results."""
+
+
+def shipped_model(seconds: float, rate: float) -> Steps:
+    """Instances that compute, all on this host."""
+    loads = {
+        name: lambda rng, _, make=make: make(rng, seconds, rate)  # type: ignore[misc]
+        for name, make in HOST_LOADS.items()
+    }
+    arguments = f"--num-gpu-blocks-override {NUM_BLOCKS} --max-num-seqs {NUM_SEQS}"
+    extent = {"seconds": seconds, "rate": rate}
+    return Steps("real instances", loads, lambda _: arguments, extent=extent)
+
+
+@contextlib.contextmanager
+def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
+    """Instances that wait for as long as such steps take, everything so many times slower: what the host
+    does meanwhile then matters so many times less."""
+    variables = {
+        null_model.STEP_VARIABLE: str(time.base * slowdown * 1e3),
+        null_model.TOKEN_VARIABLE: str(time.per_token * slowdown * 1e6),
+        null_model.CONTEXT_VARIABLE: str(time.per_context * slowdown * 1e9),
+    }
+    loads = {
+        name: lambda rng, size, make=make: small_ids(make(rng, size, slowdown))  # type: ignore[misc]
+        for name, make in LOADS.items()
+    }
+    serve = (str(Path(null_model.__file__)), "serve")
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        model = _with_long_context(Path(folder) / SHIPPED.name)
+
+        def arguments(load: str) -> str:
+            machine = Machine(time, **SMALLER.get(load, {}))
+            return (
+                f"{model} --num-gpu-blocks-override {machine.num_blocks} "
+                f"--max-num-seqs {machine.max_num_seqs} "
+                f"--max-num-batched-tokens {machine.max_num_batched_tokens}"
+            )
+
+        yield Steps(f"{time.name}, {slowdown:g}x, real instances", loads, arguments, serve, variables)
+
+
+def _with_long_context(folder: Path) -> Path:
+    """The shipped model, said to have been trained on long texts."""
+    folder.mkdir()
+    for file in SHIPPED.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((SHIPPED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONGEST}))
+    return folder
 
 
 # ---- one run
@@ -141,6 +215,7 @@ async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
 class RealJob(NamedTuple):
     """One policy under one load made from one seed, on so many real instances, for the so manieth time."""
 
+    steps: str
     load: str
     policy: str
     instances: int
@@ -148,31 +223,30 @@ class RealJob(NamedTuple):
     repeat: int
 
     def key(self) -> dict[str, Any]:
-        return key_of(STEPS, *self)
+        return key_of(*self)
 
 
-async def compare(jobs: Sequence[RealJob], seconds: float, rate: float) -> AsyncIterator[Result]:
+async def compare(jobs: Sequence[RealJob], steps: Steps) -> AsyncIterator[Result]:
     """Run by run in the order of ``jobs``. The baselines share a mesh with ``prefix_aware``, so that nothing
     but the choices differs between them; others of Lockstep's policies have a mesh each."""
-    by_mesh: dict[tuple[str, int], list[RealJob]] = {}
+    by_mesh: dict[str, list[RealJob]] = {}
     for job in jobs:
         flag = "prefix_aware" if job.policy in BASELINES else job.policy
-        by_mesh.setdefault((flag, job.instances), []).append(job)
-    for (flag, size), in_mesh in by_mesh.items():
         arguments = (
-            f"-dp {size} --load-balancing-policy {flag} --no-enable-expert-parallel "
-            f"--enable-prompt-tokens-details --num-gpu-blocks-override {NUM_BLOCKS} --max-num-seqs {NUM_SEQS}"
+            f"{steps.arguments(job.load)} -dp {job.instances} --load-balancing-policy {flag} "
+            "--no-enable-expert-parallel --enable-prompt-tokens-details"
         )
-        with mesh(arguments) as url:
+        by_mesh.setdefault(arguments, []).append(job)
+    for arguments, in_mesh in by_mesh.items():
+        with mesh(arguments, steps.serve, **steps.variables) as url:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 for warm in range(4):
-                    alike = [Arrival(0.0, [5 + warm] * 600, 16)] * size
-                    await Run(session, url, size, "round_robin").take(alike)
+                    alike = [Arrival(0.0, [5 + warm] * 600, 16)] * in_mesh[0].instances
+                    await Run(session, url, len(alike), "round_robin").take(alike)
                 for job in in_mesh:
-                    load = HOST_LOADS[job.load](random.Random(job.seed), seconds, rate)
+                    load = steps.loads[job.load](random.Random(job.seed), job.instances)
                     before = await _computed(session, url)
-                    outcomes = await Run(session, url, size, job.policy).take(load)
+                    outcomes = await Run(session, url, job.instances, job.policy).take(load)
                     after = await _computed(session, url)
                     computed = [now - then for now, then in zip(after, before, strict=True)]
-                    extent = {"seconds": seconds, "rate": rate}
-                    yield {**job.key(), **extent, **summary(outcomes, computed)}
+                    yield {**job.key(), **steps.extent, **summary(outcomes, computed)}

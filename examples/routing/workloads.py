@@ -41,6 +41,22 @@ def words(rng: random.Random, count: int) -> list[int]:
     return [rng.getrandbits(30) for _ in range(count)]
 
 
+def small_ids(load: Load) -> Load:
+    """The same with token ids of a vocabulary of 4096."""
+
+    def of(ids: Sequence[int]) -> list[int]:
+        return [5 + word % 4000 for word in ids]
+
+    return [
+        msgspec.structs.replace(item, prompt=of(item.prompt))
+        if isinstance(item, Arrival)
+        else msgspec.structs.replace(
+            item, system=of(item.system), turns=[(of(new), output) for new, output in item.turns]
+        )
+        for item in load
+    ]
+
+
 def uniform_burst(rng: random.Random, num_instances: int, scale: float) -> Load:
     """Bursts of 16 requests for each instance at once; equal prompts in length, nothing shared."""
     return [

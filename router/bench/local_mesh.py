@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from coordinator.process import PARENT_VARIABLE
@@ -20,13 +20,18 @@ STOP_TIMEOUT = 20.0
 
 
 @contextlib.contextmanager
-def mesh(arguments: str) -> Iterator[str]:
-    """``serve`` with these arguments, as a child on free ports: its base URL, once all of it is ready."""
+def mesh(arguments: str, serve: Sequence[str] = ("-m", "router.serve"), **variables: str) -> Iterator[str]:
+    """``serve`` with these arguments, as a child on free ports: its base URL, once all of it is ready.
+    Another program may take its place, and have more environment variables."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "router.serve", "--disable-access-log", *shlex.split(arguments)]
+    command = [sys.executable, "-P", *serve, "--disable-access-log", *shlex.split(arguments)]
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
-    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}  # it ends with us, however we end
+    environment = {
+        **os.environ,
+        PARENT_VARIABLE: str(os.getpid()),
+        **variables,
+    }  # it ends with us, however we end
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
