@@ -6,7 +6,8 @@
     python examples/bench_growth.py --show build/bench-growth.json --plots build/plots   # of an earlier run
 
     batch      one instance with all cores, 1 to 128 requests at once; prompts of 128 tokens, answers of 64
-    context    the same with prompts of 128 to 8k tokens, 4 at once; decode alone, and prompts alone
+    context    the same with prompts of 128 to 8k tokens, 4 at once: answers to prompts that are in the cache, so
+               that nothing but decoding is measured, and prompts that come alone
     dp         1 to 4 instances, 32 requests at once: dense, and a model of experts with them spread (-ep) and
                whole on each. There are only so many cores: what is to be seen is what dividing them costs
 
@@ -52,7 +53,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 INSTANCES = (1, 2, 3, 4)
 PROMPT, ANSWER = 128, 64
-CONTEXT_REQUESTS, CONTEXT_ANSWER = 4, 32
+CONTEXT_REQUESTS, CONTEXT_ANSWER = 4, 64
 DP_REQUESTS = 32
 ROUNDS = {1: 4, 2: 4, 4: 4}
 """Requests of a run, times those at once; 2 where not said."""
@@ -60,13 +61,14 @@ AXES = ("batch", "context", "dp")
 
 
 class Load:
-    """Sends random prompts; no two runs have any in common."""
+    """Sends random prompts; no two runs have any in common, unless asked to."""
 
     def __init__(self, url: str) -> None:
         self._url, self._runs = url, 0
 
-    def run(self, *, at_once: int, requests: int, prompt: int, answer: int) -> Point:
-        self._runs += 1
+    def run(self, *, at_once: int, requests: int, prompt: int, answer: int, again: bool = False) -> Point:
+        """``again``: the prompts of the run before, of which there must be as many."""
+        self._runs += not again
         shape = Shape(input_len=prompt, output_len=answer)
         asks = random_prompts(shape, random.Random(f"{self._runs} {at_once} {prompt}"), requests)
         target = Target(base_url=self._url, endpoint="/v1/completions", model="bench", ignore_eos=True)
@@ -124,8 +126,9 @@ def context_points(model: Path, args: Args) -> Iterator[Point]:
                 if length > longest:
                     continue
                 alone = load.run(at_once=1, requests=2, prompt=length, answer=1)
-                many = {"at_once": CONTEXT_REQUESTS, "requests": CONTEXT_REQUESTS}
-                found = load.run(**many, prompt=length, answer=CONTEXT_ANSWER)
+                many = {"at_once": CONTEXT_REQUESTS, "requests": CONTEXT_REQUESTS, "prompt": length}
+                load.run(**many, answer=1)
+                found = load.run(**many, answer=CONTEXT_ANSWER, again=True)
                 found["prompt_per_second"] = 1000 * length / alone["ttft_ms"]
                 yield {"curve": model.name, "at": length, **found}
 

@@ -22,6 +22,8 @@ python3 -m venv "$PEERS/vllm"
 # Two repairs without which this release does not start: its torchvision is built for another torch, and vLLM
 # looks for itself under the name "vllm".
 "$PEERS/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+"$PEERS/vllm/bin/pip" install --quiet examples/vllm_gatherv  # so that -dp 2 serves mixtures of experts
+rm -rf examples/vllm_gatherv/build examples/vllm_gatherv/*.egg-info
 cd "$PEERS"/vllm/lib/python3*/site-packages
 mkdir -p vllm-0.32.0+cpu.dist-info
 sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \

@@ -31,8 +31,8 @@ class NotReady(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{examples}`` and ``{python}`` of its command are
-    filled in."""
+    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{examples}`` and ``{python}`` of its
+    command are filled in."""
 
     command: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class System:
 
 
 OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
+OURS += " --data-parallel-rpc-port {rpc_port}"
 OURS += f" --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes {KV_GIB}G"
 VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port}"
 VLLM += " --max-model-len 2048"
@@ -75,6 +76,11 @@ SYSTEMS = {
     "lockstep-ep": System(OURS + " -dp 2 -ep"),
     "vllm": System(VLLM, KV, peer="vllm"),
     "vllm-cores": System(VLLM, KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}, peer="vllm"),
+    "vllm-dp2": System(
+        VLLM + " --enforce-eager -dp 2 --data-parallel-rpc-port {rpc_port}",
+        KV | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        peer="vllm",
+    ),
     "vllm-eager": System(VLLM + " --enforce-eager", KV, peer="vllm"),
     "transformers": System(HF, {"OMP_NUM_THREADS": str(CORES)}, peer="vllm", texts=True, name=""),
     "llama.cpp": System(LLAMA, peer="llama.cpp", most=1, model_types=("llama",)),
@@ -89,10 +95,8 @@ def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Pop
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
     examples = Path(__file__).parent
     command = system.command.format(
-        model=model, dtype=dtype, port=port, python=sys.executable, examples=examples
+        model=model, dtype=dtype, port=port, rpc_port=rpc_port, python=sys.executable, examples=examples
     )
-    if system.is_ours:
-        command += f" --data-parallel-rpc-port {rpc_port}"
     words = shlex.split(command)
     if system.peer:
         words[0] = str(PEERS / system.peer / "bin" / words[0])
