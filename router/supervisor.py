@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator import process
+from coordinator.handshakes import KeyRefused
 from coordinator.messages import State, View
-from coordinator.rpc import KeyRefused
 from engine.forked import Forked, ForkServer, Unforked
 from router.faults import Event, Faults
 from router.launch import ProcessSpec

@@ -22,11 +22,13 @@ import zmq.asyncio
 
 from coordinator import process
 from coordinator.addresses import AddressError, own, toward
+from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
 from coordinator.flags import parse
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings
-from coordinator.rpc import AsyncConnection, KeyRefused, OtherProtocol
+from coordinator.rpc import AsyncConnection
 from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
 from engine.config import InstanceConfig
 from engine.executor.channel import ChannelClosed

@@ -19,11 +19,12 @@ import uvloop
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
+from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, differences_of
 from coordinator.process import EXIT_WORKER_LOST
-from coordinator.rpc import AsyncListener, OtherProtocol, Peer, PortInUse
+from coordinator.rpc import AsyncListener, Peer, PortInUse
 from engine.config import EngineConfig
 from engine.executor.base import CannotStart, Progress
 from engine.executor.channel import ChannelClosed
