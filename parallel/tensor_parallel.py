@@ -1,8 +1,7 @@
 """The ranks of a tensor-parallel group, and layers that are cut over them (Megatron-LM, Shoeybi et al. 2019).
 
-A layer that has some outputs of a linear layer is a plain linear layer; one that has the matching inputs gives
-partial sums, which the ranks add up. Which layer of a model becomes which of these is
-:mod:`parallel.tensor_plan`.
+Some outputs of a linear layer are a plain linear layer; one that has the matching inputs gives partial sums,
+which the ranks add up. :mod:`parallel.tensor_plan` decides which layer of a model becomes which of these.
 """
 
 from __future__ import annotations
@@ -132,11 +131,12 @@ class VocabularyParallel:
     """Mixed into an embedding that has some of its rows: a token's vector comes from the rank that has it."""
 
     _ranks: TensorRank
-    _first: int
+    first: int
+    """Number of the first token whose vector is here."""
     num_embeddings: int
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        local = input_ids - self._first
+        local = input_ids - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
         found: torch.Tensor = super().forward(local.masked_fill(elsewhere, 0))  # type: ignore[misc]
         return self._ranks.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
@@ -159,4 +159,5 @@ def mix_in(mixin: type, module: Any, ranks: TensorRank) -> None:
 
 
 def empty_parameter(like: torch.Tensor, shape: tuple[int, ...]) -> torch.nn.Parameter:
+    """Of another shape, to be filled later."""
     return torch.nn.Parameter(like.new_empty(shape), requires_grad=False)

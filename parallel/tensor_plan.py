@@ -307,7 +307,7 @@ class _Cutter:
             embedding.weight = empty_parameter(embedding.weight, (stop - start, embedding.weight.shape[1]))
             embedding.num_embeddings, embedding.padding_idx = stop - start, None
             mix_in(VocabularyParallel, embedding, self._ranks)
-            embedding._first = start
+            embedding.first = start
         if isinstance(head, torch.nn.Linear):
             path, _, name = paths[id(head)].rpartition(".")
             parent = self._model.get_submodule(path)
