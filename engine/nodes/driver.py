@@ -19,10 +19,11 @@ import uvloop
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
+from coordinator.admission import differences_of
 from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
 from coordinator.keys import MeshKeys
-from coordinator.messages import Settings, differences_of
+from coordinator.messages import Settings
 from coordinator.process import EXIT_WORKER_LOST
 from coordinator.rpc import AsyncListener, Peer, PortInUse
 from engine.config import EngineConfig
