@@ -206,6 +206,6 @@ class Lowering:
             into=buffers.scores,
             out=buffers.stream,
             extra=exchange.record,
-            n=self._decoder.hidden,
+            n=self._hidden,
             k=moe.top_k,
         )
