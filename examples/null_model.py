@@ -85,15 +85,16 @@ class NullExecutor:
 
 def instance(argv: list[str]) -> int:
     """``python -m engine ARGV`` with such a model."""
-    import engine.__main__ as real
+    import engine.instance
+    from engine.__main__ import main
 
     def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
         most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
         seconds = float(os.environ.get(STEP_VARIABLE, "0")) / 1000
         return NullExecutor(info.vocab_size, config.cache.block_size, most, seconds)
 
-    real.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
-    return real.main(argv)
+    engine.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
+    return main(argv)
 
 
 def serve(argv: list[str]) -> int:
