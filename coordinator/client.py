@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import zmq.asyncio
 
+from coordinator.codec import OtherProtocol
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import (
     Answer,
@@ -30,7 +32,7 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
-from coordinator.rpc import AsyncConnection, KeyRefused, OtherProtocol
+from coordinator.rpc import AsyncConnection
 from coordinator.standing import Standing
 
 logger = logging.getLogger(__name__)

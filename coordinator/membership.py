@@ -1,7 +1,7 @@
 """Who is in the mesh (pure: messages and a clock value in, messages out).
 
-The rules: which rank an instance gets, when it is refused, when it is silent for too long, and what
-watchers see. The socket loop around it is :mod:`coordinator.server`.
+The rules: which rank an instance gets, when it is silent for too long, and what watchers see. Who can never
+join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coordinator.server`.
 
 An instance is *loading* after registration, *loaded* once it has its weights, *ready* when it serves,
 *draining* when it is about to leave. Where instances are independent, the world is the ready ones, and
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from coordinator.admission import problem_with
 from coordinator.epochs import Epochs
 from coordinator.messages import (
-    NEEDS_SIZE,
     Answer,
     Beat,
     Drain,
@@ -38,14 +38,12 @@ from coordinator.messages import (
     Wait,
     Watch,
     Welcome,
-    differences_of,
 )
 from coordinator.operations import Operations
 from coordinator.records import Instruction, Note, Peer, Record, Rules, Send
 from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
-MAX_INSTANCES = 65_536
 
 
 class Membership:
@@ -140,7 +138,7 @@ class Membership:
             known.peer, known.heard_at, known.contested_at = peer, now, None
             yield Send(peer, self._welcome(known, message))
             return
-        problem = self._problem_with(message)
+        problem = problem_with(message, self._size, self._settings, self._records)
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
             yield Send(peer, Refused(problem))
@@ -165,35 +163,6 @@ class Membership:
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
         yield Send(peer, self._welcome(record, message))
         yield from self._publish()
-
-    def _problem_with(self, message: Register) -> str | None:
-        """Why an instance can never be in this mesh, None if it can."""
-        size = self._size
-        if message.size is not None and size is not None and message.size != size:
-            return f"-dp {message.size} differs from the mesh's -dp {size}: start all parts with the same -dp"
-        for name, number in (("-dp", message.size or 0), ("rank", message.rank or 0)):
-            if number >= MAX_INSTANCES:
-                return f"{name} {number} is more than the {MAX_INSTANCES} instances that a mesh can have"
-        if message.rank is not None and message.rank < 0:
-            return f"rank {message.rank} is negative"
-        if message.rank is not None and message.size is not None and message.rank >= message.size:
-            return (
-                f"rank {message.rank} is out of range: with -dp {message.size} ranks are 0 to "
-                f"{message.size - 1}"
-            )
-        num_experts = self._settings.num_experts if self._settings is not None else 0
-        others = sum(rank != message.rank for rank in self._records)
-        ranks = self._settings.tensor_parallel_size if self._settings is not None else 1
-        if self._spreads and 0 < num_experts < (others + 1) * ranks:
-            spread = "as many instances" if ranks == 1 else f"{others} instances of {ranks} ranks each"
-            return f"the model's {num_experts} experts are spread over {spread}: one more gets none"
-        if message.settings is None or self._settings is None:
-            return None
-        unknown = NEEDS_SIZE if message.size is None else frozenset[str]()
-        differences = differences_of(message.settings, self._settings, "the mesh", unknown)
-        if not differences:
-            return None
-        return "this instance differs from the mesh: " + "; ".join(differences)
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;

@@ -8,7 +8,6 @@ carry all that is known of them: a restarted coordinator learns the world from t
 from __future__ import annotations
 
 import enum
-from collections.abc import Set
 from typing import Annotated
 
 import msgspec
@@ -19,8 +18,8 @@ Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of a mesh and how it is run. Instances must agree on the fields of :data:`AGREED`;
-    the others are defaults for an instance that joins without settings of its own."""
+    """The model of a mesh and how it is run. Instances must agree on most of this
+    (:mod:`coordinator.admission`); the rest are defaults for one that joins without settings of its own."""
 
     model: str
     revision: str | None
@@ -46,46 +45,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     on all. Empty: balanced, or of no concern."""
     max_num_batched_tokens: int
     max_num_seqs: int
-
-
-AGREED = {
-    "fingerprint": "model",
-    "served_model_name": "--served-model-name",
-    "dtype": "--dtype",
-    "max_model_len": "--max-model-len",
-    "block_size": "--block-size",
-    "vocab_size": "vocabulary",
-    "tensor_parallel_size": "-tp",
-    "pipeline_parallel_size": "-pp",
-    "pipeline_split": "--pipeline-split",
-    "enable_expert_parallel": "-ep",
-    "expert_placement_strategy": "--expert-placement-strategy",
-    "all2all_backend": "--all2all-backend",
-    "data_parallel_size": "-dp",
-}
-"""Field -> how the user knows it."""
-NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
-"""Fields that an instance which was not told ``-dp`` cannot know; it takes them from the mesh."""
-
-
-def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str] = frozenset()) -> list[str]:
-    """In what a newcomer's settings differ from those of ``who`` it wants to join, for people. ``unknown``
-    are fields that it cannot know."""
-    differences = [
-        f"{label} is {_shown(getattr(theirs, key))}, {who} has {_shown(getattr(ours, key))}"
-        for key, label in AGREED.items()
-        if key not in unknown and getattr(theirs, key) != getattr(ours, key)
-    ]
-    if theirs.fingerprint != ours.fingerprint:
-        differences[0] = (
-            f"model is {theirs.model} (fingerprint {theirs.fingerprint}), "
-            f"{who} has {ours.model} (fingerprint {ours.fingerprint})"
-        )
-    return differences
-
-
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value) or "not given"
 
 
 class State(enum.StrEnum):

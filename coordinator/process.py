@@ -110,6 +110,17 @@ def warn_if_open(mesh: MeshConfig) -> None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")
 
 
+def how_it_ended(status: int) -> str:
+    """How a process ended, for people. ``status`` is subprocess's."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = ": out of memory?" if -status == signal.SIGKILL else ""
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name}{hint})"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
 def finish(status: int) -> NoReturn:
     """The end of a process. What was registered for it still runs; libraries are not taken apart object by
     object, which takes seconds on a busy machine."""

@@ -1,9 +1,7 @@
-"""Typed messages over ZeroMQ: the only file of Lockstep that sees frames.
+"""Typed messages over ZeroMQ: the sockets, and the only file of Lockstep that sees frames.
 
-A message is one msgspec struct of a tagged union, encoded as msgpack behind one byte of protocol
-version. Nothing else is ever decoded: no pickle, no dynamic method names. What cannot be decoded is
-dropped and counted, never raised through a loop, and ZeroMQ itself drops a peer that sends a frame
-above the size limit.
+What a frame holds is :mod:`coordinator.codec`. What cannot be decoded is dropped and counted, never raised
+through a loop, and ZeroMQ itself drops a peer that sends a frame above the size limit.
 
 Two ends: a *listener* binds (ROUTER) and answers peers by their opaque name; a *connection* (DEALER)
 talks to one listener and reconnects by itself. An instance's step loop uses the blocking listener,
@@ -25,20 +23,16 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.arrivals import Arrivals
-from coordinator.greeting import mechanism_at
+from coordinator.codec import Decoder, Malformed, OtherProtocol, encode
 from coordinator.guard import Guard
+from coordinator.handshakes import Handshakes, KeyRefused
 from coordinator.keys import MeshKeys
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL = 3
-"""Raised with every change of a message that an older peer would misread."""
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
 MAX_QUEUED_MESSAGES = 20_000
@@ -54,19 +48,6 @@ RECONNECT_MS = 50
 RECONNECT_MAX_MS = 250
 """Milliseconds between two tries to connect, doubling. A coordinator that is started again should not be
 waited for much longer than its start takes."""
-REFUSED_INTERVAL = 1.0
-"""Seconds until the next try after a handshake that failed for the keys."""
-
-GREETING_TIMEOUT = 1.0
-"""Seconds to find out why a listener hung up."""
-ENOUGH_FAILURES = 3
-"""Handshakes in a row that fail with keys on both sides before the keys are to blame: a listener may also end
-in the middle of one."""
-FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
 
@@ -77,57 +58,8 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
-class Malformed(ValueError):
-    """Bytes that are no message of ours; says why."""
-
-
-class OtherProtocol(Malformed):
-    """A message of another protocol version than ours."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__(f"protocol version {version}, ours is {PROTOCOL}")
-        self.version = version
-
-
-class KeyRefused(ConnectionError):
-    """A listener and this process do not agree on the mesh's key; says in what, and what to do."""
-
-
 class PortInUse(OSError):
     """An address that cannot be bound; the message says which and what to do."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Any) -> bytes:
-    """A struct as one frame."""
-    buffer = bytearray(1)
-    buffer[0] = PROTOCOL
-    _encoder.encode_into(message, buffer, 1)
-    return bytes(buffer)
-
-
-class Decoder(Generic[In]):
-    """Turns frames into the structs of one union, strictly."""
-
-    def __init__(self, union: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(union)
-
-    def decode(self, frame: bytes | memoryview) -> In:
-        """The message in a frame.
-
-        Raises:
-            Malformed: it is none.
-        """
-        if not frame:
-            raise Malformed("empty frame")
-        if frame[0] != PROTOCOL:
-            raise OtherProtocol(frame[0])
-        try:
-            return self._decoder.decode(memoryview(frame)[1:])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise Malformed(str(error)) from error
 
 
 class _Complaints:
@@ -363,16 +295,15 @@ class AsyncConnection(Generic[In, Out]):
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = _Complaints(name)
-        self._has_keys = keys is not None
-        self._failed_handshakes = 0
         self.endpoint = endpoint
         self._arrivals = Arrivals(self._socket)
-        events = f"inproc://events-of-{id(self)}"
-        self._socket.monitor(
-            events, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED_HANDSHAKES
+        self._handshakes = Handshakes(
+            context,
+            self._socket,
+            endpoint,
+            has_keys=keys is not None,
+            connect_again=self._connect_again,
         )
-        self._monitor = context.socket(zmq.PAIR)
-        self._monitor.connect(events)
         self._socket.connect(endpoint)
 
     @property
@@ -438,31 +369,8 @@ class AsyncConnection(Generic[In, Out]):
             return None
 
     async def broken(self) -> KeyRefused | None:
-        """Wait until a connection breaks: the listener's process ended, or the network did. Or the two ends
-        do not have the same key, as far as that can be told: then why. It is tried again all the same."""
-        while True:
-            event = int((await recv_monitor_message(self._monitor))["event"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failed_handshakes = 0
-            elif event & FAILED_HANDSHAKES:
-                self._failed_handshakes += 1
-                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after these, ZeroMQ itself gives up
-                    asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._connect_again)
-            else:
-                return await self._refusal() if self._failed_handshakes else None
-
-    async def _refusal(self) -> KeyRefused | None:
-        """Whether keys are the reason for failed handshakes."""
-        match await mechanism_at(self.endpoint, GREETING_TIMEOUT), self._has_keys:
-            case "CURVE", False:
-                return KeyRefused(
-                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too"
-                )
-            case "NULL", True:
-                return KeyRefused("it was started without a mesh key: give it --mesh-key-file, too")
-            case "CURVE", True if self._failed_handshakes >= ENOUGH_FAILURES:
-                return KeyRefused("it has another mesh key: give the same --mesh-key-file everywhere")
-        return None
+        """Wait until a connection breaks; why, if it is for the keys. It is tried again all the same."""
+        return await self._handshakes.broken()
 
     def _connect_again(self) -> None:
         if not self._socket.closed:
@@ -483,6 +391,5 @@ class AsyncConnection(Generic[In, Out]):
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         self._arrivals.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._handshakes.close()
         self._socket.close(linger=linger_ms)

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 import msgspec
 import zmq.asyncio
 
+from coordinator.codec import PROTOCOL, OtherProtocol
 from coordinator.keys import MeshKeys
 from coordinator.membership import Membership
 from coordinator.messages import FromCoordinator, Refused, ToCoordinator, View
 from coordinator.records import Instruction, Note, Rules, Send
-from coordinator.rpc import PROTOCOL, AsyncListener, OtherProtocol
+from coordinator.rpc import AsyncListener
 
 logger = logging.getLogger(__name__)
 

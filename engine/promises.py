@@ -27,11 +27,12 @@ class Promises:
         """Estimate what a queued request will have to compute (``num_expected``), and let those behind it
         count on its blocks."""
         request.num_expected = len(request.token_ids)
-        if not self._pool.is_caching or request.prompt_logprobs is not None:
+        if not self._pool.is_caching:
             return
-        num_full = (len(request.token_ids) - 1) // self._block_size
-        hashes = request.hashes_up_to(num_full, self._block_size)
-        missing = next((place for place, each in enumerate(hashes) if not self._is_expected(each)), num_full)
+        hashes = request.prefix_hashes(self._block_size)
+        missing = next(
+            (place for place, each in enumerate(hashes) if not self._is_expected(each)), len(hashes)
+        )
         request.num_expected -= missing * self._block_size
         request.promised = hashes[missing:]
         self._promised.update(request.promised)

@@ -114,6 +114,13 @@ class Request:
             )
         return self.hashes[:num_blocks]
 
+    def prefix_hashes(self, block_size: int) -> list[BlockHash]:
+        """Hashes of the blocks that it may find in the cache. At least one token is left to compute, and
+        prompts whose log-probabilities are wanted are computed whole."""
+        if self.prompt_logprobs is not None:
+            return []
+        return self.hashes_up_to((len(self.token_ids) - 1) // block_size, block_size)
+
 
 def from_submit(
     submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int

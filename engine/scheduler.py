@@ -8,17 +8,19 @@ Order is arrival, or (priority, arrival).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from engine.blocks import BlockPool
-from engine.messages import ITERATION_BOUNDS, Counters, FinishReason, TokenLogprobs
+from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.promises import Promises
 from engine.request import Request, RequestKey, Status
 from engine.step import Admit, Row, Sampled, Step, StepResult
+from engine.totals import Totals
+from engine.waiting import WaitingQueue
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens per step of a prompt whose log-probabilities are wanted: each needs a row of logits."""
@@ -63,23 +65,13 @@ class Scheduler:
         self._rules = rules
         self._pool = pool
         self._requests: dict[RequestKey, Request] = {}
-        self._waiting: list[Request] = []
+        self._waiting = WaitingQueue(rules.block_size)
         self._running: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[_UnderWay] = deque()
-        self._waiting_tokens = 0
-        self._waiting_uncached = 0
-        self._waiting_blocks = 0
         self._promises = Promises(pool, rules.block_size)
-        self._generated = 0
-        self._prompt_tokens = 0
-        self._preemptions = 0
-        self._cache_queries = 0
-        self._cache_hits = 0
-        self._steps = 0
-        self._scheduled_tokens = 0
-        self._step_sizes = [0] * (len(ITERATION_BOUNDS) + 1)
+        self._totals = Totals()
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -101,22 +93,24 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens still to compute of requests that wait, and of prompts that are partly computed."""
-        return self._waiting_tokens + self._in_prefill()
+        return self._waiting.num_tokens + self._in_prefill()
 
     @property
     def num_uncached_tokens(self) -> int:
         """The same without what waiting requests will find in the prefix cache, or what those before them
         will have put there."""
-        return self._waiting_uncached + self._in_prefill()
+        return self._waiting.num_uncached + self._in_prefill()
 
     @property
     def num_queued(self) -> int:
         """Waiting requests for whom the next step has no slot, or maybe no blocks."""
-        return self._num_queued(len(self._waiting), self._waiting_blocks)
+        return self._num_queued(len(self._waiting), self._waiting.num_blocks)
 
     def num_queued_with(self, num_tokens: int) -> int:
         """The same if a request of so many tokens came now."""
-        return self._num_queued(len(self._waiting) + 1, self._waiting_blocks + self._blocks_for(num_tokens))
+        return self._num_queued(
+            len(self._waiting) + 1, self._waiting.num_blocks + self._blocks_for(num_tokens)
+        )
 
     def _num_queued(self, num_waiting: int, blocks: int) -> int:
         return num_waiting if blocks > self._pool.num_free else max(0, num_waiting - len(self._free_slots))
@@ -135,16 +129,7 @@ class Scheduler:
 
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
-        return Counters(
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generated,
-            preemptions=self._preemptions,
-            prefix_cache_queries=self._cache_queries,
-            prefix_cache_hits=self._cache_hits,
-            steps=self._steps,
-            scheduled_tokens=self._scheduled_tokens,
-            step_sizes=self._step_sizes[:],
-        )
+        return self._totals.counters()
 
     def problem_with(self, request: Request) -> str | None:
         """Why a request can never run here, None if it can."""
@@ -221,12 +206,9 @@ class Scheduler:
                 rows.append(row)
         if not rows:
             return None
-        self._steps += 1
         rows.sort(key=lambda row: row.count > 1)
         step = Step(admits=admits, rows=rows)
-        num_tokens = step.num_tokens
-        self._scheduled_tokens += num_tokens
-        self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
+        self._totals.on_step(step.num_tokens)
         requests = [self._by_slot[row.slot] for row in rows]
         for request in requests:
             request.num_in_flight += 1
@@ -340,8 +322,8 @@ class Scheduler:
     def _admissions(self, budget: int, most: int) -> Iterator[tuple[Admit, Row]]:
         """At most so many waiting requests that fit, in order; the first that does not fit ends it."""
         while self._waiting and self._free_slots and budget > 0 and most > 0:
-            request = self._waiting[0]
-            known = self._known_prefix(request)
+            request = self._waiting.first
+            known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
             request.num_computed = len(known) * self._rules.block_size
             count = self._chunk(request, budget)
             in_all = self._blocks_for(len(request.token_ids))
@@ -355,17 +337,8 @@ class Scheduler:
             budget -= count
             most -= 1
 
-    def _known_prefix(self, request: Request) -> list[int]:
-        """Cached blocks this request can start from. At least one token is left to compute, and prompts
-        whose log-probabilities are wanted are computed whole."""
-        if request.prompt_logprobs is not None:
-            return []
-        num_full = (len(request.token_ids) - 1) // self._rules.block_size
-        return self._pool.find_prefix(request.hashes_up_to(num_full, self._rules.block_size))
-
     def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
-        self._waiting.pop(0)
-        self._waits_no_more(request)
+        self._waiting.remove(request)
         insort(self._running, request, key=lambda other: other.order)
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
@@ -375,25 +348,15 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
-            self._prompt_tokens += request.num_prompt
-            self._cache_queries += request.num_prompt
-            self._cache_hits += request.num_cached
+            self._totals.on_first_admission(request)
         return _admit(request, request.slot)
 
     # ---- changes of state
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        insort(self._waiting, request, key=lambda other: other.order)
-        self._promises.make(request)
-        self._waiting_tokens += len(request.token_ids)
-        self._waiting_uncached += request.num_expected
-        self._waiting_blocks += self._blocks_for(len(request.token_ids))
-
-    def _waits_no_more(self, request: Request) -> None:
-        self._waiting_tokens -= len(request.token_ids)
-        self._waiting_uncached -= request.num_expected
-        self._waiting_blocks -= self._blocks_for(len(request.token_ids))
+        self._promises.make(request)  # first: the queue counts what it expects of the prefix cache
+        self._waiting.add(request)
 
     def _in_prefill(self) -> int:
         """Tokens still to compute of prompts that are partly computed."""
@@ -402,7 +365,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be computed again; a known prefix may spare part of it."""
-        self._preemptions += 1
+        self._totals.preemptions += 1
         self._vacate(request)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -427,7 +390,7 @@ class Scheduler:
             return Outcome(request, None, None)
         request.token_ids.append(token_id)
         self._promises.keep(request)
-        self._generated += 1
+        self._totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
             request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
@@ -441,7 +404,6 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
-            self._waits_no_more(request)
             self._promises.keep(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]

@@ -1,7 +1,7 @@
 """The part of a model that one worker holds: a stage of its layers, and a rank's cut of each of them.
 
 The transformers class is made whole on the meta device and then cut: layers of other stages become
-pass-throughs, the rest goes through :mod:`parallel.tensor_parallel`. transformers loads such a model like
+pass-throughs, the rest goes through :mod:`parallel.tensor_plan`. transformers loads such a model like
 any other, from the tensors that :mod:`engine.shard_weights` reads for it.
 """
 
@@ -18,7 +18,8 @@ from engine.checkpoint import CheckpointError
 from engine.expert_weights import ExpertShare, expert_modules, keep_experts, spread_modules
 from parallel.communicators.base import Communicator
 from parallel.pipeline_parallel import balanced_split, check_split, layers_of
-from parallel.tensor_parallel import CutModel, TensorRank, cut_model
+from parallel.tensor_parallel import TensorRank
+from parallel.tensor_plan import CutModel, cut_model
 from parallel.topology import CannotCut
 
 logger = logging.getLogger(__name__)

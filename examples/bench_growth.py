@@ -6,8 +6,8 @@
     python examples/bench_growth.py --show build/bench-growth.json --plots build/plots   # of an earlier run
 
     batch      one instance with all cores, 1 to 128 requests at once; prompts of 128 tokens, answers of 64
-    context    the same with prompts of 128 to 8k tokens, 4 at once: answers to prompts that are in the cache, so
-               that nothing but decoding is measured, and prompts that come alone
+    context    the same with prompts of 128 to 8k tokens, 4 at once: answers to prompts that are in the cache,
+               so that nothing but decoding is measured, and prompts that come alone
     dp         1 to 4 instances, 32 requests at once: dense, and a model of experts with them spread (-ep) and
                whole on each. There are only so many cores: what is to be seen is what dividing them costs
 

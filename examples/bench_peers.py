@@ -18,7 +18,8 @@ system and of the best of vLLM's, per repeat. The models are made at the first r
     lockstep-ep       serve MODEL -dp 2 -ep: experts spread, in lockstep
     vllm              vllm serve MODEL: compiled, a core left free, as is its default
     vllm-cores        the same on all cores
-    vllm-dp2          vllm serve MODEL -dp 2: a rank for each core; not compiled, as it does not start with experts
+    vllm-dp2          vllm serve MODEL -dp 2: a rank for each core; not compiled: with experts
+                      it would not start
     vllm-eager        vllm serve MODEL --enforce-eager
     transformers      transformers serve MODEL --continuous-batching, all cores
     llama.cpp         one sequence, behind a small HTTP loop (``llama_cpp_server.py``), all cores

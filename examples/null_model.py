@@ -106,15 +106,17 @@ def step_time() -> Callable[[Any], float]:
 
 def instance(argv: list[str]) -> int:
     """``python -m engine ARGV`` with such a model."""
-    import engine.__main__ as real
+    import engine.cores
+    import engine.instance
+    from engine.__main__ import main
 
     def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
         most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
         return NullExecutor(info.vocab_size, config.cache.block_size, most, step_time())
 
-    real.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
-    real.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down its neighbours
-    return real.main(argv)
+    engine.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
+    engine.cores.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down others
+    return main(argv)
 
 
 def serve(argv: list[str]) -> int:

@@ -12,8 +12,9 @@ from typing import Protocol
 
 import zmq.asyncio
 
+from coordinator.codec import OtherProtocol
 from coordinator.keys import MeshKeys
-from coordinator.rpc import AsyncConnection, OtherProtocol
+from coordinator.rpc import AsyncConnection
 from engine.messages import Attach, ToInstance, ToRouter
 from router.pool import Instance
 

@@ -9,25 +9,21 @@ from __future__ import annotations
 import inspect
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.messages import FinishReason, Report
 from router.choice_counts import ChoiceCounts
 from router.faults import KINDS, Faults
+from router.histograms import Histogram, Series
 from router.mesh import Generation, Mesh
-from router.report_metrics import LABELS, buckets, of_reports
+from router.report_metrics import LABELS, of_reports
 from router.sample import Sample
-from router.shelf import Shelf, Snapshot, Totals, is_alive
+from router.shelf import Shelf, Snapshot, is_alive
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -53,67 +49,6 @@ def _openmetrics(registry: CollectorRegistry) -> bytes:
     encode: Callable[..., bytes] = openmetrics.generate_latest
     as_they_are = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
     return encode(registry, **as_they_are)
-
-
-class Series:
-    """Observations of one engine: much cheaper than prometheus_client's, and not thread-safe."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def add(self, totals: Totals) -> None:
-        """Count in what another process observed; another version's buckets are left out."""
-        if len(totals.counts) == len(self.counts):
-            self.counts = [own + other for own, other in zip(self.counts, totals.counts, strict=True)]
-            self.total += totals.total
-
-    def totals(self) -> Totals:
-        return Totals(self.counts, self.total)
-
-
-class Histogram:
-    """One metric, a series per engine."""
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name = name
-        self._help = help
-        self._bounds = bounds
-        self._series: dict[str, Series] = {}
-
-    def __repr__(self) -> str:
-        return f"<Histogram {self.name} of engines {sorted(self._series)}>"
-
-    def of(self, engine: str) -> Series:
-        series = self._series.get(engine)
-        if series is None:
-            series = self._series[engine] = Series(self._bounds)
-        return series
-
-    def totals(self) -> dict[str, Totals]:
-        """By engine."""
-        return {engine: series.totals() for engine, series in self._series.items()}
-
-    def add(self, totals: Mapping[str, Totals]) -> None:
-        for engine, of_engine in totals.items():
-            self.of(engine).add(of_engine)
-
-    def family(self, model: str, others: Iterable[Mapping[str, Totals]] = ()) -> Metric:
-        """``others``: what other processes observed of the same."""
-        whole = Histogram(self.name, self._help, self._bounds)
-        for part in (self.totals(), *others):
-            whole.add(part)
-        family = HistogramMetricFamily(self.name, self._help, labels=LABELS)
-        for engine, series in sorted(whole._series.items()):
-            family.add_metric((model, engine), buckets(series.bounds, series.counts), series.total)
-        return family
 
 
 class Metrics:

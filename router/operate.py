@@ -16,9 +16,9 @@ from coordinator.client import fetch_view
 from coordinator.commands import ask
 from coordinator.config import MeshConfig
 from coordinator.flags import Count, Natural, flag, parse
+from coordinator.handshakes import KeyRefused
 from coordinator.messages import Drain, Member, Scale, State, View
 from coordinator.operations import ACCEPTED
-from coordinator.rpc import KeyRefused
 
 ASK_TIMEOUT = 10.0
 """Seconds to wait for the coordinator's answer."""

@@ -9,10 +9,11 @@ import time
 from collections import OrderedDict
 
 from coordinator.client import Watcher
+from coordinator.codec import OtherProtocol
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Exited, Member, Scale, State, View
 from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
-from coordinator.rpc import KeyRefused, OtherProtocol
 from router.faults import Event
 from router.scaling import Machine, Refused, plan
 from router.supervisor import Supervisor

@@ -18,10 +18,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator import process
+from coordinator.codec import OtherProtocol
 from coordinator.commands import ask
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale
-from coordinator.rpc import KeyRefused, OtherProtocol
 from coordinator.tracing import Tracing, TracingMissing
 from router.accept import Acceptor, Tally
 from router.admin import AdminGate, make_admin_app

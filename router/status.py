@@ -16,9 +16,9 @@ from coordinator import process
 from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Member, View
-from coordinator.rpc import KeyRefused
 
 MIN_WIDTH = 100
 """Columns that the table needs; a pipe says that it has 80."""

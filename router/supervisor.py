@@ -10,15 +10,15 @@ import signal
 import socket
 import time
 import uuid
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from coordinator import process
+from coordinator.handshakes import KeyRefused
 from coordinator.messages import State, View
-from coordinator.rpc import KeyRefused
 from engine.forked import Forked, ForkServer, Unforked
+from router.child import Child, exit_status, fork, spawn
 from router.faults import Event, Faults
 from router.launch import ProcessSpec
 from router.restarts import Restarts
@@ -31,39 +31,6 @@ COORDINATOR_FIRST = 10.0
 """Seconds that forked instances wait for the coordinator, which they can do without."""
 STOP_TIMEOUT = 10.0
 """Seconds a process may take to end before it is told again, and then killed."""
-
-
-@dataclass
-class Child:
-    """A process of ours that runs."""
-
-    key: int
-    """Its place in the table; a process that is started again keeps it."""
-    spec: ProcessSpec
-    process: Process | Forked
-    began: float | None
-    """When it began to serve; None while an instance loads."""
-    rank: int | None
-    instance: str = ""
-    """Its name in the mesh, once it has registered."""
-    name: str = ""
-    """The one that it was given for that."""
-    is_member: bool = False
-    """It is in the newest view."""
-    retired: bool = False
-    """Told to drain and go, by us or by others: it never comes back, and its process may outlive its
-    leaving."""
-
-    async def ended(self) -> int:
-        """Its exit status, as subprocess has it."""
-        if isinstance(self.process, Forked):
-            return await self.process.ended()
-        return await self.process.wait()
-
-    @property
-    def stays(self) -> bool:
-        """Serves, or will; one that left the mesh may take a moment to end."""
-        return not self.retired and (self.is_member or not self.instance)
 
 
 class Supervisor:
@@ -196,7 +163,7 @@ class Supervisor:
             if child.rank in ranks and not child.retired:
                 logger.info("draining instance %d", child.rank)
                 child.retired = True
-                _tell(child, signal.SIGTERM)
+                child.tell(signal.SIGTERM)
 
     def learn(self, view: View) -> None:
         """Ranks that the coordinator gave to our instances, and since when they serve."""
@@ -232,7 +199,7 @@ class Supervisor:
     def _on_signal(self) -> None:
         if self._stopping:
             for child in self._children.values():  # asked twice: no more waiting for requests
-                _tell(child, signal.SIGTERM)
+                child.tell(signal.SIGTERM)
         self._end(self._status)
 
     def _end(self, status: int) -> None:
@@ -253,13 +220,7 @@ class Supervisor:
                     await started.ended()
                 return
         if started is None:
-            started = await asyncio.create_subprocess_exec(
-                *spec.command(),
-                env=environment,
-                stdin=DEVNULL,
-                start_new_session=True,
-                pass_fds=spec.descriptors,
-            )
+            started = await spawn(spec, environment)
         began = None if spec.role == "engine" else time.monotonic()
         child = self._children[key] = Child(key, spec, started, began, spec.rank, name=name)
         watcher = asyncio.create_task(self._watch(child))
@@ -273,14 +234,7 @@ class Supervisor:
         """None: it has to be started the plain way."""
         assert self._fork_server is not None
         try:
-            return await asyncio.to_thread(
-                self._fork_server.fork,
-                f"{spec.role}.__main__:main",
-                spec.argv,
-                environment,
-                spec.descriptors,
-                branches=bool(spec.workers),
-            )
+            return await fork(self._fork_server, spec, environment)
         except Unforked as problem:
             if not self._stopping:
                 logger.warning("%s; %s is started the plain way", problem, spec.name)
@@ -293,7 +247,7 @@ class Supervisor:
         self._gone_names.append(child.name)
         if self._ended.is_set():
             return
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        how = process.how_it_ended(status)
         log = logger.info if status == 0 else logger.error
         log("%s (pid %d) %s", child.spec.name, child.process.pid, how)
         self._last_end = f"{child.spec.name} (pid {child.process.pid}) {how}"
@@ -378,7 +332,7 @@ class Supervisor:
         for role in ("router", "engine", "coordinator"):
             children = self._of_role(role)
             for child in children:
-                _tell(child, signal.SIGTERM)
+                child.tell(signal.SIGTERM)
             drains = role == "engine" and not is_head
             await self._wait_for(children, STOP_TIMEOUT + (self._drain_timeout if drains else 0.0))
 
@@ -391,16 +345,6 @@ class Supervisor:
                 await asyncio.wait_for(asyncio.shield(ended), patience)
                 return
             for child in children:
-                _tell(child, last_resort)
+                child.tell(last_resort)
             patience = 3.0
         await ended
-
-
-def _tell(child: Child, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        child.process.send_signal(number)
-
-
-def exit_status(status: int) -> int:
-    """What a shell would call the end of a process; a signal counts from 128."""
-    return status if status >= 0 else 128 - status

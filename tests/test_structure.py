@@ -25,6 +25,7 @@ COMPUTES = {
     "parallel.expert_products",
     "parallel.sliced_experts",
     "parallel.tensor_parallel",
+    "parallel.tensor_plan",
 }
 """The only modules below the engine that load torch; nothing imports them but the engine, or a call."""
 

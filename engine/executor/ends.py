@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -90,17 +89,6 @@ class Crew(Protocol):
         ...
 
 
-def told(status: int) -> str:
-    """How a process ended, for people. ``status`` is subprocess's."""
-    if status >= 0:
-        return f"ended with status {status}"
-    hint = ": out of memory?" if -status == signal.SIGKILL else ""
-    try:
-        return f"was killed by signal {-status} ({signal.Signals(-status).name}{hint})"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
 class LocalWorker(WorkerEnd):
     """A child process, at one channel or more. The kernel kills it when this one dies."""
 
@@ -131,7 +119,7 @@ class LocalWorker(WorkerEnd):
 
     def how_it_ended(self) -> str:
         try:
-            return told(self.child.wait(END_TIMEOUT))
+            return process.how_it_ended(self.child.wait(END_TIMEOUT))
         except subprocess.TimeoutExpired:
             return "closed its channel"
 

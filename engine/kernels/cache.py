@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from engine.attention.base import Int32s, Int64s, LayerShape, PackedRows
-from engine.attention.torch_paged import zeros
 from engine.kernels.packing import LANES
+from engine.kernels.pages import Arena
 
 QUERIES_PER_TASK = 16
 """Tokens of a prompt whose attention one thread computes at a time."""
@@ -43,10 +43,10 @@ class NativeCache:
         """``block_size`` is a multiple of 16."""
         self.block_size = block_size
         self.num_blocks = num_blocks
-        shape = [(num_blocks * block_size, layer.kv_heads * layer.key_dim) for layer in layers]
-        device = torch.device("cpu")
-        self.keys = [zeros(size, dtype, device) for size in shape]
-        self.values = [zeros(size, dtype, device) for size in shape]
+        shapes = [(num_blocks * block_size, layer.kv_heads * layer.key_dim) for layer in layers]
+        arena = Arena()
+        self.keys = [arena.zeros(shape, dtype) for shape in shapes]
+        self.values = [arena.zeros(shape, dtype) for shape in shapes]
 
     def __repr__(self) -> str:
         return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"

@@ -13,6 +13,7 @@ import torch
 from engine.kernels.library import Library
 from engine.kernels.operations import Kind, Operations, StepArguments
 from engine.kernels.packing import SLACK, gate_and_up, panels
+from engine.kernels.pages import Arena
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class PackedExperts:
     width: int
 
     @classmethod
-    def of(cls, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+    def of(cls, gate_up: torch.Tensor, down: torch.Tensor, arena: Arena) -> PackedExperts:
         """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
         count, hidden, width = down.shape
-        return cls(gate_and_up(gate_up), panels(down, 32), count, hidden, width)
+        return cls(gate_and_up(gate_up, arena), panels(down, 32, arena), count, hidden, width)
 
     def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
         """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from
@@ -49,6 +50,7 @@ class NativeExperts:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._arena = Arena()
         self._packed: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
 
     def packed(self, module: Any) -> PackedExperts:
@@ -57,7 +59,7 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
-        packed = PackedExperts.of(weight.data, module.down_proj.data)
+        packed = PackedExperts.of(weight.data, module.down_proj.data, self._arena)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 

@@ -1,15 +1,11 @@
-"""A decoder as a list of operations for ``step.cpp``, written once, run every step.
+"""Runs the steps of a decoder with ``step.cpp``: a list of operations, written once, run every step.
 
-The layers' weights are laid out anew; the model that they came from is not run any more. Where experts are
-spread over instances that share memory, the exchange is part of the list (:mod:`engine.kernels.exchange`).
-Over other transports the list is cut at each expert layer, and
-:class:`~parallel.expert_parallel.ExpertParallel` does the exchange between two pieces.
+The layers' weights are laid out anew; the model that they came from is not run any more. Where the list is
+cut at the expert layers (:mod:`engine.kernels.lowering`), :class:`~parallel.expert_parallel.ExpertParallel`
+does the exchange between two pieces.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,52 +13,23 @@ import torch
 
 from engine.attention.base import AttentionUse, Int64s, PackedRows
 from engine.kernels import operations
+from engine.kernels.buffers import Buffers, Room
 from engine.kernels.cache import NativeCache, NativePlan
-from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe
+from engine.kernels.decoder import Decoder, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
-from engine.kernels.experts import NativeExperts, PackedExperts
+from engine.kernels.experts import NativeExperts
 from engine.kernels.library import Library
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations, StepArguments
-from engine.kernels.packing import SLACK, gate_and_up, panels
+from engine.kernels.lowering import Lowering, StepList
+from engine.kernels.operations import Kind, StepArguments
+from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
 
-MIN_TOKENS = 64
-"""Room that is made at first; it doubles as steps grow."""
 MIN_POSITIONS = 1024
-OPERATIONS_PER_LAYER = 18
 
 Seconds = npt.NDArray[np.float64]
-_Mlp = TypeVar("_Mlp", Mlp, Moe)
-
-
-class _Weights:
-    """A layer's weights as the kernels want them."""
-
-    def __init__(self, layer: Layer, *, spread: bool) -> None:
-        attention = layer.attention
-        self.layer = layer
-        self.qkv = panels(attention.qkv.data, 32)
-        self.out = panels(attention.out.data, 32)
-        self.gate_up = self.down = self.router = None
-        self.experts: PackedExperts | None = None
-        if isinstance(layer.mlp, Mlp):
-            self.gate_up, self.down = gate_and_up(layer.mlp.gate_up.data), panels(layer.mlp.down.data, 32)
-        else:
-            self.router = panels(layer.mlp.router.data, 32)
-            if not spread:
-                module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data)
-
-
-@dataclass
-class _List:
-    """The operations of a step, and where they are cut for an exchange through Python."""
-
-    operations: Operations
-    cuts: list[tuple[int, Moe | None]]
 
 
 class Program:
@@ -74,19 +41,20 @@ class Program:
         self._decoder = decoder
         self._experts = experts
         self._products = NativeExperts(library)
-        self._weights = [_Weights(layer, spread=experts is not None) for layer in decoder.layers]
-        self._head = panels(decoder.head.data, 32)
+        self._packed = PackedDecoder(decoder, spread=experts is not None)
         self._cosines = self._sines = torch.empty(0, 0)
         self._cache: NativeCache | None = None
-        self._room = self._total_room = 0
-        self._selected_room = 0
+        self._room = Room()
         sparse = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Moe)]
         self._num_sparse = len(sparse)
         self._shape: Shape | None = None
         if sparse:
             self._shape = Shape(decoder.hidden, sparse[0].top_k, sparse[0].num_experts, decoder.dtype)
         self._joined: Joined | None = None
-        self._lists: dict[bool, _List] = {}
+        self._buffers: Buffers | None = None
+        self._exchange: Exchange | None = None
+        """Of the buffers' room; None without expert layers."""
+        self._lists: dict[bool, StepList] = {}
         """By whether the exchange is part of it."""
         self.seconds = np.zeros(len(Kind))
         """Time spent so far, by kind of operation."""
@@ -94,22 +62,15 @@ class Program:
         """What attention has cost so far."""
 
     def __repr__(self) -> str:
-        return f"Program({len(self._weights)} layers, {self._decoder.dtype}, room for {self._room} tokens)"
+        return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
     def let_go(self) -> None:
         """Empty the weights as they came; those laid out here are used."""
-        for weights in self._weights:
-            attention, mlp = weights.layer.attention, weights.layer.mlp
-            for weight in (
-                attention.qkv,
-                attention.out,
-                *((mlp.gate_up, mlp.down) if isinstance(mlp, Mlp) else ()),
-            ):
-                weight.data = weight.data.new_empty(0)
+        self._packed.let_go()
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""
-        self._cache, self._room = cache, 0
+        self._cache, self._room = cache, self._room._replace(own=0)
 
     def spread(self) -> None:
         """Other instances hold experts, too; what is not exchanged here is computed with these kernels."""
@@ -118,7 +79,7 @@ class Program:
 
     def join(self, group: Communicator, placement: Placement) -> None:
         """From the next step on, experts are spread over this group; the modules hold this member's."""
-        self._joined, self._room = None, 0
+        self._joined, self._room = None, self._room._replace(own=0)
         self._lists.clear()
         if isinstance(group, SharedMemoryCommunicator) and self._shape is not None:
             assert self._experts is not None
@@ -139,7 +100,7 @@ class Program:
         """
         if not self._exchanges():
             return False
-        self._make_room(0, 0, self._total(0))
+        self._make_room(Room(0, 0, self._total(0)))
         self._run(StepArguments(seconds=self.seconds), 0)
         return True
 
@@ -148,13 +109,14 @@ class Program:
         assert self._cache is not None
         plan = self._cache.plan(packed)
         tokens, selected = len(input_ids), len(wanted)
-        self._make_room(tokens, selected, self._total(tokens))
+        self._make_room(Room(tokens, selected, self._total(tokens)))
         cosines, sines = self._angles(packed.positions)
         step = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), cosines, sines)
         self._run(step, tokens)
-        self.attention.calls += len(self._weights)
+        self.attention.calls += len(self._packed.layers)
         self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
-        return self._logits[:selected]
+        assert self._buffers is not None
+        return self._buffers.logits[:selected]
 
     def _exchanges(self) -> bool:
         """Whether the exchange of this step is part of the list."""
@@ -170,9 +132,13 @@ class Program:
         native = self._exchanges()
         written = self._lists.get(native)
         if written is None:
-            written = self._lists[native] = self._write(native)
+            assert self._cache is not None
+            assert self._buffers is not None
+            lowering = Lowering(self._packed, self._products, self._cache, self._buffers, self._exchange)
+            written = self._lists[native] = lowering.write(exchanges=native)
         sizes = [tokens] if self._experts is None else self._experts.sizes
         if native:
+            assert self._exchange is not None
             self._exchange.begin(sizes)
         before = self.seconds.copy() if native and self._experts is not None else None
         begin = 0
@@ -239,205 +205,22 @@ class Program:
     def _exchange_through_python(self, layer: Moe, tokens: int) -> None:
         """The experts of a layer, wherever they are."""
         assert self._experts is not None
-        ids = self._ids[: tokens * layer.top_k].view(tokens, layer.top_k)
-        weights = self._scores[: tokens * layer.top_k].view(tokens, layer.top_k)
+        assert self._buffers is not None
+        buffers, pairs = self._buffers, tokens * layer.top_k
+        ids = buffers.ids[:pairs].view(tokens, layer.top_k)
+        weights = buffers.scores[:pairs].view(tokens, layer.top_k)
         result = self._experts.forward(
-            layer.experts, self._normed[:tokens], ids, weights.to(self._decoder.dtype)
+            layer.experts, buffers.normed[:tokens], ids, weights.to(self._decoder.dtype)
         )
-        self._stream[:tokens] += result
+        buffers.stream[:tokens] += result
 
-    # ---- writing the list
-
-    def _make_room(self, tokens: int, selected: int, total: int) -> None:
-        """Buffers for that many tokens, of all members together ``total``; what was written uses others."""
-        wanted = max(tokens, MIN_TOKENS), max(selected, MIN_TOKENS), max(total, MIN_TOKENS)
-        rooms = self._room, self._selected_room, self._total_room
-        if self._room and all(want <= room for want, room in zip(wanted, rooms, strict=True)):
+    def _make_room(self, wanted: Room) -> None:
+        """Buffers for that many tokens; lists that were written use others."""
+        if self._room.holds(wanted):
             return
-        self._room, self._selected_room, self._total_room = (
-            max(1 << (want - 1).bit_length(), room) for want, room in zip(wanted, rooms, strict=True)
-        )
+        self._room = self._room.grown(wanted)
         self._lists.clear()
-        decoder, rows = self._decoder, self._room
-        layers = [weights.layer for weights in self._weights]
-        self._stream = self._buffer(rows, decoder.hidden)
-        self._normed = self._buffer(rows, decoder.hidden)
-        self._last = self._buffer(self._selected_room, decoder.hidden)
-        self._projected = self._buffer(
-            rows, max((a.heads + 2 * a.kv_heads) * a.dim for a in (layer.attention for layer in layers))
-        )
-        self._attended = self._buffer(
-            rows, max(layer.attention.heads * layer.attention.dim for layer in layers)
-        )
-        self._middle = self._buffer(rows, max((mlp.width for mlp in self._mlps(Mlp)), default=0))
-        self._logits = torch.empty(self._selected_room, decoder.vocab)
+        self._buffers = None  # gone before the new ones come
         if self._shape is not None:
-            pairs = rows * self._shape.top_k
-            self._scores = torch.empty(pairs)
-            self._router_logits = torch.empty(rows * self._shape.num_experts)
-            self._ids = torch.empty(pairs, dtype=torch.int64)
-            self._exchange: Exchange = self._joined or Alone(self._shape, rows)
-            self._gathered = self._exchange.make_room(self._total_room)
-            widest = max(moe.width for moe in self._mlps(Moe))
-            self._expert_middle = self._buffer(self._total_room * self._shape.top_k + SLACK, widest)
-
-    def _mlps(self, kind: type[_Mlp]) -> list[_Mlp]:
-        return [weights.layer.mlp for weights in self._weights if isinstance(weights.layer.mlp, kind)]
-
-    def _buffer(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=self._decoder.dtype)
-
-    def _write(self, native: bool) -> _List:
-        """``native``: with the exchange of experts."""
-        decoder = self._decoder
-        write = Operations(OPERATIONS_PER_LAYER * len(self._weights) + 4)
-        cuts: list[tuple[int, Moe | None]] = []
-        write.add(Kind.EMBED, into=decoder.embedding.data, out=self._stream, k=decoder.hidden)
-        for number, weights in enumerate(self._weights):
-            layer = weights.layer
-            self._norm(write, layer.norm, layer.eps, self._stream, self._normed)
-            self._write_attention(write, number, weights, layer.attention)
-            if isinstance(layer.mlp, Mlp):
-                self._norm(write, layer.second_norm, layer.eps, self._stream, self._normed)
-                self._write_mlp(write, weights, layer.mlp)
-            elif native:
-                own, layout = self._exchange.own, self._exchange.layout
-                self._norm(write, layer.second_norm, layer.eps, self._stream, own + layout.rows_at)
-                self._write_router(write, weights, layer.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._write_experts(write, weights, layer.mlp)
-            else:
-                self._norm(write, layer.second_norm, layer.eps, self._stream, self._normed)
-                self._write_router(write, weights, layer.mlp, self._normed, self._ids)
-                cuts.append((len(write), layer.mlp))
-        write.add(Kind.SELECT, into=self._stream, out=self._last, k=decoder.hidden)
-        self._norm(write, decoder.norm, decoder.eps, self._last, self._last, flags=SELECTED)
-        write.add(
-            Kind.LINEAR,
-            into=self._last,
-            out=self._logits,
-            weights=self._head,
-            n=decoder.vocab,
-            k=decoder.hidden,
-            flags=SELECTED | AS_FLOAT,
-        )
-        return _List(write, [*cuts, (len(write), None)])
-
-    def _norm(
-        self,
-        write: Operations,
-        weight: torch.Tensor,
-        eps: float,
-        into: torch.Tensor,
-        out: torch.Tensor | int,
-        flags: int = 0,
-    ) -> None:
-        write.add(Kind.NORM, into=into, out=out, more=weight, k=self._decoder.hidden, number=eps, flags=flags)
-
-    def _write_attention(
-        self, write: Operations, number: int, weights: _Weights, attention: Attention
-    ) -> None:
-        assert self._cache is not None
-        hidden, keys, values = self._decoder.hidden, self._cache.keys[number], self._cache.values[number]
-        wide, narrow = (
-            (attention.heads + 2 * attention.kv_heads) * attention.dim,
-            attention.heads * attention.dim,
-        )
-        shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
-        write.add(
-            Kind.LINEAR,
-            into=self._normed,
-            out=self._projected,
-            weights=weights.qkv,
-            more=attention.qkv_bias,
-            n=wide,
-            k=hidden,
-        )
-        write.add(
-            Kind.QKV,
-            into=self._projected,
-            out=values,
-            extra=keys,
-            more=attention.head_norms,
-            number=attention.head_eps,
-            **shape,
-        )
-        write.add(
-            Kind.ATTEND,
-            into=self._projected,
-            out=self._attended,
-            weights=values,
-            extra=keys,
-            number=attention.scale,
-            **shape,
-        )
-        write.add(
-            Kind.LINEAR,
-            into=self._attended,
-            out=self._stream,
-            weights=weights.out,
-            more=attention.out_bias,
-            n=hidden,
-            k=narrow,
-            flags=ADD,
-        )
-
-    def _write_mlp(self, write: Operations, weights: _Weights, mlp: Mlp) -> None:
-        hidden, width = self._decoder.hidden, mlp.width
-        write.add(Kind.GATED, into=self._normed, out=self._middle, weights=weights.gate_up, n=width, k=hidden)
-        write.add(
-            Kind.LINEAR,
-            into=self._middle,
-            out=self._stream,
-            weights=weights.down,
-            n=hidden,
-            k=width,
-            flags=ADD,
-        )
-
-    def _write_router(
-        self,
-        write: Operations,
-        weights: _Weights,
-        moe: Moe,
-        into: torch.Tensor | int,
-        ids: torch.Tensor | int,
-    ) -> None:
-        write.add(
-            Kind.LINEAR,
-            into=into,
-            out=self._router_logits,
-            weights=weights.router,
-            n=moe.num_experts,
-            k=self._decoder.hidden,
-            flags=AS_FLOAT,
-        )
-        write.add(
-            Kind.ROUTE,
-            into=self._router_logits,
-            out=self._scores,
-            extra=ids,
-            n=moe.num_experts,
-            k=moe.top_k,
-            flags=ADD if moe.normalised else 0,
-        )
-
-    def _write_experts(self, write: Operations, weights: _Weights, moe: Moe) -> None:
-        exchange, alone = self._exchange, self._joined is None
-        results = exchange.own + exchange.layout.results_at
-        packed = weights.experts or self._products.packed(moe.experts)
-        if not alone:
-            write.add(Kind.OFFER, extra=exchange.record)
-            write.add(Kind.MEET, extra=exchange.record)
-        write.add(Kind.SORT, extra=exchange.record)
-        packed.write(write, self._gathered, self._expert_middle, results, exchange.begins)
-        if not alone:
-            write.add(Kind.RETURN, extra=exchange.record)
-            write.add(Kind.HOME, extra=exchange.record)
-        write.add(
-            Kind.COMBINE,
-            into=self._scores,
-            out=self._stream,
-            extra=exchange.record,
-            n=self._decoder.hidden,
-            k=moe.top_k,
-        )
+            self._exchange = self._joined or Alone(self._shape, self._room.own)
+        self._buffers = Buffers(self._decoder, self._room, self._exchange)

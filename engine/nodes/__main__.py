@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -22,13 +21,16 @@ import zmq.asyncio
 
 from coordinator import process
 from coordinator.addresses import AddressError, own, toward
+from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
 from coordinator.flags import parse
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings
-from coordinator.rpc import AsyncConnection, KeyRefused, OtherProtocol
+from coordinator.rpc import AsyncConnection
 from engine.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
 from engine.config import InstanceConfig
+from engine.cores import Share, share_of_cores
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, LocalWorker
 from engine.executor.messages import Begin, ToWorker
@@ -49,7 +51,7 @@ from engine.nodes.messages import (
 )
 from engine.settings import resolve
 from engine.versions import versions
-from parallel.topology import cores_of_worker, threads_per_worker, usable_cores
+from parallel.topology import cores_of_worker
 
 logger = logging.getLogger("engine.nodes")
 
@@ -201,7 +203,7 @@ class Node:
             return
         self._info = self._find_model(hire)
         nodes = self._config.nodes
-        threads, _ = self._share()
+        threads = self._share().threads
         loop = asyncio.get_running_loop()
         for place, (number, name) in enumerate(sorted(hire.names.items())):
             worker = LocalWorker(name, threads, str(nodes.node_rank), self._address, place)
@@ -227,12 +229,9 @@ class Node:
             )
         return info
 
-    def _share(self) -> tuple[int, list[int]]:
-        """Compute threads of each worker here, and the cores that this instance has for itself."""
-        workers, given = len(self._workers) or self._config.num_local_workers, self._config.device.cpu_threads
-        instances = self._mesh.local_size
-        threads = threads_per_worker(workers if given else instances * workers, given or usable_cores())
-        return threads, sorted(os.sched_getaffinity(0)) if instances == 1 else []
+    def _share(self) -> Share:
+        workers = len(self._workers) or self._config.num_local_workers
+        return share_of_cores(workers, self._config.device.cpu_threads, self._mesh.local_size)
 
     def _tell(self, number: int, payload: bytes) -> None:
         """Pass on what is for a worker. In what comes first, some things are for this host to say."""
@@ -244,13 +243,13 @@ class Node:
             begin = msgspec.msgpack.decode(payload, type=ToWorker)
             assert isinstance(begin, Begin)
             assert self._info is not None
-            threads, cores = self._share()
+            share = self._share()
             payload = msgspec.msgpack.encode(
                 msgspec.structs.replace(
                     begin,
                     info=self._info,
-                    threads=threads,
-                    cores=cores_of_worker(cores, worker.number, len(self._workers), threads),
+                    threads=share.threads,
+                    cores=cores_of_worker(share.cores, worker.number, len(self._workers), share.threads),
                     log_level=logging.getLevelName(self._log_level.upper()),
                 )
             )

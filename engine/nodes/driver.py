@@ -19,15 +19,17 @@ import uvloop
 import zmq.asyncio
 
 from coordinator.addresses import AddressError, is_loopback, own
+from coordinator.admission import differences_of
+from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
 from coordinator.keys import MeshKeys
-from coordinator.messages import Settings, differences_of
-from coordinator.process import EXIT_WORKER_LOST
-from coordinator.rpc import AsyncListener, OtherProtocol, Peer, PortInUse
+from coordinator.messages import Settings
+from coordinator.process import EXIT_WORKER_LOST, how_it_ended
+from coordinator.rpc import AsyncListener, Peer, PortInUse
 from engine.config import EngineConfig
 from engine.executor.base import CannotStart, Progress
 from engine.executor.channel import ChannelClosed
-from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd, told
+from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.nodes.messages import (
     Alive,
     End,
@@ -276,7 +278,7 @@ class NodeCrew:
                     self._pass_on(node, number, payload)
                 case Ended(number, status):
                     if number in node.workers:
-                        node.workers[number].gone(told(status), status)
+                        node.workers[number].gone(how_it_ended(status), status)
                 case Leaving(reason):
                     self._lose(node, f"went with its host {node}: {reason}")
 

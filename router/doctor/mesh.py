@@ -8,10 +8,11 @@ import time
 from urllib.parse import urlsplit
 
 from coordinator.client import fetch_view
+from coordinator.codec import OtherProtocol
 from coordinator.config import MeshConfig
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Member, View
-from coordinator.rpc import KeyRefused, OtherProtocol
 from router.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "mesh"

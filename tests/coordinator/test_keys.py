@@ -20,10 +20,11 @@ import zmq.asyncio
 from coordinator import keys
 from coordinator.client import Membership, RegistrationRefused, Watcher, fetch_view
 from coordinator.greeting import mechanism_at
+from coordinator.handshakes import KeyRefused
 from coordinator.keys import KeyFileError, MeshKeys
 from coordinator.messages import FromCoordinator, Load, Register, ToCoordinator, Watch
 from coordinator.records import Rules
-from coordinator.rpc import AsyncConnection, AsyncListener, KeyRefused, Listener, Sender
+from coordinator.rpc import AsyncConnection, AsyncListener, Listener, Sender
 from coordinator.server import Coordinator
 from engine.messages import ToInstance
 from parallel.lockstep import Wake

@@ -12,10 +12,11 @@ import pytest
 
 from coordinator import process
 from coordinator.messages import Load, Member, State, View
+from router.child import exit_status
 from router.faults import Event
 from router.launch import ProcessSpec
 from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
-from router.supervisor import Supervisor, exit_status
+from router.supervisor import Supervisor
 
 # ---- the rules
 
@@ -149,7 +150,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         os.kill(pid, signal.SIGKILL)
         await until(lambda: pid_of(supervisor, "Engine_7"))
         assert supervisor.ranks == [7]
-        assert losses == [(f"name-{pid}", "was killed by signal 9")]
+        assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
         assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
 

@@ -1,0 +1,80 @@
+"""Why an instance may not join (pure): settings that differ, ranks and sizes that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+
+from coordinator.messages import Register, Settings
+
+MAX_INSTANCES = 65_536
+
+AGREED = {
+    "fingerprint": "model",
+    "served_model_name": "--served-model-name",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "block_size": "--block-size",
+    "vocab_size": "vocabulary",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "pipeline_split": "--pipeline-split",
+    "enable_expert_parallel": "-ep",
+    "expert_placement_strategy": "--expert-placement-strategy",
+    "all2all_backend": "--all2all-backend",
+    "data_parallel_size": "-dp",
+}
+"""Settings in which instances of a mesh must agree -> how the user knows them."""
+NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
+"""Those that an instance which was not told ``-dp`` cannot know; it takes them from the mesh."""
+
+
+def problem_with(
+    message: Register, size: int | None, settings: Settings | None, ranks: Collection[int]
+) -> str | None:
+    """Why an instance can never be in a mesh of this size and these settings, as far as they are known, with
+    instances of these ranks; None if it can."""
+    if message.size is not None and size is not None and message.size != size:
+        return f"-dp {message.size} differs from the mesh's -dp {size}: start all parts with the same -dp"
+    for name, number in (("-dp", message.size or 0), ("rank", message.rank or 0)):
+        if number >= MAX_INSTANCES:
+            return f"{name} {number} is more than the {MAX_INSTANCES} instances that a mesh can have"
+    if message.rank is not None and message.rank < 0:
+        return f"rank {message.rank} is negative"
+    if message.rank is not None and message.size is not None and message.rank >= message.size:
+        return (
+            f"rank {message.rank} is out of range: with -dp {message.size} ranks are 0 to {message.size - 1}"
+        )
+    if settings is None:
+        return None
+    others = sum(rank != message.rank for rank in ranks)
+    each = settings.tensor_parallel_size
+    if settings.enable_expert_parallel and 0 < settings.num_experts < (others + 1) * each:
+        spread = "as many instances" if each == 1 else f"{others} instances of {each} ranks each"
+        return f"the model's {settings.num_experts} experts are spread over {spread}: one more gets none"
+    if message.settings is None:
+        return None
+    unknown = NEEDS_SIZE if message.size is None else frozenset[str]()
+    differences = differences_of(message.settings, settings, "the mesh", unknown)
+    if not differences:
+        return None
+    return "this instance differs from the mesh: " + "; ".join(differences)
+
+
+def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str] = frozenset()) -> list[str]:
+    """In what a newcomer's settings differ from those of ``who`` it wants to join, for people. ``unknown``
+    are fields that it cannot know."""
+    differences = [
+        f"{label} is {_shown(getattr(theirs, key))}, {who} has {_shown(getattr(ours, key))}"
+        for key, label in AGREED.items()
+        if key not in unknown and getattr(theirs, key) != getattr(ours, key)
+    ]
+    if theirs.fingerprint != ours.fingerprint:
+        differences[0] = (
+            f"model is {theirs.model} (fingerprint {theirs.fingerprint}), "
+            f"{who} has {ours.model} (fingerprint {ours.fingerprint})"
+        )
+    return differences
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value) or "not given"

@@ -1,0 +1,72 @@
+"""How large the KV cache of an instance is, and which context it allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.step import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+
+class TooLittleMemory(RuntimeError):
+    """The KV cache cannot hold a single block; says what to do."""
+
+
+def size_cache(
+    config: EngineConfig, facts: ModelFacts, free_memory: Callable[[], int], neighbours: int
+) -> tuple[int, int]:
+    """Number of KV blocks, and the longest context in tokens; logs both.
+
+    Args:
+        config: of the instance, with a known ``max_model_len``.
+        facts: what the loaded model costs per token.
+        free_memory: bytes that the cache may take where nothing was asked for.
+        neighbours: instances on this host, this one included: they share its memory.
+
+    Raises:
+        TooLittleMemory: not even one block fits.
+    """
+    cache = config.cache
+    block_bytes = facts.kv.bytes_per_token * cache.block_size
+    asked_len = config.model.max_model_len
+    assert asked_len is not None
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    else:
+        sharers = neighbours if facts.device == "cpu" else 1
+        memory = cache.kv_cache_memory_bytes or free_memory() // sharers
+        useful = -(-asked_len // cache.block_size) * config.scheduler.max_num_seqs
+        num_blocks = min(memory // block_bytes, useful)
+        if num_blocks < 1:
+            raise TooLittleMemory(
+                f"{_bytes(memory)} for the KV cache is too little for one block of "
+                f"{cache.block_size} tokens ({_bytes(block_bytes)}): raise "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size"
+            )
+    capacity = num_blocks * cache.block_size
+    logger.info(
+        "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",
+        facts.architecture, facts.num_parameters / 1e6, facts.weight_bytes / 2**20, facts.dtype, facts.device,
+    )  # fmt: skip
+    logger.info(
+        "# KV blocks: %d, %d tokens (%.1f MiB); %.2fx the context of %d tokens",
+        num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
+    )  # fmt: skip
+    if capacity < asked_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than the context of %d: longer requests are refused; "
+            "raise --kv-cache-memory-bytes or lower --max-model-len",
+            capacity, asked_len,
+        )  # fmt: skip
+    return num_blocks, min(asked_len, capacity)
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,319 @@
+"""One headless instance from registration to its end: registers, loads, serves routers, drains, leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from coordinator import process
+from coordinator.addresses import interfaces, is_loopback, own, toward
+from coordinator.client import Membership, RegistrationRefused, StartupTimeout
+from coordinator.config import endpoint
+from coordinator.keys import MeshKeys
+from coordinator.messages import Load, Register, Settings, State
+from coordinator.tracing import Tracing, TracingMissing
+from engine import deferred
+from engine.cache_size import TooLittleMemory, size_cache
+from engine.checkpoint import ModelInfo
+from engine.config import InstanceConfig
+from engine.core import EngineCore
+from engine.cores import Share, instances_at_once, share_of_cores, tell_threads
+from engine.executor import make_executor
+from engine.executor.base import Executor, WorkerLost
+from engine.pace import NoGroup
+from engine.server import Server
+from engine.settings import adopt, ignored_when_joining, resolve
+from engine.step import ModelFacts
+from engine.trace import write_chrome_trace
+
+if TYPE_CHECKING:
+    from engine.executor.base import SpreadExecutor
+    from engine.spread import Spread
+
+logger = logging.getLogger(__name__)
+
+
+class Ended(Exception):
+    """The instance ends early; carries the exit status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Instance:
+    """One instance; its process does nothing else."""
+
+    def __init__(self, config: InstanceConfig, keys: MeshKeys | None = None) -> None:
+        self._mesh = config.mesh
+        self._keys = keys
+        self._config = config.engine
+        self._log_level = config.log_level
+        self._name = os.environ.get(process.INSTANCE_VARIABLE) or uuid.uuid4().hex[:12]
+        self._executor: Executor | None = None
+        self._server: Server | None = None
+        self._place: tuple[int, int] | None = None
+        """(rank, size) by which the experts to load first are chosen; None if they are not spread."""
+        self._spread: Spread | None = None
+        self._serving = False
+        self._settings: Settings | None = None
+        self._rank = 0
+        self._share = Share()
+        self._stop_signals = 0
+        self._announced_draining = False
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            Ended: it could not start, or may not go on.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop_signal)
+        settings = self._own_settings()
+        membership = self._register(settings)
+        try:
+            info = self._settle(membership)
+            self._serve(membership, info)
+        finally:
+            membership.leave()
+        if membership.refusal is not None:
+            raise Ended(process.EXIT_REFUSED, f"the mesh refused this instance: {membership.refusal}")
+
+    # ---- joining
+
+    def _own_settings(self) -> Settings | None:
+        """What this instance was told about the model; None to learn it from the mesh."""
+        if self._config.model.model is None:
+            ignored = ignored_when_joining(self._config)
+            if ignored:
+                logger.warning(
+                    "%s ignored: without a MODEL of its own an instance takes them from the mesh",
+                    ", ".join(ignored),
+                )
+            return None
+        return resolve(self._config, self._mesh.data_parallel_size)[1]
+
+    def _register(self, settings: Settings | None) -> Membership:
+        membership = Membership(
+            self._mesh.coordinator_endpoint,
+            Register(
+                instance=self._name,
+                rank=self._mesh.data_parallel_start_rank,
+                size=self._mesh.data_parallel_size,
+                settings=settings,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            ),
+            self._load,
+            self._keys,
+            self._on_drain,
+        )
+        membership.start()
+        return membership
+
+    def _settle(self, membership: Membership) -> ModelInfo:
+        """Wait for the coordinator, then take over what the mesh shares."""
+        try:
+            welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
+        except RegistrationRefused as error:
+            raise Ended(process.EXIT_REFUSED, f"the coordinator refused this instance: {error}") from error
+        except StartupTimeout as error:
+            raise Ended(process.EXIT_FAILED, str(error)) from error
+        if self._mesh.data_parallel_start_rank is None:
+            process.set_up(f"Engine_{welcome.rank}", self._log_level)
+        self._rank = welcome.rank
+        logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
+        self._config = adopt(self._config, welcome.settings)
+        if welcome.settings.enable_expert_parallel:
+            from engine.spread import first_share
+
+            self._place = first_share(welcome.rank, welcome.settings)
+        info, settings = resolve(self._config, welcome.settings.data_parallel_size)
+        if settings.fingerprint != welcome.settings.fingerprint:
+            raise Ended(
+                process.EXIT_REFUSED,
+                f"{info.directory} (fingerprint {settings.fingerprint}) is not the model of the mesh "
+                f"({welcome.settings.model}, fingerprint {welcome.settings.fingerprint}): give MODEL",
+            )
+        self._settings = settings
+        return info
+
+    # ---- serving
+
+    def _serve(self, membership: Membership, info: ModelInfo) -> None:
+        began = time.monotonic()
+        self._share_cores(membership)
+        membership.update(phase="loading libraries")
+        place = self._place
+        tracing = self._tracing()
+        with deferred.no_garbage():
+            executor = self._executor = make_executor(
+                self._config, info, self._share.threads, place, cores=self._share.cores, rank=self._rank,
+                settings=self._settings, keys=self._keys,
+                startup_timeout=process.PATIENCE * self._mesh.startup_timeout,
+            )  # fmt: skip
+        try:
+            with deferred.no_garbage(leaves=True):
+                facts = executor.load(lambda phase: membership.update(phase=phase))
+            self._check_stopped()
+            num_blocks, max_model_len = self._size_cache(executor, facts, membership.neighbours)
+            membership.update(phase="kv cache")
+            executor.allocate(num_blocks)
+            core = EngineCore(
+                self._config,
+                info,
+                executor,
+                num_blocks=num_blocks,
+                max_model_len=max_model_len,
+                tracing=tracing,
+                at_once=instances_at_once(self._config),
+            )
+            membership.update(phase="tokenizer")
+            core.grammars.prepare()
+            self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)
+            if place is None:
+                membership.update(state=State.READY, phase="serving", address=self._server.endpoint)
+                logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
+            else:
+                self._spread = self._spread_experts(membership, executor, self._server)
+                core.pace = self._spread.pace
+                logger.info("loaded after %.1f s", time.monotonic() - began)
+            self._serving = True
+            self._check_stopped()
+            try:
+                self._server.run(lambda: self._on_step(membership))
+                self._write_trace(executor)
+            except NoGroup as error:
+                raise Ended(process.EXIT_FAILED, str(error)) from error
+            except WorkerLost as error:
+                membership.leave()  # at once: the others need not wait until all is closed here
+                self._server.close()  # and the end of the other workers takes a while
+                raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
+            finally:
+                if self._spread is not None:
+                    self._spread.close()
+        finally:
+            executor.close()
+            if tracing is not None:
+                tracing.close()
+
+    def _tracing(self) -> Tracing | None:
+        wanted = self._mesh.observability.otlp_traces_endpoint
+        try:
+            return None if wanted is None else Tracing(wanted, f"engine-{self._rank}")
+        except TracingMissing as error:
+            raise Ended(process.EXIT_USAGE, str(error)) from error
+
+    def _write_trace(self, executor: Executor) -> None:
+        if self._config.device.trace is None:
+            return
+        asked = Path(self._config.device.trace)
+        path = asked.with_name(f"{asked.stem}.{self._rank}{asked.suffix or '.json'}")
+        try:
+            logger.info("%s: %s", path, write_chrome_trace(path, executor.spans()))
+        except OSError as error:
+            logger.error("the trace could not be written: %s", error)
+
+    def _spread_experts(self, membership: Membership, executor: Executor, server: Server) -> Spread:
+        from engine.spread import Spread  # loads torch.distributed
+
+        return Spread(
+            self._name,
+            membership,
+            cast("SpreadExecutor", executor),
+            server,
+            host=self._listen_address(),
+            device=self._config.device,
+            startup_timeout=self._mesh.startup_timeout,
+            keys=self._keys,
+        )
+
+    def _on_step(self, membership: Membership) -> None:
+        """Between two steps: pass on what signals and the coordinator said meanwhile."""
+        self._share_cores(membership)
+        if self._spread is not None:
+            self._spread.drains = self._stop_signals > 0
+            self._spread.look()
+        if self._executor is not None:
+            self._executor.check()
+        if membership.refusal is not None and self._server is not None:
+            self._server.drain(0.0)
+        elif self._stop_signals and not self._announced_draining:
+            self._announced_draining = True
+            logger.info("draining for at most %.0f s", self._server.drain_time_left if self._server else 0.0)
+            membership.update(state=State.DRAINING, phase="draining")
+
+    def _size_cache(self, executor: Executor, facts: ModelFacts, neighbours: int) -> tuple[int, int]:
+        try:
+            return size_cache(self._config, facts, executor.free_kv_memory, neighbours)
+        except TooLittleMemory as error:
+            raise Ended(process.EXIT_FAILED, str(error)) from error
+
+    def _share_cores(self, membership: Membership) -> None:
+        """Take as many threads as are this instance's by now: others come and go."""
+        config = self._config
+        if not config.num_local_workers:
+            return  # Ray's nodes have cores of their own
+        sharers = membership.neighbours
+        if self._server is None:  # others may not have registered yet
+            sharers = max(sharers, self._mesh.instances_here)
+        share = share_of_cores(config.num_local_workers, config.device.cpu_threads, sharers)
+        if share == self._share:
+            return
+        if share.threads != self._share.threads:
+            tell_threads(config, share, sharers)
+        self._share = share
+        if self._executor is not None:
+            self._executor.set_threads(*share)
+
+    def _listen_address(self) -> str:
+        """An address that routers elsewhere can reach: given, or of the way to the coordinator."""
+        if self._mesh.instance_address is not None:
+            return own("--instance-address", self._mesh.instance_address)
+        target = self._mesh.data_parallel_address
+        if is_loopback(target):
+            return "127.0.0.1"
+        address = toward(target, self._mesh.data_parallel_rpc_port)
+        others = [str(each) for each in interfaces() if each.address != address]
+        if others and self._server is None:
+            logger.info(
+                "listens on %s, the way to the coordinator; --instance-address chooses another (%s)",
+                address,
+                ", ".join(others),
+            )
+        return address
+
+    def _load(self) -> Load:
+        if self._server is None:
+            return Load()
+        return msgspec.structs.replace(self._server.progress.load(), refused_peers=self._server.refused_peers)
+
+    # ---- the end
+
+    def _on_stop_signal(self, number: int, _frame: object) -> None:
+        """First signal: drain. Second: drop what is left. While loading: end at once."""
+        self._stop_signals += 1
+        if self._server is None or not self._serving:
+            raise Ended(0, "told to stop before it was ready")
+        self._server.drain(self._config.drain_timeout if self._stop_signals == 1 else 0.0)
+
+    def _on_drain(self, timeout: float | None) -> None:
+        """An operator's wish, passed on by the coordinator; called by the membership thread."""
+        if self._server is None or not self._serving:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._server.drain(self._config.drain_timeout if timeout is None else timeout)
+        self._stop_signals = max(1, self._stop_signals)
+
+    def _check_stopped(self) -> None:
+        if self._stop_signals:
+            raise Ended(0, "told to stop before it was ready")

@@ -1,0 +1,75 @@
+"""What the operations of a step hand on to each other, in room that grows with the steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from engine.kernels.decoder import Decoder, Mlp, Moe
+from engine.kernels.exchange import Exchange
+from engine.kernels.packing import SLACK
+from engine.kernels.pages import Arena
+
+MIN_TOKENS = 64
+"""Room that is made at first; it doubles as steps grow."""
+
+_Mlp = TypeVar("_Mlp", Mlp, Moe)
+
+
+class Room(NamedTuple):
+    """Tokens of a step that buffers have room for; none at first."""
+
+    own: int = 0
+    selected: int = 0
+    """Those whose logits are wanted."""
+    total: int = 0
+    """Of all members of a group together."""
+
+    def holds(self, wanted: Room) -> bool:
+        return self.own > 0 and all(want <= room for want, room in zip(wanted, self, strict=True))
+
+    def grown(self, wanted: Room) -> Room:
+        """At least as much, in powers of two."""
+        powers = [1 << (max(want, MIN_TOKENS) - 1).bit_length() for want in wanted]
+        return Room(*map(max, powers, self))
+
+
+class Buffers:
+    """Of one room. Written lists of operations point to them."""
+
+    def __init__(self, decoder: Decoder, room: Room, exchange: Exchange | None) -> None:
+        """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
+        attentions = [layer.attention for layer in decoder.layers]
+        dtype, arena = decoder.dtype, Arena()
+        self.stream = arena.zeros((room.own, decoder.hidden), dtype)
+        """[tokens, hidden]: what each part of a layer adds to."""
+        self.normed = arena.zeros((room.own, decoder.hidden), dtype)
+        self.last = arena.zeros((room.selected, decoder.hidden), dtype)
+        """The selected rows of the stream."""
+        self.projected = arena.zeros(
+            (room.own, max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions)), dtype
+        )
+        """Queries, keys and values."""
+        self.attended = arena.zeros((room.own, max(each.heads * each.dim for each in attentions)), dtype)
+        self.middle = arena.zeros(
+            (room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0)), dtype
+        )
+        self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
+        if exchange is None:
+            return
+        shape = exchange.shape
+        pairs = room.own * shape.top_k
+        self.scores = torch.empty(pairs)
+        """Weights of a token's experts, token by token."""
+        self.router_logits = torch.empty(room.own * shape.num_experts)
+        self.ids = torch.empty(pairs, dtype=torch.int64)
+        """Numbers of a token's experts, token by token."""
+        self.gathered = exchange.make_room(room.total)
+        """Rows of all members that go through the experts here."""
+        widest = max(moe.width for moe in _mlps(decoder, Moe))
+        self.expert_middle = arena.zeros((room.total * shape.top_k + SLACK, widest), dtype)
+
+
+def _mlps(decoder: Decoder, kind: type[_Mlp]) -> list[_Mlp]:
+    return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, kind)]

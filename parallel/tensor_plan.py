@@ -1,0 +1,316 @@
+"""Cuts a model over the ranks of a tensor-parallel group, by its plan.
+
+A plan names for each module how it is cut: ``colwise`` keeps some outputs of a linear layer, the ``rowwise``
+one after it the matching inputs, and one all-reduce after the pair adds up. Styles and patterns are those of
+transformers' ``base_model_tp_plan``. Attention is cut by heads; KV heads fewer than ranks are held by
+several. The embedding and the output layer are cut by the vocabulary.
+
+:func:`cut_model` changes a model in place (made on the meta device, so that nothing is allocated), and says
+what of each parameter remains, so that whoever fills them reads no more than that. The layers that it puts in
+are those of :mod:`parallel.tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parallel.tensor_parallel import (
+    GatheredLinear,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    SummedExperts,
+    TensorRank,
+    VocabularyParallel,
+    empty_parameter,
+    mix_in,
+)
+from parallel.topology import CannotCut, kv_heads_of
+
+QUERY_LIKE = {"q_proj", "q_b_proj", "kv_b_proj"}
+"""Children of attention modules that give something per query head (latent ones: keys and values, too)."""
+KEY_LIKE = {"k_proj", "v_proj"}
+"""Children that give something per KV head."""
+REPLICATED = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+"""Styles that leave a module whole: what they add concerns training."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank keeps of a parameter: ranges along one dimension."""
+
+    dim: int
+    """Counted from the end if negative: checkpoints may hold a stacked parameter's experts one by one."""
+    total: int
+    """Size of the whole parameter along it."""
+    ranges: tuple[tuple[int, int], ...]
+    """Several for a parameter packed from equal parts, as gate and up: the same range of each."""
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    def take(self, source: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """The rank's part of a tensor, or of anything that is sliced like one, of ``shape``.
+
+        A part of a packed parameter may come alone, as it stands in checkpoints that hold gate and up apart.
+        """
+        dim = self.dim % len(shape)
+        ranges = self.ranges
+        if shape[dim] != self.total:
+            if shape[dim] * len(self.ranges) != self.total:
+                raise CannotCut(
+                    f"a tensor of shape {list(shape)} where dimension {dim} should be {self.total}"
+                )
+            ranges = self.ranges[:1]
+        parts = [source[(slice(None),) * dim + (slice(start, stop),)] for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+@dataclass
+class CutModel:
+    """What was done to a model."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """By the name of the parameter; all others are whole."""
+    whole_experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By the path of an experts module that holds some experts whole: their numbers [first, stop)."""
+
+
+def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutModel:
+    """Cut a transformers causal language model for one rank.
+
+    Args:
+        model: on the meta device; changed in place.
+        plan: pattern of a module's or parameter's path (``*`` is a number) -> style.
+
+    Raises:
+        CannotCut: sizes that do not divide, or a style that is not known.
+    """
+    done = CutModel()
+    cutter = _Cutter(model, plan, ranks, done)
+    for path, module in list(model.named_modules()):
+        if (
+            module is not model
+            and path
+            and cutter.style(path) is None
+            and cutter.has_cut_children(path, module)
+        ):
+            cutter.cut_children(path, module)
+    cutter.cut_vocabulary()
+    return done
+
+
+class _Cutter:
+    """Goes through a model module by module."""
+
+    def __init__(self, model: Any, plan: Mapping[str, str], ranks: TensorRank, done: CutModel) -> None:
+        self._model = model
+        self._plan = plan
+        self._ranks = ranks
+        self._done = done
+        self._config = model.config.get_text_config()
+
+    def style(self, path: str) -> str | None:
+        """What the plan says of a path."""
+        return self._plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path))
+
+    def has_cut_children(self, path: str, module: Any) -> bool:
+        names = [name for name, _ in module.named_children()]
+        names += [name for name, _ in module.named_parameters(recurse=False)]
+        return any(self.style(f"{path}.{name}") is not None for name in names)
+
+    def cut_children(self, path: str, module: Any) -> None:
+        """Cut what the plan names directly below ``path``."""
+        styles = {name: self.style(f"{path}.{name}") for name, _ in module.named_children()}
+        if QUERY_LIKE & {name for name, style in styles.items() if style is not None}:
+            self._cut_attention(path, module, styles)
+        else:
+            for name, style in styles.items():
+                if style is not None:
+                    self._cut_child(path, module, name, style)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            style = self.style(f"{path}.{name}")
+            if style is not None:
+                self._cut_parameter(path, module, name, parameter, style)
+
+    # ---- linear layers
+
+    def _cut_child(self, path: str, parent: Any, name: str, style: str) -> None:
+        child = getattr(parent, name)
+        where = f"{path}.{name}"
+        if child is None or style in REPLICATED:
+            return
+        if style == "colwise":
+            self._colwise(where, parent, name, *self._ranks.share(child.out_features, where))
+        elif style in ("rowwise", "rowwise_split_input"):
+            start, stop = self._ranks.share(child.in_features, where)
+            self._rowwise(where, parent, name, start, stop, split_input=style == "rowwise_split_input")
+        elif style == "colwise_gather_output":
+            start, stop = self._ranks.even(child.out_features)
+            self._note(f"{where}.weight", -2, child.weight, start, stop)
+            if child.bias is not None:
+                self._note(f"{where}.bias", -1, child.bias, start, stop)
+            setattr(parent, name, GatheredLinear(child, self._ranks))
+        elif style == "moe_tp_experts":
+            self._cut_experts(where, child)
+        elif style == "whole_experts":
+            self._keep_whole_experts(where, child)
+        else:
+            raise CannotCut(f"{where}: the plan's style {style!r} is not built: use -tp 1")
+
+    def _colwise(self, where: str, parent: Any, name: str, start: int, stop: int) -> None:
+        whole = getattr(parent, name)
+        self._note(f"{where}.weight", -2, whole.weight, start, stop)
+        part = torch.nn.Linear(1, 1, bias=False, device="meta")
+        part.weight = empty_parameter(whole.weight, (stop - start, whole.in_features))
+        part.in_features, part.out_features = whole.in_features, stop - start
+        if whole.bias is not None:
+            self._note(f"{where}.bias", -1, whole.bias, start, stop)
+            part.bias = empty_parameter(whole.bias, (stop - start,))
+        setattr(parent, name, part)
+
+    def _rowwise(
+        self, where: str, parent: Any, name: str, start: int, stop: int, *, split_input: bool
+    ) -> None:
+        whole = getattr(parent, name)
+        self._note(f"{where}.weight", -1, whole.weight, start, stop)
+        setattr(parent, name, RowParallelLinear(whole, self._ranks, start, stop, split_input=split_input))
+
+    def _note(self, name: str, dim: int, whole: torch.Tensor, start: int, stop: int) -> None:
+        self._done.cuts[name] = Cut(dim, whole.shape[dim], ((start, stop),))
+
+    # ---- attention
+
+    def _cut_attention(self, path: str, module: Any, styles: Mapping[str, str | None]) -> None:
+        """By heads. Norms over all heads at once are computed together, so that they need no gathering."""
+        gathers = "colwise_gather_output" in styles.values()
+        by_heads = not gathers or (hasattr(module, "q_norm") and "k_proj" in styles and "v_proj" in styles)
+        if not by_heads:
+            for name, style in styles.items():
+                if style is not None:
+                    self._cut_child(path, module, name, style)
+            return
+        heads, kv_heads = self._heads(path, module)
+        ranges = dict.fromkeys(KEY_LIKE, kv_heads_of(heads, kv_heads, self._ranks.rank, self._ranks.size))
+        ranges |= dict.fromkeys(QUERY_LIKE, self._ranks.share(heads, path))
+        units = dict.fromkeys(QUERY_LIKE, heads) | dict.fromkeys(KEY_LIKE, kv_heads)
+        widths = {}
+        for name, style in styles.items():
+            child = getattr(module, name, None)
+            if style is None or style in REPLICATED or child is None:
+                continue
+            if name in ranges:
+                each = child.out_features // units[name]
+                start, stop = ranges[name]
+                widths[name] = child.out_features
+                self._colwise(f"{path}.{name}", module, name, start * each, stop * each)
+            else:
+                self._cut_child(path, module, name, "rowwise" if style == "rowwise_split_input" else style)
+        for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
+            self._cut_wide_norm(path, module, norm, projection, widths)
+        self._tell_heads(module, ranges)
+
+    def _heads(self, path: str, module: Any) -> tuple[int, int]:
+        heads = int(self._config.num_attention_heads)
+        kv_heads = int(getattr(self._config, "num_key_value_heads", None) or heads)
+        for names, count in ((QUERY_LIKE, heads), (KEY_LIKE, kv_heads)):
+            for name in names:
+                child = getattr(module, name, None)
+                if child is not None and child.out_features % count:
+                    raise CannotCut(
+                        f"{path}.{name}: {child.out_features} outputs are not {count} heads: use -tp 1"
+                    )
+        return heads, kv_heads
+
+    def _cut_wide_norm(
+        self, path: str, module: Any, norm: str, projection: str, widths: Mapping[str, int]
+    ) -> None:
+        whole = getattr(module, norm, None)
+        if whole is None or whole.weight.shape[0] != widths.get(projection):
+            return  # over one head: every rank has all of it
+        cut = self._done.cuts[f"{path}.{projection}.weight"]
+        copies = self._ranks.size * cut.size // cut.total
+        self._done.cuts[f"{path}.{norm}.weight"] = Cut(-1, cut.total, cut.ranges)
+        setattr(module, norm, ParallelRMSNorm(whole, self._ranks, cut.size, copies))
+
+    def _tell_heads(self, module: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """Attributes that some families compute with."""
+        local, local_kv = (stop - start for start, stop in (ranges["q_proj"], ranges["k_proj"]))
+        for names, count in (
+            (("num_heads", "num_attention_heads"), local),
+            (("num_kv_heads", "num_key_value_heads"), local_kv),
+            (("num_key_value_groups",), local // local_kv),
+        ):
+            for name in names:
+                if isinstance(getattr(module, name, None), int):
+                    setattr(module, name, count)
+
+    # ---- experts and single parameters
+
+    def _cut_experts(self, where: str, experts: Any) -> None:
+        if getattr(experts, "has_bias", False) or getattr(experts, "is_transposed", False):
+            raise CannotCut(f"{where}: experts with biases or transposed weights are not cut: use -tp 1")
+        mix_in(SummedExperts, experts, self._ranks)
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            style = self.style(f"{where}.{name}")
+            if style is not None:
+                self._cut_parameter(where, experts, name, parameter, style)
+
+    def _keep_whole_experts(self, where: str, experts: Any) -> None:
+        """Some experts, whole: what the others would add comes from their ranks."""
+        total = int(experts.num_experts)
+        first, stop = self._ranks.share(total, f"{where}: the experts")
+        mix_in(SummedExperts, experts, self._ranks)
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            if parameter.shape[0] == total:
+                self._done.cuts[f"{where}.{name}"] = Cut(0, total, ((first, stop),))
+                setattr(experts, name, empty_parameter(parameter, (stop - first, *parameter.shape[1:])))
+        experts.num_experts = stop - first
+        self._done.whole_experts[where] = (first, stop)
+
+    def _cut_parameter(self, path: str, module: Any, name: str, parameter: torch.Tensor, style: str) -> None:
+        where = f"{path}.{name}"
+        if where in self._done.cuts:
+            return
+        if style == "packed_colwise":
+            total = parameter.shape[-2]
+            start, stop = self._ranks.share(total // 2, where)
+            cut = Cut(-2, total, ((start, stop), (total // 2 + start, total // 2 + stop)))
+        elif style in ("colwise", "heads"):
+            dim = -1 if style == "heads" else -2
+            cut = Cut(dim, parameter.shape[dim], (self._ranks.share(parameter.shape[dim], where),))
+        elif style == "rowwise":
+            cut = Cut(-1, parameter.shape[-1], (self._ranks.share(parameter.shape[-1], where),))
+        else:
+            raise CannotCut(f"{where}: the plan's style {style!r} is not built: use -tp 1")
+        shape = list(parameter.shape)
+        shape[cut.dim] = cut.size
+        self._done.cuts[where] = cut
+        setattr(module, name, empty_parameter(parameter, tuple(shape)))
+
+    # ---- vocabulary
+
+    def cut_vocabulary(self) -> None:
+        """Rows of the embedding and of the output layer, as equal as can be; both the same if they are tied.
+        In a pipeline a stage may have neither."""
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)
+        if isinstance(embedding, torch.nn.Embedding):
+            start, stop = self._ranks.even(embedding.weight.shape[0])
+            self._note(f"{paths[id(embedding)]}.weight", -2, embedding.weight, start, stop)
+            embedding.weight = empty_parameter(embedding.weight, (stop - start, embedding.weight.shape[1]))
+            embedding.num_embeddings, embedding.padding_idx = stop - start, None
+            mix_in(VocabularyParallel, embedding, self._ranks)
+            embedding.first = start
+        if isinstance(head, torch.nn.Linear):
+            path, _, name = paths[id(head)].rpartition(".")
+            parent = self._model.get_submodule(path)
+            self._colwise(paths[id(head)], parent, name, *self._ranks.even(head.weight.shape[0]))
+            if tied:
+                getattr(parent, name).weight = embedding.weight
