@@ -26,7 +26,7 @@ from examples import null_model
 from examples.routing.baselines import BASELINES, Baseline
 from examples.routing.cluster import Machine, StepTime
 from examples.routing.outcome import Outcome
-from examples.routing.report import Result, key_of, summary
+from examples.routing.report import REAL, Result, key_of, summary
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
 from examples.routing.workloads import LOADS, SMALLER, Arrival, Conversation, Load, small_ids
 from router.bench.local_mesh import mesh
@@ -63,7 +63,7 @@ def shipped_model(seconds: float, rate: float) -> Steps:
     }
     arguments = f"--num-gpu-blocks-override {NUM_BLOCKS} --max-num-seqs {NUM_SEQS}"
     extent = {"seconds": seconds, "rate": rate}
-    return Steps("real instances", loads, lambda _: arguments, extent=extent)
+    return Steps(REAL, loads, lambda _: arguments, extent=extent)
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
                 f"--max-num-batched-tokens {machine.max_num_batched_tokens}"
             )
 
-        yield Steps(f"{time.name}, {slowdown:g}x, real instances", loads, arguments, serve, variables)
+        yield Steps(f"{time.name}, {slowdown:g}x, {REAL}", loads, arguments, serve, variables)
 
 
 def _with_long_context(folder: Path) -> Path:
