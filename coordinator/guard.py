@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from coordinator.complaints import Complaints
 from coordinator.keys import MeshKeys
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 DOMAIN = b"lockstep"
-
-COMPLAINT_INTERVAL = 10.0
-"""Seconds between two log lines about refused peers."""
 
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -40,7 +37,6 @@ class Guard:
         socket.curve_secretkey = keys.server_secret
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, nobody is let in
-        self._name = name
         self._client_key = z85.decode(keys.client_public)
         self._asked = context.socket(zmq.REP, socket_class=zmq.Socket)
         self._asked.setsockopt(zmq.LINGER, 0)
@@ -50,10 +46,13 @@ class Guard:
         self._events = context.socket(zmq.PAIR, socket_class=zmq.Socket)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(monitor)
-        self._complained_at = float("-inf")
-        self.refused_peers = 0
-        """Connections refused so far."""
+        self._complaints = Complaints(logger, f"{name}: refused a connection without the key of this mesh")
         threading.Thread(target=self._run, name=f"guard-{name}", daemon=True).start()
+
+    @property
+    def refused_peers(self) -> int:
+        """Connections refused so far."""
+        return self._complaints.count
 
     def _run(self) -> None:
         """Until the guarded socket is closed, which ends its monitor, or the context is."""
@@ -69,7 +68,7 @@ class Guard:
                     event = parse_monitor_message(self._events.recv_multipart())["event"]
                     if event == zmq.EVENT_MONITOR_STOPPED:
                         return
-                    self._refused()
+                    self._complaints.add()
         except zmq.ContextTerminated:
             return
         finally:
@@ -85,14 +84,3 @@ class Guard:
         self._asked.send_multipart(
             [ZAP_VERSION, request_id, status, text, b"member" if welcome else b"", b""]
         )
-
-    def _refused(self) -> None:
-        self.refused_peers += 1
-        now = time.monotonic()
-        if now - self._complained_at >= COMPLAINT_INTERVAL:
-            self._complained_at = now
-            logger.warning(
-                "%s: refused a connection without the key of this mesh (%d so far)",
-                self._name,
-                self.refused_peers,
-            )

@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +27,7 @@ import zmq.asyncio
 
 from coordinator.arrivals import Arrivals
 from coordinator.codec import Decoder, Malformed, OtherProtocol, encode
+from coordinator.complaints import Complaints
 from coordinator.guard import Guard
 from coordinator.handshakes import Handshakes, KeyRefused
 from coordinator.keys import MeshKeys
@@ -40,9 +40,6 @@ MAX_QUEUED_MESSAGES = 20_000
 
 LINGER_MS = 500
 """How long a closing socket may try to deliver what was sent last."""
-
-COMPLAINT_INTERVAL = 10.0
-"""Seconds between two log lines about messages that could not be decoded."""
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 250
@@ -60,22 +57,6 @@ Out = TypeVar("Out")
 
 class PortInUse(OSError):
     """An address that cannot be bound; the message says which and what to do."""
-
-
-class _Complaints:
-    """Counts dropped messages, and logs some of them."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._logged_at = float("-inf")
-        self.count = 0
-
-    def add(self, error: Malformed) -> None:
-        self.count += 1
-        now = time.monotonic()
-        if now - self._logged_at >= COMPLAINT_INTERVAL:
-            self._logged_at = now
-            logger.warning("%s: dropped a bad message (%d so far): %s", self._name, self.count, error)
 
 
 def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None:
@@ -136,7 +117,7 @@ class _Bound(Generic[In]):
             self._socket.setsockopt(zmq.USE_FD, listen_fd)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._decoder: Decoder[In] = Decoder(receives)
-        self._complaints = _Complaints(name)
+        self._complaints = Complaints(logger, f"{name}: dropped a bad message")
         self.endpoint = _bind(self._socket, endpoint)
 
     @property
@@ -294,7 +275,7 @@ class AsyncConnection(Generic[In, Out]):
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._decoder: Decoder[In] = Decoder(receives)
-        self._complaints = _Complaints(name)
+        self._complaints = Complaints(logger, f"{name}: dropped a bad message")
         self.endpoint = endpoint
         self._arrivals = Arrivals(self._socket)
         self._handshakes = Handshakes(

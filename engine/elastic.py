@@ -120,10 +120,6 @@ class Elastic:
         with self._lock:
             return self._recovery.ready_epoch
 
-    @property
-    def num_stale_forms(self) -> int:
-        return self._recovery.num_stale
-
     # ---- in the membership's thread
 
     def on_form(self, form: Form) -> None:

@@ -65,8 +65,10 @@ def cells() -> Iterator[tuple[str, int]]:
 def _call(group: Communicator, collective: str, num_bytes: int) -> Callable[[], torch.Tensor]:
     import torch
 
+    from parallel.communicators.arithmetic import even_sizes
+
     whole = torch.ones(num_bytes // 4)
-    by_rank, per_rank = [len(whole)] * group.size, _even(len(whole), group.size)
+    by_rank, per_rank = [len(whole)] * group.size, even_sizes(len(whole), group.size)
     mine = [per_rank[group.rank]] * group.size
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: group.all_reduce(whole),
@@ -74,10 +76,6 @@ def _call(group: Communicator, collective: str, num_bytes: int) -> Callable[[], 
         "all_to_all": lambda: group.all_to_all(whole, per_rank, mine),
     }
     return calls[collective]
-
-
-def _even(total: int, parts: int) -> list[int]:
-    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _seconds(call: Callable[[], object]) -> float:

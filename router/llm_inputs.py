@@ -27,8 +27,6 @@ from router.text_model import TextModel
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
-TextOrIds = str | list[int]
-
 
 class Job(msgspec.Struct, frozen=True):
     """One prompt, ready to be generated for: its samples, and what its output tells again."""

@@ -320,7 +320,7 @@ class Meter:
             metrics.generation_tokens.of(engine).observe(sample.num_tokens)
             self._observe_decode(position, sample, engine)
             if sample.is_first_of_prompt:
-                self._observe_prompt(position, sample, engine)
+                self._observe_prompt(sample, engine)
 
     def _observe_decode(self, position: int, sample: Sample, engine: str) -> None:
         last, prefill = self._last[position], self._prefill[position]
@@ -333,7 +333,7 @@ class Meter:
         if sample.num_tokens > 1:
             self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
 
-    def _observe_prompt(self, position: int, sample: Sample, engine: str) -> None:
+    def _observe_prompt(self, sample: Sample, engine: str) -> None:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
         num_cached = sample.num_cached_tokens
         self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_cached)
