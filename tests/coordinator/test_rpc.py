@@ -50,7 +50,7 @@ def tags_of(union: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("union", UNIONS.values(), ids=UNIONS.keys())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_decoders_take_any_bytes_without_harm(union: Any, data: st.DataObject) -> None:
     tagged = st.builds(
