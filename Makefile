@@ -8,6 +8,13 @@ STAMP  := $(VENV)/.installed
 # Compiled modules are kept: each process of a mesh would compile them again, for half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Files with tests that start processes. The longest comes first and short ones last, so that the two processes which
+# take file after file end at about the same time.
+MESH_FILES = $(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py'))
+MESH_SHORT = tests/engine/% tests/parallel/% $(patsubst %,tests/mesh/test_%.py,apis bad_input observability structured wheel)
+MESH_TESTS = tests/mesh/test_chaos.py $(filter-out tests/mesh/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
+             $(filter $(MESH_SHORT),$(MESH_FILES))
+
 .PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
@@ -18,8 +25,8 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder || \
-	    $(BIN)/python -m pytest -m mesh --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS) || \
+	    $(BIN)/python -m pytest -m mesh --last-failed --last-failed-no-failures none $(MESH_TESTS)
 endif
 
 check: $(STAMP)  ## lint, format, types

@@ -26,7 +26,8 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
-UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+UNITS = {name: 1000**power for power, name in enumerate("kmgt", 1)}
+UNITS |= {name.upper(): 1024**power for power, name in enumerate("kmgt", 1)}
 
 
 class FlagError(ValueError):
@@ -255,12 +256,14 @@ def _json_list(field: Field, text: str) -> Any:
 
 
 def parse_size(name: str, text: str) -> int:
-    """8k is 8000, 8K is 8192; plain numbers as they are."""
+    """8k is 8000, 8K is 8192, and so on to T; plain numbers as they are."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "")
     try:
         return int(float(number) * UNITS[unit]) if unit else int(number)
     except ValueError:
-        raise FlagError(f"{name} must be a number like 8192, 8k or 8K, not {text!r}") from None
+        raise FlagError(
+            f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}"
+        ) from None
 
 
 def _readable(message: str) -> str:

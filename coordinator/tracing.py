@@ -8,12 +8,15 @@ instance that dies tells nothing; the one that goes on says how many tokens were
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+logger = logging.getLogger(__name__)
 
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 TRACES_PATH = "/v1/traces"
@@ -24,6 +27,7 @@ FLUSH_MS = 2000
 """Milliseconds at the end of a process."""
 MAX_QUEUED = 4096
 """Spans that wait for the exporter; more are dropped."""
+EXPORTER_LOGGER = "opentelemetry.exporter.otlp"
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -55,6 +59,40 @@ def check_installed() -> None:
         raise TracingMissing
 
 
+class Away(logging.Filter):
+    """Says once that the collector takes nothing, in place of the exporter's several lines a second, and once
+    when it takes spans again. It lets none of the exporter's records through."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._since: float | None = None
+        self._reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """A record of the exporter: of another try, or of giving up."""
+        if record.levelno < logging.WARNING:
+            return True
+        if record.levelno < logging.ERROR:
+            self._reason = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        elif self._since is None:
+            self._since = time.monotonic()
+            reason = self._reason or record.getMessage()
+            logger.warning(
+                "traces are lost: the collector at %s takes none: %s. Is it running? see "
+                "--otlp-traces-endpoint",
+                self._url,
+                reason,
+            )
+        return False
+
+    def taken(self) -> None:
+        """Spans have arrived."""
+        if self._since is not None:
+            logger.info("the collector takes traces again, after %.0f s", time.monotonic() - self._since)
+            self._since = None
+
+
 class Tracing:
     """The spans of one process."""
 
@@ -68,13 +106,27 @@ class Tracing:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise TracingMissing from error
         scheme, _, rest = endpoint.rpartition("://")
         has_path = "/" in rest.rstrip("/")
         url = f"{scheme or 'http'}://{rest.rstrip('/')}{'' if has_path else TRACES_PATH}"
+        away = Away(url)
+        # A filter of a logger sees only its own records, so those of all that send.
+        for name in (f"{EXPORTER_LOGGER}.proto.http.trace_exporter", f"{EXPORTER_LOGGER}.common.http"):
+            logging.getLogger(name).addFilter(away)
+
+        class Exporter(OTLPSpanExporter):
+            """Tells when spans have arrived."""
+
+            def export(self, spans: Any) -> Any:
+                result = super().export(spans)
+                if result is SpanExportResult.SUCCESS:
+                    away.taken()
+                return result
+
         self._trace = trace
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "lockstep", "service.instance.id": role}),
@@ -82,7 +134,7 @@ class Tracing:
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT),
+                Exporter(endpoint=url, timeout=EXPORT_TIMEOUT),
                 max_queue_size=MAX_QUEUED,
                 schedule_delay_millis=1000,
             )

@@ -119,7 +119,8 @@ def read_model_info(directory: Path) -> ModelInfo:
     architectures = config.get("architectures") or []
     if not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
-    weight_files(directory)
+    for path in weight_files(directory):
+        _check_complete(path)
     return ModelInfo(
         directory=str(directory),
         architecture=str(architectures[0]),
@@ -189,6 +190,29 @@ def weight_files(directory: Path) -> list[Path]:
             "save_pretrained(), which writes safetensors"
         )
     return files
+
+
+def _check_complete(path: Path) -> None:
+    """See that a file of weights has the bytes that its header promises: a copy may have been cut short.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            header = msgspec.json.decode(file.read(min(header_bytes, size)), type=dict[str, Any])
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        promised = 8 + header_bytes + max(ends, default=0)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (struct.error, msgspec.DecodeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is no safetensors file, or a broken one: download it again") from error
+    if promised != size:
+        raise CheckpointError(
+            f"{path} has {size} bytes where its header promises {promised}: download it again"
+        )
 
 
 def fingerprint(directory: Path) -> str:

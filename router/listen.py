@@ -18,16 +18,15 @@ HEALTH_INTERVAL = 0.02
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to an address; it does not listen yet.
+    """A socket bound to an address; it does not listen yet, and nobody else can bind its port meanwhile.
 
     Raises:
         OSError: the port is in use or not ours to take; the message says so, and which ``flag`` changes it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        _bind(listener, host, port)
     except OSError as error:
         listener.close()
         reason = {
@@ -38,6 +37,24 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         raise OSError(error.errno, f"port {port} on {host} {reason}") from error
     listener.set_inheritable(True)
     return listener
+
+
+def _bind(listener: socket.socket, host: str, port: int) -> None:
+    """Alone if possible: of two sockets with SO_REUSEADDR both are bound while neither listens, and who
+    listens last would learn it late. The option is for what is left of an earlier server's connections."""
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+
+
+def let_successors_in(listener: socket.socket) -> None:
+    """Called when it is about to listen: its connections, which inherit the option, are not to keep whoever
+    serves here next from the port."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def inherited(descriptor: int) -> socket.socket:

@@ -85,7 +85,7 @@ def main_serve(argv: list[str] | None = None) -> int:
         with contextlib.ExitStack() as held:
             return _run(config, settings, title, held, keys, model_type)
     except OSError as error:  # a port of the endpoint
-        print(f"serve: error: {error.strerror}", file=sys.stderr)
+        print(f"serve: error: {error.strerror or error}", file=sys.stderr)
         return process.EXIT_FAILED
 
 
@@ -163,11 +163,26 @@ def machine_of(config: ServeConfig) -> Machine:
     )
 
 
+class _TokenizerFile(msgspec.Struct):
+    """As much of a tokenizer.json as tells a whole one from a broken one. All of it is read by the router."""
+
+    model: msgspec.Raw
+
+
 def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
     """Why the router could not turn text into tokens, None if it can."""
     directory = Path(config.http.tokenizer or model_directory)
-    if config.mesh.headless or (directory / "tokenizer.json").is_file():
+    file = directory / "tokenizer.json"
+    if config.mesh.headless:
         return None
+    try:
+        msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        return None
+    except msgspec.DecodeError as error:
+        return f"{file} is broken ({error}): get it again, or name another directory with --tokenizer"
+    except OSError as error:
+        if file.exists():
+            return f"{file} cannot be read: {error.strerror}"
     return (
         f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write one "
         "with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"

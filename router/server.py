@@ -32,7 +32,7 @@ from router.config import HttpConfig, RouterConfig
 from router.connection import PatientProtocol
 from router.dashboard.feed import Feed
 from router.dashboard.page import Dashboard
-from router.listen import bind, inherited
+from router.listen import bind, inherited, let_successors_in
 from router.metrics import Metrics
 from router.policy import Policy
 from router.pool import ANSWER_TIMEOUT
@@ -149,6 +149,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         if any(map(_had_others, listeners)):
             await _find_the_world(mesh, following)
         for listener in listeners:
+            let_successors_in(listener)
             logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)

@@ -109,10 +109,12 @@ class Supervisor:
         return instance in self._names
 
     async def run(self, until_ready: Callable[[], Awaitable[None]], *, takes_signals: bool = True) -> int:
-        """Start all, wait for SIGTERM, SIGINT, :meth:`stop` or the end of what matters; returns the exit
-        status. ``takes_signals``: they are this program's to handle (main thread only)."""
+        """Start all, wait for SIGTERM, SIGINT, SIGHUP, :meth:`stop` or the end of what matters; returns the
+        exit status. ``takes_signals``: they are this program's to handle (main thread only)."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM) if takes_signals else ():
+        with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup has it so
+        taken = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if with_terminal else []))
+        for number in taken if takes_signals else ():
             loop.add_signal_handler(number, self._on_signal)
         forked = [spec for spec in self._table if self._forks(spec)]
         if self._fork_server is not None:

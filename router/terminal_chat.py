@@ -23,6 +23,8 @@ HELP = (
     "/reset forgets the conversation, /system TEXT sets its first line, /exit or Ctrl-D ends, "
     "Ctrl-C stops an answer."
 )
+GOES_ON = "(/exit or Ctrl-D ends)"
+"""For a Ctrl-C that came after the answer: it is not to cost the conversation."""
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +82,7 @@ class Conversation:
             listed = self._listed()
         except NoApi as error:
             if self._url.endswith("/v1"):
-                raise
+                raise ChatError(f"there is no API at {self._url}: {error}; see --url") from error
             given = self._url
             self._url += "/v1"
             try:
@@ -140,7 +142,7 @@ class Conversation:
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}; see --url") from error
+            raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}") from error
 
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
@@ -205,8 +207,10 @@ def _converse(conversation: Conversation) -> int:
         except EOFError:
             return status
         except KeyboardInterrupt:
-            print()
-            return status
+            if not sys.stdin.isatty():
+                return 130
+            print(f"\n{GOES_ON}")
+            continue
         command, _, rest = text.partition(" ")
         match command:
             case "":
@@ -244,3 +248,7 @@ def _say(conversation: Conversation, text: str) -> None:
         for piece in pieces:
             print(piece, end="", flush=True)
     print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,13 @@ from router.bench.report import Outcome
 READ_TIMEOUT = 600.0
 """Seconds without a byte after which a request has failed."""
 RETRY_INTERVAL = 0.5
+FOR_GOOD = (
+    aiohttp.ClientSSLError,
+    aiohttp.InvalidURL,
+    aiohttp.NonHttpUrlClientError,
+    aiohttp.ContentTypeError,
+)
+"""What another try would meet again: certificates, addresses, a page that is no API."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +45,34 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 class Unmeasurable(Exception):
     """The server does not answer as it should."""
+
+
+class Patience:
+    """How long a server is waited for. Says once that it is."""
+
+    def __init__(self, base_url: str, seconds: float) -> None:
+        self._base_url = base_url
+        self._deadline = time.monotonic() + seconds
+        self._seconds = seconds
+        self._said = False
+
+    async def wait(self, problem: str, *, for_good: bool) -> None:
+        """A moment, until the next try.
+
+        Raises:
+            Unmeasurable: there is no use in one, or no time is left.
+        """
+        if for_good or time.monotonic() > self._deadline:
+            raise Unmeasurable(f"{self._base_url} cannot be measured: {problem}")
+        if not self._said:
+            self._said = True
+            print(
+                f"waiting for {self._base_url}, at most {self._seconds:g} s (--ready-check-timeout-sec): "
+                f"{problem}",
+                file=sys.stderr,
+                flush=True,
+            )
+        await asyncio.sleep(RETRY_INTERVAL)
 
 
 @asynccontextmanager
@@ -160,18 +196,18 @@ async def model_name(http: aiohttp.ClientSession, base_url: str, timeout: float)
     Raises:
         Unmeasurable: it lists none within ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
+    patience = Patience(base_url, timeout)
     while True:
         try:
             async with http.get(f"{base_url}/v1/models", raise_for_status=True) as response:
                 return str((await response.json())["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as problem:
-            refused = isinstance(problem, aiohttp.ClientResponseError) and 400 <= problem.status < 500
-            if refused or time.monotonic() > deadline:
-                raise Unmeasurable(
-                    f"{base_url} cannot be measured: {type(problem).__name__}: {problem}"
-                ) from problem
-        await asyncio.sleep(RETRY_INTERVAL)
+            status = problem.status if isinstance(problem, aiohttp.ClientResponseError) else 0
+            hint = " (OPENAI_API_KEY)" if status == 401 else ""
+            await patience.wait(
+                f"{type(problem).__name__}: {problem}{hint}",
+                for_good=400 <= status < 500 or isinstance(problem, FOR_GOOD),
+            )
 
 
 async def until_ready(http: aiohttp.ClientSession, target: Target, ask: Ask, timeout: float) -> None:
@@ -180,8 +216,6 @@ async def until_ready(http: aiohttp.ClientSession, target: Target, ask: Ask, tim
     Raises:
         Unmeasurable: it never does, or is refused as wrong.
     """
-    deadline = time.monotonic() + timeout
+    patience = Patience(target.base_url, timeout)
     while error := (await send(http, target, ask)).error:
-        if error.startswith("HTTP 4") or time.monotonic() > deadline:
-            raise Unmeasurable(f"{target.base_url} cannot be measured: {error}")
-        await asyncio.sleep(RETRY_INTERVAL)
+        await patience.wait(error, for_good=error.startswith(("HTTP 4", "ClientConnectorCertificateError")))

@@ -74,7 +74,10 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         ),
         (["--instance-address", "::", "--insecure-mesh"], "--instance-address :: names no address"),
         (["-tp", "2", "--distributed-executor-backend", "uni"], "uni runs one worker, -tp 2 -pp 1 needs 2"),
-        (["--max-model-len", "8q"], "--max-model-len must be a number like 8192, 8k or 8K, not '8q'"),
+        (
+            ["--max-model-len", "8q"],
+            "--max-model-len must be a number like 8192, 8k (8000), 8K or 2G, not '8q'",
+        ),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--max-num-batched-tokens", "4"], "must be at least --max-num-seqs 128"),
         (["--unknown"], "unrecognized arguments: --unknown"),

@@ -74,6 +74,22 @@ def test_broken_directories_are_told_apart(copy: Path) -> None:
         weight_files(copy)
 
 
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (slice(0, 1_000_000), "has 1000000 bytes where its header promises .*: download it again"),
+        (slice(0, 0), "is no safetensors file, or a broken one: download it again"),
+        (slice(100, None), "is no safetensors file, or a broken one: download it again"),
+    ],
+    ids=["cut short", "empty", "junk"],
+)
+def test_weights_that_were_not_copied_whole(copy: Path, keep: slice, message: str) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[keep])
+    with pytest.raises(CheckpointError, match=message):
+        read_model_info(copy)
+
+
 def test_the_fingerprint_tells_models_apart_and_copies_not(copy: Path) -> None:
     original = fingerprint(find_model(None))
     assert fingerprint(copy) == original

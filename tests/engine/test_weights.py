@@ -93,6 +93,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "is not a causal language model",
     ),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8, which are not built"),
+    "no number": (
+        {"hidden_size": "big"},
+        "cannot read its config.json.*'hidden_size' expected int, got str",
+    ),
+    "no heads": ({"num_attention_heads": 0}, "LlamaForCausalLM: "),
+    "no layers": ({"num_hidden_layers": -1}, "LlamaForCausalLM: "),
+    "another size": (
+        {"intermediate_size": 100},
+        r"tensor\(s\) of another shape than its config.json says: .* is \[",
+    ),
 }
 
 
@@ -180,7 +190,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
         tmp_path, wrong := tmp_path / "wrong", ignore=shutil.ignore_patterns("missing", "unknown")
     )
     change_tensors(wrong, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
-    with pytest.raises(CheckpointError, match="cannot load"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[3\], not \["):
         load(wrong)
 
 

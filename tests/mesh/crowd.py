@@ -32,6 +32,8 @@ PATIENCE = 120.0
 """Seconds in which all of a crowd have to be gone."""
 STALL = 12.0
 """Seconds for which those who stall do so, if they are not thrown out before."""
+NOT_READING = REQUEST_TIMEOUT + 1.0
+"""Seconds for which who does not read stays: nobody throws it out, and its answer is ready within one."""
 MOST_GROWTH = 64 * 1024**2
 """Bytes that the router may have more than after the first crowd: a thousand connections' buffers, kept."""
 
@@ -82,7 +84,7 @@ async def leaves_at_once(reader: Reader, writer: Writer, rng: random.Random) -> 
 
 async def does_not_read(reader: Reader, writer: Writer, rng: random.Random) -> None:
     writer.write(streamed(rng, 30))
-    await asyncio.sleep(STALL)
+    await asyncio.sleep(NOT_READING)
 
 
 async def sends_garbage(reader: Reader, writer: Writer, rng: random.Random) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -69,6 +70,38 @@ def test_chat_says_what_is_wrong(mesh: Mesh, argv: list[str], said: str) -> None
     assert answer.returncode in (1, 2)
     assert said.replace(URL, mesh.url) in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_ctrl_c_at_the_prompt_costs_no_conversation(mesh: Mesh) -> None:
+    """In a terminal; one that came too late to stop an answer."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-P", "-m", "router.terminal_chat", "--url", mesh.url]
+    with subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    ) as process:
+        os.close(follower)
+        try:
+            seen = read_until(leader, b"> ")
+            process.send_signal(signal.SIGINT)
+            seen += read_until(leader, b"> ")
+            assert b"(/exit or Ctrl-D ends)" in seen
+            os.write(leader, b"/exit\n")
+            wait_until(lambda: process.poll() is not None, 20)
+        finally:
+            process.kill()
+            os.close(leader)
+    assert process.returncode == 0
+    assert b"Traceback" not in seen
+
+
+def read_until(terminal: int, end: bytes, timeout: float = 60.0) -> bytes:
+    """What a program writes to its terminal, up to this."""
+    seen, deadline = b"", time.monotonic() + timeout
+    while not seen.endswith(end):
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 1.0)[0]:
+            seen += os.read(terminal, 65536)
+    return seen
 
 
 def test_status_watch(mesh: Mesh, tmp_path: Path) -> None:

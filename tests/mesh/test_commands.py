@@ -136,7 +136,7 @@ def test_multi_node_forms(head_flags: list[str], node_flags: list[str], tmp_path
         head.wait_for(f"{size} instances ready")
         assert ready_ranks(ports) == list(range(size))
         assert len({ask(ports, rank) for rank in range(size)}) == 1
-        assert node.stop() == 0
+        assert node.stop(signal.SIGHUP) == 0, "its terminal is gone"
         assert head.stop() == 0
 
 
@@ -225,6 +225,14 @@ def without_tokenizer(path: Path) -> Path:
     return path
 
 
+def with_half_a_tokenizer(path: Path) -> Path:
+    copy_of_shipped(path)
+    text = (path / "tokenizer.json").read_bytes()
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer.json").write_bytes(text[: len(text) // 2])
+    return path
+
+
 def without_weights(path: Path) -> Path:
     copy_of_shipped(path)
     os.unlink(path / "model.safetensors")
@@ -243,9 +251,21 @@ def without_weights(path: Path) -> Path:
         (["--headless", "--startup-timeout", "2"], 1, "waiting for the coordinator at"),
         ([unsupported], 1, "NoSuchForCausalLM"),
         ([without_tokenizer], 2, "has no tokenizer.json: name a directory that has one with --tokenizer"),
+        ([with_half_a_tokenizer], 2, "tokenizer.json is broken"),
         ([without_weights], 2, "It has pytorch_model.bin, a pickle format, which is never loaded"),
     ],
-    ids=["path", "hub id", "rank", "memory", "context", "nobody", "architecture", "tokenizer", "weights"],
+    ids=[
+        "path",
+        "hub id",
+        "rank",
+        "memory",
+        "context",
+        "nobody",
+        "architecture",
+        "tokenizer",
+        "half a tokenizer",
+        "weights",
+    ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(
     argv: list[object], status: int, message: str, tmp_path: Path

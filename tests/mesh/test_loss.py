@@ -23,7 +23,12 @@ NUM_TOKENS = 250
 
 
 async def stream(
-    client: openai.AsyncOpenAI, index: int, begun: set[int], rank: int | None = None, salt: str = "none"
+    client: openai.AsyncOpenAI,
+    index: int,
+    begun: set[int],
+    rank: int | None = None,
+    salt: str = "none",
+    num_tokens: int = NUM_TOKENS,
 ) -> list[int]:
     """Token ids of one stream: greedy ones and seeded samples, some with penalties. It adds itself to those that
     have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose cached prompts it may use."""
@@ -31,7 +36,7 @@ async def stream(
     chunks = await client.completions.create(
         model=SHIPPED_MODEL,
         prompt=[rng.randrange(5, 4000) for _ in range(rng.randrange(3, 200))],
-        max_tokens=NUM_TOKENS,
+        max_tokens=num_tokens,
         temperature=0 if index % 2 else 0.8,
         seed=index,
         presence_penalty=0.5 if index % 3 == 0 else 0.0,
@@ -48,9 +53,9 @@ async def stream(
     return ids
 
 
-def crowd_of(ports: Ports, count: int) -> list[list[int]]:
+def crowd_of(ports: Ports, count: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Token ids of so many streams at once, which may use the prompts of earlier ones."""
-    return asyncio.run(crowd(ports, count=count, salt="none"))
+    return asyncio.run(crowd(ports, count=count, salt="none", num_tokens=num_tokens))
 
 
 async def crowd(
@@ -59,6 +64,7 @@ async def crowd(
     count: int = NUM_STREAMS,
     ranks: dict[int, int] | None = None,
     salt: str = "",
+    num_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
     """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called. Without a
     ``salt`` no instance has their prompts cached, so that they go to all that are there."""
@@ -66,7 +72,7 @@ async def crowd(
     pinned, salt = ranks or {}, salt or secrets.token_hex(4)
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
         streams = [
-            asyncio.create_task(stream(client, index, begun, pinned.get(index), salt))
+            asyncio.create_task(stream(client, index, begun, pinned.get(index), salt, num_tokens))
             for index in range(count)
         ]
         if callable(kill):

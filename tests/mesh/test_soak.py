@@ -24,8 +24,8 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
     """The bound of a step is wide: a machine that runs tests may let a process wait for long."""
     file = tmp_path / "soak.json"
-    flags = ["--minutes", "0.3", "--seed", "7", "--max-step-seconds", "5", "--output-json", str(file)]
-    done = soak(*flags)
+    flags = ["--minutes", "0.3", "--seed", "7", "--max-step-seconds", "5", "--rest-seconds", "4"]
+    done = soak(*flags, "--output-json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     page = json.loads(file.read_text())
     assert page["failed"] == 0

@@ -11,7 +11,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from router.accept import Tally
+from router.listen import bind, let_successors_in
 
 FRONT_END = """
 import asyncio, pathlib, socket, sys, uvloop
@@ -47,6 +50,21 @@ def start(listener: socket.socket, number: int, file: Path) -> subprocess.Popen[
     assert started.stdout is not None
     assert started.stdout.readline() == b"listens\n"
     return started
+
+
+def test_a_port_that_is_bound_is_taken_though_nobody_listens() -> None:
+    """Two who start at the same moment: the second is told, and not when it listens."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} on 127.0.0.1 is in use: choose another with --port"):
+            bind("127.0.0.1", port)
+        let_successors_in(first)
+        first.listen()
+        client = socket.create_connection(("127.0.0.1", port))
+        served, _ = first.accept()
+        served.close()  # first, so that the connection stays in TIME_WAIT
+        client.close()
+    bind("127.0.0.1", port).close()
 
 
 def test_a_tally_is_shared(tmp_path: Path) -> None:

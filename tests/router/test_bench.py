@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import statistics
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from router.bench import client
 from router.bench.arrivals import Arrivals, pauses
 from router.bench.command import main, parse_args
 from router.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
@@ -115,6 +119,43 @@ def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.Capt
         parse_args(argv)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [(200, b"<html>", "ContentTypeError"), (401, b"{}", r"401.*\(OPENAI_API_KEY\)"), (404, b"{}", "404")],
+)
+def test_a_server_that_will_never_do_is_not_waited_for(status: int, page: bytes, said: str) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    async def look(url: str) -> None:
+        async with client.session() as http:
+            await client.model_name(http, url, timeout=600)
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(client.Unmeasurable, match=said):
+            asyncio.run(look(f"http://127.0.0.1:{server.server_address[1]}"))
+    with pytest.raises(client.Unmeasurable, match="cannot be measured: InvalidUrl"):
+        asyncio.run(look("http://[nowhere"))
+
+
+def test_a_server_that_may_come_is_waited_for_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    async def look() -> None:
+        async with client.session() as http:
+            await client.model_name(http, "http://127.0.0.1:9", timeout=0.7)
+
+    with pytest.raises(client.Unmeasurable, match="ClientConnectorError"):
+        asyncio.run(look())
+    assert capsys.readouterr().err.count("waiting for http://127.0.0.1:9, at most 0.7 s") == 1
 
 
 def test_there_is_only_serve(capsys: pytest.CaptureFixture[str]) -> None:
