@@ -157,7 +157,9 @@ def attend(
         tl.store(part_peaks + part, peak, mask=in_tile)
         tl.store(part_totals + part, total, mask=in_tile)
         tl.store(
-            part_sums + part[:, None] * VALUE_DIM + v[None, :], sums, mask=in_tile[:, None] & in_value[None, :]
+            part_sums + part[:, None] * VALUE_DIM + v[None, :],
+            sums,
+            mask=in_tile[:, None] & in_value[None, :],
         )
     else:
         if SINKS:
