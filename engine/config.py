@@ -184,11 +184,29 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     collective_timeout: Annotated[
         float, Meta(gt=0), flag(help="Seconds after which a peer that does not answer in a step is lost.")
     ] = 60.0
+    attention_backend: Annotated[
+        Literal["auto", "TORCH_SDPA", "TRITON_ATTN"],
+        flag(
+            help="What computes attention over the KV cache: torch's operators on gathered contexts, or Triton "
+            "kernels that read the blocks where they are (CUDA). auto: native kernels on a CPU that they are "
+            "for; on CUDA Triton's, if they agree with torch's on a few steps."
+        ),
+    ] = "auto"
     enforce_eager: Annotated[
-        bool, flag(help="Never capture or compile graphs. (This version never does.)")
+        bool,
+        flag(help="Launch each kernel of each step by itself: no CUDA graphs. (A CPU never has any.)"),
     ] = False
+    cudagraph_capture_sizes: Annotated[
+        tuple[Count, ...],
+        flag(
+            help="Numbers of running requests for which decode steps are captured as CUDA graphs; smaller "
+            "steps are filled up. Unset: 1, 2, 4, 8, then every 8 up to --max-num-seqs."
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
+        if self.enforce_eager and self.cudagraph_capture_sizes:
+            raise ValueError("--enforce-eager captures nothing: drop it, or --cudagraph-capture-sizes")
         if self.distributed_executor_backend == "uni" and self.num_workers > 1:
             raise ValueError(
                 f"--distributed-executor-backend uni runs one worker, -tp {self.tensor_parallel_size} -pp "

@@ -28,10 +28,12 @@ from engine.sampler import (
 )
 from engine.step import Admit, Row, Sampled, Step, StepResult
 from engine.trace import MOST_SPANS, Span
+from engine.transfer import fetch, upload
 from engine.weights import LoadedModel
 from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
+    from engine.decode_graphs import DecodeGraphs
     from engine.kernels.program import Program
 
 MIN_TABLE_WIDTH = 16
@@ -106,11 +108,14 @@ class ModelRunner:
         cache: PagedAttention | None,
         block_size: int,
         program: Program | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """``program`` computes steps natively, over a cache of its own, in place of the model's modules."""
+        """``program`` computes steps natively, over a cache of its own, in place of the model's modules;
+        ``graphs`` computes those that were captured, over this cache."""
         self._model = model
         self._cache = cache
         self._program = program
+        self._graphs = graphs
         self._block_size = block_size
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         """When steps were computed here, waiting for other stages not included."""
@@ -189,13 +194,18 @@ class ModelRunner:
             return self._program.forward(packed, input_ids, wanted)
         assert self._cache is not None
         device = self._model.device
+        if self._graphs is not None:
+            logits = self._graphs.forward(packed, input_ids)
+            if logits is not None:
+                every = len(wanted) == len(logits) and bool((wanted == np.arange(len(wanted))).all())
+                return logits if every else logits.index_select(0, upload(wanted, device))
         return self._model.stage.forward(
             self._model.module,
             hidden,
-            input_ids=torch.from_numpy(input_ids).to(device).unsqueeze(0),
-            position_ids=torch.from_numpy(packed.positions).to(device).unsqueeze(0),
+            input_ids=upload(input_ids, device).unsqueeze(0),
+            position_ids=upload(packed.positions, device).unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.from_numpy(wanted).to(device),
+            logits_to_keep=upload(wanted, device),
             **{PLAN_KEYWORD: self._cache.plan(packed)},
         )
 
@@ -219,9 +229,9 @@ class ModelRunner:
         chosen = self._sample(logits[:num_sampled], sample_rows)
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
-            return self._result(rows, wanted, chosen.tolist(), {}, {})
+            return self._result(rows, wanted, fetch(chosen).tolist(), {}, {})
         table = self._logprob_table(rows, wanted, logits, chosen, with_logprobs)
-        fetched = torch.cat([chosen.double(), table.flatten()]).cpu().numpy()
+        fetched = fetch(torch.cat([chosen.double(), table.flatten()]))
         tokens = [int(token) for token in fetched[:num_sampled]]
         lines = fetched[num_sampled:].reshape(table.shape)
         logprobs = {}
@@ -266,13 +276,13 @@ class ModelRunner:
             slot = self._slots[rows[index].slot]
             num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
             targets.append(slot.token_ids[first : first + count])
-        places = torch.tensor(with_logprobs, dtype=torch.int64, device=device)
+        places = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
             lines = self._whole(logits.index_select(0, places))
             parts.append(logprob_table(lines, chosen.index_select(0, places), num_top))
         if targets:
-            expected = torch.from_numpy(np.concatenate(targets)).to(device)
+            expected = upload(np.concatenate(targets), device)
             parts.append(logprob_table(self._whole(logits[num_sampled:]), expected, num_top))
         return torch.cat(parts)
 

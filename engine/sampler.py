@@ -13,6 +13,8 @@ by the errors of all tokens before them.
 
 With the vocabulary cut over tensor-parallel ranks each looks at its own tokens, and only the best of each
 are compared (:func:`sample_shard`): both argmax and the race allow that. Top-k and top-p look at whole rows.
+
+On a GPU all of it is only launched: nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from engine.attention.base import Int64s
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
+from engine.transfer import upload
 from parallel.communicators.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
 
@@ -80,7 +83,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     for choose, indices in kinds:
         for begin in range(0, len(indices), step):
             part = indices[begin : begin + step]
-            places = torch.tensor(part, device=logits.device)
+            places = _numbers(part, logits.device)
             picked = choose(shaped.index_select(0, places).float(), [rows[i] for i in part])
             chosen.index_copy_(0, places, picked)
     return chosen
@@ -121,7 +124,7 @@ def sample_shard(
     values, places = shaped.max(dim=-1)
     best, chosen = vocabulary.best(values.float(), places + first)
     if racing:
-        at = torch.tensor(racing, device=logits.device)
+        at = _numbers(racing, logits.device)
         entrants = [rows[i] for i in racing]
         scaled = _scale(shaped.index_select(0, at).float(), entrants, best.index_select(0, at)[:, None])
         tokens = torch.arange(first, first + scaled.shape[1], dtype=torch.int32, device=logits.device)[None]
@@ -129,7 +132,7 @@ def sample_shard(
         speeds, winners = times.max(dim=-1)
         chosen.index_copy_(0, at, vocabulary.best(speeds, winners + first)[1])
     if truncated:
-        at = torch.tensor(truncated, device=logits.device)
+        at = _numbers(truncated, logits.device)
         whole = vocabulary.whole(shaped.index_select(0, at))
         step = _rows_per_chunk(whole)
         for begin in range(0, len(truncated), step):
@@ -160,22 +163,22 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
         ids = (rows[i].params.allowed_token_ids or () for i in allowed)
         where = _pairs(device, allowed, ([t - first for t in each if first <= t < stop] for each in ids))
         kept = shaped[where]
-        shaped[torch.tensor(allowed, device=device)] = NEVER
+        shaped[_numbers(allowed, device)] = NEVER
         shaped[where] = kept
     if masked:
-        places = torch.tensor(masked, device=device)
+        places = _numbers(masked, device)
         forbidden = _forbidden([rows[i] for i in masked], first, logits.shape[1], device)
         shaped[places] = shaped[places].masked_fill_(forbidden, NEVER)
     if biased:
         biases = [{t: b for t, b in rows[i].params.logit_bias.items() if first <= t < stop} for i in biased]
         where = _pairs(device, biased, ([t - first for t in each] for each in biases))
         values = [bias for each in biases for bias in each.values()]
-        shaped[where] += torch.tensor(values, dtype=torch.float32, device=device)
+        shaped[where] += upload(np.array(values, dtype=np.float32), device)
     if too_short:
         stops = ([t - first for t in rows[i].stop_ids if first <= t < stop] for i in too_short)
         shaped[_pairs(device, too_short, stops)] = NEVER
     if penalised:
-        places = torch.tensor(penalised, device=device)
+        places = _numbers(penalised, device)
         shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised], first)
     return shaped
 
@@ -197,7 +200,7 @@ def _forbidden(rows: Sequence[SampleRow], first: int, width: int, device: torch.
     if device.type == "cpu":
         flags = np.unpackbits(packed, axis=1, bitorder="little")[:, offset : offset + width]
         return torch.from_numpy(flags).logical_not()
-    bits = torch.from_numpy(packed).to(device)[:, :, None] >> torch.arange(8, device=device)
+    bits = upload(packed, device)[:, :, None] >> torch.arange(8, device=device)
     return (bits & 1).flatten(1)[:, offset : offset + width] == 0
 
 
@@ -212,7 +215,7 @@ def _pairs(
     lists = [list(each) for each in tokens]
     repeated = np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in lists])
     flat = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
-    return torch.from_numpy(repeated).to(device), torch.from_numpy(flat).to(device)
+    return upload(repeated, device), upload(flat, device)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> torch.Tensor:
@@ -241,11 +244,15 @@ def _history(
     here = (columns >= 0) & (columns < width)
     if not here.all():
         rows, columns = rows[here], columns[here]
-    return torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
+    return upload(rows, device), upload(columns, device)
+
+
+def _numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return upload(np.array(values, dtype=np.int64), device)
 
 
 def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    return upload(np.array(values, dtype=np.float32), device)[:, None]
 
 
 def _greedy(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -265,12 +272,9 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Te
     """From the most likely tokens: top-k, then top-p of what is left."""
     scaled = _scale(logits, rows)
     vocab_size = scaled.shape[1]
-    limits = torch.tensor(
-        [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows], device=logits.device
-    )[:, None]
-    top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=logits.device)[
-        :, None
-    ]
+    top_k = [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows]
+    limits = _numbers(top_k, logits.device)[:, None]
+    top_p = upload(np.array([row.params.top_p for row in rows]), logits.device)[:, None]
     width = vocab_size
     if all(row.params.top_k > 0 for row in rows):
         width = min(max(row.params.top_k for row in rows), vocab_size)
@@ -320,7 +324,7 @@ def _scale(logits: torch.Tensor, rows: Sequence[SampleRow], best: torch.Tensor |
     scaled = (logits - best) / _column(logits.device, [row.params.temperature for row in rows])
     if any(row.params.min_p > 0.0 for row in rows):
         shares = [row.params.min_p for row in rows]
-        lowest = torch.tensor(shares, dtype=torch.float32, device=logits.device).log()[:, None]
+        lowest = _column(logits.device, shares).log()
         scaled = scaled.masked_fill(scaled < lowest, NEVER)
     return scaled
 
@@ -338,7 +342,7 @@ def _speeds(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow
 
 def _exponentials(tokens: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """Exponentially distributed numbers > 0, a function of (seed, position, token)."""
-    keys = torch.from_numpy(_row_keys(seeds, positions)).to(tokens.device)
+    keys = upload(_row_keys(seeds, positions), tokens.device)
     hashed = _mix(_mix(tokens * _GOLDEN_32 + keys[:, :1]) + keys[:, 1:])
     # 31 bits as a number in (0, 1), precise near 0: the first home is decided by the smallest ones.
     uniform = (hashed & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)

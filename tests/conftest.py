@@ -7,11 +7,16 @@ Everything else decides by itself alone, and must pass at once.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and be deaf to Ctrl-C
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
     os.environ["OMP_NUM_THREADS"] = "1"
+
+if importlib.util.find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton asks when it is loaded, so before anything does

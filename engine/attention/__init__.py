@@ -1,17 +1,25 @@
 """Attention over a paged KV cache: the contract in ``base``, one file per backend.
 
-``make_attention`` picks the backend and loads only its file.
+``make_attention`` loads only the file of the backend that is asked for.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
 
     from engine.attention.base import LayerShape, PagedAttention
+
+Backend = Literal["TORCH_SDPA", "TRITON_ATTN"]
+"""Gathered contexts on any device, or blocks read where they are; the names are vLLM's."""
+
+INTERPRET = "TRITON_INTERPRET"
+"""Set to 1, Triton runs kernels on the CPU, number by number: far too slow to serve, good for tests."""
 
 
 def make_attention(
@@ -21,10 +29,26 @@ def make_attention(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    backend: Backend = "TORCH_SDPA",
 ) -> PagedAttention:
-    """The KV cache of a model and its attention, on ``device``. Plain torch serves every device so far."""
+    """The KV cache of a model and its attention, on ``device``, by a backend that can run there."""
+    if backend == "TRITON_ATTN":
+        from engine.attention.triton_paged import TritonPagedAttention
+
+        return TritonPagedAttention(
+            layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
     from engine.attention.torch_paged import TorchPagedAttention
 
     return TorchPagedAttention(
         layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
     )
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """What keeps TRITON_ATTN from running on a device, None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Python finds no triton, which torch's CUDA builds bring with them: pip install triton"
+    if device.type != "cuda" and os.environ.get(INTERPRET) != "1":
+        return f"it needs a CUDA device (or {INTERPRET}=1, for tests), and this is {device}"
+    return None

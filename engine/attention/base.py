@@ -116,6 +116,28 @@ class PagedAttention(Protocol):
         ...
 
 
+class DecodeBuffers(Protocol):
+    """A step of one token per row, at addresses on the device that stay: what a captured graph reads."""
+
+    def fill(self, rows: PackedRows, size: int) -> None:
+        """The next step has these rows, each of one token. Those up to ``size`` are filled up with rows that
+        write and read what belongs to nobody."""
+        ...
+
+    def plan(self, size: int) -> AttentionPlan:
+        """For the first ``size`` rows, whatever they are when the plan is used. It does nothing that depends on
+        numbers on the device, so it can be captured."""
+        ...
+
+
+class CapturableAttention(PagedAttention, Protocol):
+    """One whose steps can be captured."""
+
+    def decode_buffers(self, max_rows: int, max_tokens: int) -> DecodeBuffers:
+        """For steps of up to so many rows, none of whose contexts has more than ``max_tokens`` tokens."""
+        ...
+
+
 def paged_attention(
     module: Any,
     query: torch.Tensor,

@@ -68,7 +68,7 @@ def probe_layers(
     module.set_attn_implementation(implementation)
     try:
         tokens = torch.arange(PROBE_TOKENS, device=module.device)
-        outputs = _forward(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
+        outputs = run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
     except CheckpointError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -215,7 +215,7 @@ def verify(
         indices = torch.from_numpy(places).to(module.device)
         places_in_request = torch.from_numpy(positions).to(module.device)
         plan = {PLAN_KEYWORD: cache.plan(packed)}
-        found[indices] = _forward(module, stage, ids[indices], places_in_request, **plan).float()
+        found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
     if not difference <= TOLERANCE.get(dtype, 0.3):
@@ -226,10 +226,10 @@ def verify(
 
 
 def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:
-    return _forward(module, stage, ids, torch.arange(len(ids), device=ids.device)).float()
+    return run_stage(module, stage, ids, torch.arange(len(ids), device=ids.device)).float()
 
 
-def _forward(
+def run_stage(
     module: Any, stage: Stage, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any
 ) -> torch.Tensor:
     """Tokens and positions [tokens] -> [tokens, width of what the stage gives]. A later stage gets a made-up

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.transfer import upload
 
 MASK_ELEMENTS = 1 << 22
 """Largest mask of a tile; longer rows are cut into more tiles."""
@@ -112,7 +113,7 @@ class TorchPagedAttention:
                 views[effective] = builder.view(effective)
             view_of_window.append(views[effective])
         return TorchAttentionPlan(
-            self, torch.from_numpy(slots).to(self.device), [view_of_window[index] for index in self.window_of]
+            self, upload(slots, self.device), [view_of_window[index] for index in self.window_of]
         )
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, name: str) -> torch.Tensor:
@@ -187,9 +188,9 @@ class _ViewBuilder:
             visible &= key_positions > positions[:, None] - window
         all_rows = len(group) == self.rows.num_single
         return _Singles(
-            rows=None if all_rows else torch.from_numpy(group).to(self.device),
+            rows=None if all_rows else upload(group, self.device),
             batch=len(group),
-            blocks=torch.from_numpy(blocks.reshape(-1)).to(self.device),
+            blocks=upload(blocks.reshape(-1), self.device),
             mask=self._additive(visible)[:, None, None, :],
         )
 
@@ -201,7 +202,7 @@ class _ViewBuilder:
         blocks = None
         if not own:
             table = self.rows.block_tables[row, first_block : (start + count - 1) // self.block_size + 1]
-            blocks = torch.from_numpy(table).to(self.device)
+            blocks = upload(table, self.device)
         tiles = self._tiles(start, count, 0 if own else first_block * self.block_size, window)
         return _LongRow(slice(first_token, first_token + count), blocks, tiles)
 
@@ -237,7 +238,7 @@ class _ViewBuilder:
     def _additive(self, visible: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
         """Additive, in the model's type: a boolean mask would be converted again in every layer."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(torch.from_numpy(~visible).to(self.device), float("-inf"))
+        return mask.masked_fill_(upload(~visible, self.device), float("-inf"))
 
 
 class TorchAttentionPlan:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from coordinator.messages import Form
-from engine.attention import make_attention
-from engine.attention.base import PLAN_KEYWORD, AttentionUse, PackedRows
+from engine.attention import Backend, make_attention
+from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
+from engine.attention.choice import choose_backend
 from engine.checkpoint import DTYPE_NAMES, CheckpointError, ModelInfo
 from engine.config import EngineConfig
+from engine.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.executor.base import ExpertTimes, Progress
 from engine.expert_change import HeldExperts
 from engine.expert_weights import ExpertShare
+from engine.graph_sizes import capture_sizes
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import make_program
@@ -33,6 +38,8 @@ from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
 from parallel.placement import Placement, place
+
+logger = logging.getLogger(__name__)
 
 MEMORY_MARGIN = 0.1
 """Of the memory that is free, what is left alone when more experts are loaded."""
@@ -73,7 +80,8 @@ class UniExecutor:
         self._attention = self._attention_before = AttentionUse()
         """Of attention, now and before the last step."""
         self._program: Program | None = None
-        self._on_torch = False
+        self._on_torch = config.device.attention_backend != "auto"
+        self._backend: Backend = "TORCH_SDPA"
 
     def __repr__(self) -> str:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
@@ -81,7 +89,7 @@ class UniExecutor:
     def load(self, progress: Progress) -> ModelFacts:
         """See ``executor.base.Executor``."""
         device = self._device()
-        if device.type == "cpu":
+        if device.type == "cpu" and not self._on_torch:
             library.begin_build()
         if self._threads > 0:
             torch.set_num_threads(self._threads)
@@ -101,6 +109,8 @@ class UniExecutor:
             before_first_run=self._before_first_run,
         )
         self._model = model
+        wanted_backend = self._config.device.attention_backend
+        self._backend = choose_backend(wanted_backend, model, self._config.cache.block_size)
         if share is not None:
             limit = self._config.device.expert_memory_bytes
             self._held = HeldExperts(model.module, Path(self._info.directory), share.experts, limit)
@@ -175,9 +185,7 @@ class UniExecutor:
         assert model is not None
         length = min(self._config.scheduler.token_budget(), self._info.context_length)
         num_blocks = -(-length // block_size)
-        cache = make_attention(
-            model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
-        )
+        cache = self._make_cache(num_blocks)
         positions = np.arange(length)
         packed = PackedRows(
             starts=np.zeros(1, dtype=np.int64),
@@ -225,11 +233,40 @@ class UniExecutor:
                 self._held.copies = 2
                 self._held.check_limit()
             return
-        cache = make_attention(
-            model.layers, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
-        )
-        self._runner = ModelRunner(model, cache, block_size)
+        cache = self._make_cache(num_blocks)
+        self._runner = ModelRunner(model, cache, block_size, graphs=self._make_graphs(cache, num_blocks))
         self._attention = cache.use
+
+    def _make_cache(self, num_blocks: int) -> PagedAttention:
+        model = self._model
+        assert model is not None, "load() comes first"
+        return make_attention(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=self._config.cache.block_size,
+            dtype=model.dtype,
+            device=model.device,
+            backend=self._backend,
+        )
+
+    def _make_graphs(self, cache: PagedAttention, num_blocks: int) -> DecodeGraphs | None:
+        model, settings = self._model, self._config.device
+        assert model is not None, "load() comes first"
+        if model.device.type != "cuda" or settings.enforce_eager:
+            return None
+        if self._backend != "TRITON_ATTN":
+            logger.info("CUDA graphs: off, TORCH_SDPA gathers contexts, whose sizes change")
+            return None
+        block_size = self._config.cache.block_size
+        return make_graphs(
+            model,
+            cast(CapturableAttention, cache),
+            capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_tokens=min(self._info.context_length, num_blocks * block_size),
+            capture=CudaCapture(model.device),
+        )
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
         """See ``executor.base.Executor``."""

@@ -50,3 +50,16 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cuda"))
     with pytest.raises(CheckpointError, match="torch finds no CUDA device"):
         make_executor(config, read_model_info(directory), 1).load(print)
+
+
+def test_an_attention_backend_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory)),
+        device=DeviceConfig(device="cpu", attention_backend="TRITON_ATTN"),
+    )
+    with pytest.raises(CheckpointError, match="TRITON_ATTN cannot serve: .*or use TORCH_SDPA"):
+        make_executor(config, read_model_info(directory), 1).load(lambda phase: None)
+    with pytest.raises(ValueError, match="--enforce-eager captures nothing"):
+        DeviceConfig(enforce_eager=True, cudagraph_capture_sizes=(1, 2))

@@ -1,0 +1,215 @@
+"""The kernels of ``triton_paged``: write keys and values to their slots, attend over blocks, merge splits.
+
+A tile is a few consecutive queries of one row. One program computes a tile for one KV head: the heads that
+share it stand under each other, so that each key is read once for all of them. Softmax is computed online
+(Milakov and Gimelshein 2018), blocks are looked up in the row's table as they are needed (Kwon et al. 2023),
+and where few rows have long contexts, each context is cut over several programs (Flash-Decoding, Dao et al.
+2023). Nothing here depends on values on the host, so a launch can be captured in a CUDA graph.
+
+Numbers are added up in float32, and products of float32 are not rounded to TF32. ``WIDEN`` multiplies in
+float32 whatever the type: Triton's interpreter, which runs these kernels without a GPU, has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (token, kv_head): key and value [kv_heads, tokens, dim] (strides given, last one 1) to
+    ``slots[token]`` of keys and values [slots, kv_heads, dim]."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    place = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
+    k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_key, in_value = k < KEY_DIM, v < VALUE_DIM
+    new_key = tl.load(key + head * key_head + token * key_token + k, mask=in_key)
+    new_value = tl.load(value + head * value_head + token * value_token + v, mask=in_value)
+    tl.store(keys + place * KEY_DIM + k, new_key, mask=in_key)
+    tl.store(values + place * VALUE_DIM + v, new_value, mask=in_value)
+
+
+@triton.jit
+def attend(
+    query,
+    keys,
+    values,
+    attended,
+    part_sums,
+    part_peaks,
+    part_totals,
+    sinks,
+    tables,
+    tile_rows,
+    tile_tokens,
+    tile_counts,
+    tile_positions,
+    scale,
+    softcap,
+    window,
+    splits,
+    block_size,
+    query_head,
+    query_token,
+    table_width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Program (tile, kv_head, split). Without ``SPLIT`` the result goes to attended [tokens, heads, value_dim];
+    with it (tiles of one query), sums, peaks and totals over a part of the context go to the parts
+    [splits, tiles, heads(, value_dim)], which :func:`merge` puts together.
+
+    query: [heads, tokens, key_dim], strides given, last one 1. tables: [rows, table_width] of blocks.
+    tile_*: [tiles] row, first packed token, queries, and position of the first."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_rows + tile).to(tl.int64)
+    first = tl.load(tile_tokens + tile).to(tl.int32)
+    count = tl.load(tile_counts + tile).to(tl.int32)
+    position = tl.load(tile_positions + tile).to(tl.int32)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    v = tl.arange(0, BLOCK_V)
+    in_key, in_value = k < KEY_DIM, v < VALUE_DIM
+    head = kv_head * GROUP + m % GROUP
+    token = first + m // GROUP
+    in_tile = m // GROUP < count
+    query_position = position + m // GROUP
+    q = tl.load(
+        query + head[:, None] * query_head + token[:, None] * query_token + k[None, :],
+        mask=in_tile[:, None] & in_key[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q = q.to(tl.float32)
+    begin = position * 0
+    if WINDOWED:
+        begin = tl.maximum(position - window + 1, 0)
+    end = position + count
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+        begin += split * share
+        end = tl.minimum(begin + share, end)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key_position = start + n
+        inside = key_position < end
+        block = tl.load(tables + row * table_width + key_position // block_size, mask=inside, other=0)
+        place = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
+        key = tl.load(
+            keys + place[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
+        )
+        if WIDEN:
+            key = key.to(tl.float32)
+        scores = tl.dot(q, key, input_precision="ieee") * scale
+        if CAPPED:  # tanh(x) = 2 / (1 + exp(-2x)) - 1
+            scores = softcap * (2.0 / (1.0 + tl.exp(scores * (-2.0 / softcap))) - 1.0)
+        seen = inside[None, :] & (key_position[None, :] <= query_position[:, None])
+        if WINDOWED:
+            seen = seen & (key_position[None, :] > query_position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(peak - base)
+        value = tl.load(
+            values + place[:, None] * VALUE_DIM + v[None, :],
+            mask=inside[:, None] & in_value[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            value = value.to(tl.float32)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        peak = higher
+    if SPLIT:
+        part = (split * tl.num_programs(0) + tile) * HEADS + head
+        tl.store(part_peaks + part, peak, mask=in_tile)
+        tl.store(part_totals + part, total, mask=in_tile)
+        tl.store(
+            part_sums + part[:, None] * VALUE_DIM + v[None, :],
+            sums,
+            mask=in_tile[:, None] & in_value[None, :],
+        )
+    else:
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32)
+            higher = tl.maximum(peak, sink)
+            shrink = tl.exp(peak - higher)
+            sums = sums * shrink[:, None]
+            total = total * shrink + tl.exp(sink - higher)
+        sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: lines beyond the tile
+        tl.store(
+            attended + (token[:, None] * HEADS + head[:, None]) * VALUE_DIM + v[None, :],
+            sums.to(attended.dtype.element_ty),
+            mask=in_tile[:, None] & in_value[None, :],
+        )
+
+
+@triton.jit
+def merge(
+    part_sums,
+    part_peaks,
+    part_totals,
+    sinks,
+    attended,
+    tile_tokens,
+    splits,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Program (tile, head): the parts of a context, as :func:`attend` left them, become one line of
+    attended [tokens, heads, value_dim]."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(tile_tokens + tile).to(tl.int32)
+    v = tl.arange(0, BLOCK_V)
+    in_value = v < VALUE_DIM
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if SINKS:
+        peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32)
+        total = tl.zeros([1], tl.float32) + 1.0
+    sums = tl.zeros([BLOCK_V], tl.float32)
+    for split in range(splits):
+        part = (split * tl.num_programs(0) + tile) * HEADS + head
+        part_peak = tl.load(part_peaks + part)
+        higher = tl.maximum(peak, part_peak)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # splits without any key
+        shrink, grow = tl.exp(peak - base), tl.exp(part_peak - base)
+        total = total * shrink + tl.load(part_totals + part) * grow
+        sums = sums * shrink + tl.load(part_sums + part * VALUE_DIM + v, mask=in_value, other=0.0) * grow
+        peak = higher
+    line = (token * HEADS + head) * VALUE_DIM + v
+    tl.store(attended + line, (sums / total).to(attended.dtype.element_ty), mask=in_value)

@@ -1,0 +1,343 @@
+"""Paged attention straight from the blocks, in Triton kernels. Needs a CUDA device, or Triton's interpreter.
+
+The cache is laid out as in ``torch_paged``, with one block more, which belongs to nobody: lines that only
+fill up a step of fixed size write there. Rows of one token are tiles of one query, whose contexts may be cut
+over several programs; longer rows are cut into tiles of a few queries. What a step needs on the device are
+the slots to write, the block tables and four numbers per tile; no mask, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention import triton_kernels as kernels
+from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.attention.torch_paged import zeros
+from engine.transfer import upload
+
+SMALLEST_PRODUCT = 16
+"""Tensor cores multiply matrices with at least so many rows and columns."""
+TILE_BYTES = 16 << 10
+"""Of the keys that a program looks at together."""
+MOST_KEYS = 64
+QUERY_LINES = 64
+"""Queries times heads of a tile of a longer row."""
+SPLIT_KEYS = 256
+"""A context is cut into parts of at least so many keys."""
+MOST_SPLITS = 32
+PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Some tiles of a step, as arrays [tiles] on the device; see ``triton_kernels.attend``."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+    """No context of them has more tokens."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class TritonPagedAttention:
+    """The KV cache of one model on one device. Implements ``base.CapturableAttention``."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        programs: int | None = None,
+    ) -> None:
+        """``programs``: how many of them keep the device busy; None: what suits it."""
+        self.layers = tuple(layers)
+        self.block_size = block_size
+        self.device = device
+        self.dtype = dtype
+        self.null_block = num_blocks
+        slots = (num_blocks + 1) * block_size
+        self.keys = [zeros((slots, layer.kv_heads, layer.key_dim), dtype, device) for layer in layers]
+        self.values = [zeros((slots, layer.kv_heads, layer.value_dim), dtype, device) for layer in layers]
+        self.programs = _programs(device) if programs is None else programs
+        self.use = AttentionUse()
+
+    def __repr__(self) -> str:
+        return (
+            f"TritonPagedAttention(layers={len(self.layers)}, blocks={self.null_block}, "
+            f"block_size={self.block_size}, {self.dtype}, {self.device})"
+        )
+
+    def plan(self, rows: PackedRows) -> TritonAttentionPlan:
+        """Upload what the kernels need to know of a step; see ``base.PagedAttention``."""
+        row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
+        slots = self.slots(rows.block_tables[row_of_token, rows.positions // self.block_size], rows.positions)
+        singles = None
+        if rows.num_single:
+            starts = rows.starts[: rows.num_single]
+            order = np.arange(rows.num_single)
+            singles = self.tiles(order, order, np.ones_like(order), starts)
+        return TritonAttentionPlan(
+            self, upload(slots, self.device), upload(rows.block_tables, self.device), singles, rows
+        )
+
+    def slots(self, blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], positions: Int64s) -> Int64s:
+        """Where the tokens at these positions, in these blocks, are kept."""
+        return blocks.astype(np.int64) * self.block_size + positions % self.block_size
+
+    def tiles(self, rows: Int64s, tokens: Int64s, counts: Int64s, positions: Int64s) -> Tiles:
+        """Arrays [tiles] on the host, as tiles."""
+        arrays = upload(np.stack([rows, tokens, counts, positions]).astype(np.int32), self.device)
+        return Tiles(*arrays.unbind(), longest=int((positions + counts).max()))
+
+    def decode_buffers(self, max_rows: int, max_tokens: int) -> TritonDecodeBuffers:
+        """See ``base.CapturableAttention``."""
+        return TritonDecodeBuffers(self, max_rows, max_tokens)
+
+    def splits(self, num_tiles: int, layer: LayerShape, longest: int) -> int:
+        """Into how many parts the context of each of so many queries is cut."""
+        seen = longest if layer.window is None else min(longest, layer.window)
+        wanted = self.programs // max(num_tiles * layer.kv_heads, 1)
+        return max(1, min(wanted, seen // SPLIT_KEYS, MOST_SPLITS))
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class TritonAttentionPlan:
+    """One step over a :class:`TritonPagedAttention`. Implements ``base.AttentionPlan``."""
+
+    def __init__(
+        self,
+        cache: TritonPagedAttention,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        singles: Tiles | None,
+        rows: PackedRows | None = None,
+    ) -> None:
+        """``slots`` [tokens], ``tables`` [rows, width] on the device; ``rows``: of the step, if it has rows of
+        more than one token."""
+        self.use = cache.use
+        self._cache = cache
+        self._slots = slots
+        self._tables = tables
+        self._singles = singles
+        self._rows = rows
+        self._long_tiles: dict[int, Tiles | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``base.AttentionPlan.attend``."""
+        cache, shape = self._cache, self._cache.layers[layer]
+        query, key, value = _rows_of_numbers(query), _rows_of_numbers(key), _rows_of_numbers(value)
+        heads, tokens, _ = query.shape
+        launch = _Launch(cache, layer, heads, scale, softcap, sinks)
+        launch.store(key, value, self._slots)
+        attended = query.new_empty(tokens, heads, shape.value_dim)
+        if self._singles is not None:
+            launch.attend(query, attended, self._tables, self._singles, 1)
+        group = heads // shape.kv_heads
+        queries = max(QUERY_LINES // group, 1)
+        long_tiles = self._tiles_of(queries)
+        if long_tiles is not None:
+            launch.attend(query, attended, self._tables, long_tiles, queries)
+        return attended
+
+    def _tiles_of(self, queries: int) -> Tiles | None:
+        """The longer rows, cut into tiles of so many queries; layers with equally many heads share them."""
+        if queries not in self._long_tiles:
+            self._long_tiles[queries] = self._cut(queries)
+        return self._long_tiles[queries]
+
+    def _cut(self, queries: int) -> Tiles | None:
+        rows = self._rows
+        if rows is None or rows.num_single == len(rows.starts):
+            return None
+        long_rows = np.arange(rows.num_single, len(rows.starts))
+        counts = rows.counts[long_rows]
+        per_row = -(-counts // queries)
+        row = np.repeat(long_rows, per_row)
+        offset = (np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * queries
+        first_tokens = np.cumsum(rows.counts) - rows.counts
+        return self._cache.tiles(
+            row,
+            first_tokens[row] + offset,
+            np.minimum(rows.counts[row] - offset, queries),
+            rows.starts[row] + offset,
+        )
+
+
+class TritonDecodeBuffers:
+    """Implements ``base.DecodeBuffers``."""
+
+    def __init__(self, cache: TritonPagedAttention, max_rows: int, max_tokens: int) -> None:
+        self._cache = cache
+        self._max_tokens = max_tokens
+        width = -(-max_tokens // cache.block_size)
+        device = cache.device
+        self._slots = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._tables = torch.full((max_rows, width), cache.null_block, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._order = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._ones = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._slots.fill_(cache.null_block * cache.block_size)
+
+    def fill(self, rows: PackedRows, size: int) -> None:
+        """See ``base.DecodeBuffers``."""
+        cache, num_rows = self._cache, len(rows.starts)
+        blocks = rows.block_tables[np.arange(num_rows), rows.starts // cache.block_size]
+        slots = np.full(size, cache.null_block * cache.block_size, dtype=np.int64)
+        slots[:num_rows] = cache.slots(blocks, rows.starts)
+        positions = np.zeros(size, dtype=np.int32)
+        positions[:num_rows] = rows.starts
+        tables = np.full((size, rows.block_tables.shape[1]), cache.null_block, dtype=np.int32)
+        tables[:num_rows] = rows.block_tables
+        self._slots[:size].copy_(upload(slots, cache.device))
+        self._positions[:size].copy_(upload(positions, cache.device))
+        self._tables[:size, : tables.shape[1]].copy_(upload(tables, cache.device))
+
+    def plan(self, size: int) -> TritonAttentionPlan:
+        """See ``base.DecodeBuffers``."""
+        order = self._order[:size]
+        tiles = Tiles(order, order, self._ones[:size], self._positions[:size], self._max_tokens)
+        return TritonAttentionPlan(self._cache, self._slots[:size], self._tables[:size], tiles)
+
+
+class _Launch:
+    """The launches of one layer of one step."""
+
+    def __init__(
+        self,
+        cache: TritonPagedAttention,
+        layer: int,
+        heads: int,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        self.cache = cache
+        self.shape = cache.layers[layer]
+        self.keys, self.values = cache.keys[layer], cache.values[layer]
+        self.heads = heads
+        self.scale = scale
+        self.softcap = softcap
+        self.sinks = sinks
+        self.block_k = _padded(self.shape.key_dim)
+        self.block_v = _padded(self.shape.value_dim)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keys and values [kv_heads, tokens, dim] to the cache."""
+        shape = self.shape
+        kernels.store[(key.shape[1], shape.kv_heads)](
+            key,
+            value,
+            self.keys,
+            self.values,
+            slots,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            KV_HEADS=shape.kv_heads,
+            KEY_DIM=shape.key_dim,
+            VALUE_DIM=shape.value_dim,
+            BLOCK_K=self.block_k,
+            BLOCK_V=self.block_v,
+        )
+
+    def attend(
+        self, query: torch.Tensor, attended: torch.Tensor, tables: torch.Tensor, tiles: Tiles, queries: int
+    ) -> None:
+        """Tiles of at most so many queries each."""
+        shape, num_tiles = self.shape, len(tiles)
+        splits = self.cache.splits(num_tiles, shape, tiles.longest) if queries == 1 else 1
+        parts = (splits, num_tiles, self.heads) if splits > 1 else (1,)
+        sums = attended.new_empty(*parts, shape.value_dim, dtype=torch.float32)
+        peaks, totals = attended.new_empty(2, *parts, dtype=torch.float32)
+        sinks = attended if self.sinks is None else self.sinks
+        kernels.attend[(num_tiles, shape.kv_heads, splits)](
+            query,
+            self.keys,
+            self.values,
+            attended,
+            sums,
+            peaks,
+            totals,
+            sinks,
+            tables,
+            tiles.rows,
+            tiles.tokens,
+            tiles.counts,
+            tiles.positions,
+            self.scale,
+            1.0 if self.softcap is None else self.softcap,
+            0 if shape.window is None else shape.window,
+            splits,
+            self.cache.block_size,
+            query.stride(0),
+            query.stride(1),
+            tables.stride(0),
+            HEADS=self.heads,
+            KV_HEADS=shape.kv_heads,
+            KEY_DIM=shape.key_dim,
+            VALUE_DIM=shape.value_dim,
+            BLOCK_M=_padded(queries * self.heads // shape.kv_heads),
+            BLOCK_N=self._keys_at_once(),
+            BLOCK_K=self.block_k,
+            BLOCK_V=self.block_v,
+            SPLIT=splits > 1,
+            WINDOWED=shape.window is not None,
+            CAPPED=self.softcap is not None,
+            SINKS=self.sinks is not None,
+            WIDEN=query.dtype == torch.bfloat16 and query.device.type == "cpu",
+        )
+        if splits > 1:
+            kernels.merge[(num_tiles, self.heads)](
+                sums,
+                peaks,
+                totals,
+                sinks,
+                attended,
+                tiles.tokens,
+                splits,
+                HEADS=self.heads,
+                VALUE_DIM=shape.value_dim,
+                BLOCK_V=self.block_v,
+                SINKS=self.sinks is not None,
+            )
+
+    def _keys_at_once(self) -> int:
+        bytes_per_key = max(self.block_k, self.block_v) * self.cache.dtype.itemsize
+        return max(SMALLEST_PRODUCT, min(MOST_KEYS, TILE_BYTES // bytes_per_key))
+
+
+def _padded(size: int) -> int:
+    """The next power of two that can be multiplied."""
+    return max(SMALLEST_PRODUCT, 1 << (size - 1).bit_length())
+
+
+def _rows_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, each line in one piece of memory."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

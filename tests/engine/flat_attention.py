@@ -1,0 +1,70 @@
+"""Attention whose decode steps have fixed shapes, in plain torch: what captured steps need, without Triton."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.attention.base import LayerShape, PackedRows
+from engine.attention.torch_paged import TorchPagedAttention
+
+
+class FlatAttention(TorchPagedAttention):
+    """The torch backend with a block that belongs to nobody, and buffers for decode steps."""
+
+    def __init__(self, layers: tuple[LayerShape, ...], num_blocks: int, block_size: int) -> None:
+        super().__init__(
+            layers,
+            num_blocks=num_blocks + 1,
+            block_size=block_size,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.layers = layers
+        self.null_block = num_blocks
+
+    def decode_buffers(self, max_rows: int, max_tokens: int) -> FlatBuffers:
+        return FlatBuffers(self, max_rows, -(-max_tokens // self.block_size))
+
+
+class FlatBuffers:
+    def __init__(self, cache: FlatAttention, max_rows: int, width: int) -> None:
+        self.cache = cache
+        self.positions = torch.zeros(max_rows, dtype=torch.int64)
+        self.tables = torch.full((max_rows, width), cache.null_block)
+
+    def fill(self, rows: PackedRows, size: int) -> None:
+        count = len(rows.starts)
+        self.positions[:size] = 0
+        self.tables[:size, 0] = self.cache.null_block
+        self.positions[:count] = torch.from_numpy(rows.starts)
+        self.tables[:count, : rows.block_tables.shape[1]] = torch.from_numpy(rows.block_tables.astype(np.int64))
+
+    def plan(self, size: int) -> FlatPlan:
+        return FlatPlan(self.cache, self.positions[:size], self.tables[:size])
+
+
+class FlatPlan:
+    def __init__(self, cache: FlatAttention, positions: torch.Tensor, tables: torch.Tensor) -> None:
+        self.cache, self.positions, self.tables = cache, positions, tables
+        self.use = cache.use
+
+    def attend(self, layer, query, key, value, *, scale, softcap=None, sinks=None):
+        assert softcap is None
+        assert sinks is None
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        size, block_size = self.cache.block_size * self.tables.shape[1], self.cache.block_size
+        slots = (self.tables[:, :, None] * block_size + torch.arange(block_size)).flatten(1)
+        own = slots.gather(1, self.positions[:, None])[:, 0]
+        keys.index_copy_(0, own, key.transpose(0, 1))
+        values.index_copy_(0, own, value.transpose(0, 1))
+        group = query.shape[0] // key.shape[0]
+        context = keys[slots].repeat_interleave(group, dim=2)
+        scores = torch.einsum("hrd,rkhd->rhk", query, context) * scale
+        places = torch.arange(size)
+        unseen = places > self.positions[:, None]
+        window = self.cache.layers[layer].window
+        if window is not None:
+            unseen |= places <= self.positions[:, None] - window
+        weights = torch.softmax(scores.masked_fill(unseen[:, None], float("-inf")), dim=-1)
+        return torch.einsum("rhk,rkhd->rhd", weights, values[slots].repeat_interleave(group, dim=2))

@@ -1,0 +1,176 @@
+"""Captured decode steps, with a capture that computes again: all but CUDA's own part of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import why_not_triton
+from engine.attention.base import CapturableAttention, PackedRows
+from engine.checkpoint import read_model_info
+from engine.config import ModelConfig
+from engine.decode_graphs import Compute, DecodeGraphs, make_graphs
+from engine.graph_sizes import capture_sizes, size_for
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.weights import LoadedModel, load_model
+from tests.engine.driver import Driver
+from tests.engine.flat_attention import FlatAttention
+from tests.engine.tiny_models import VOCAB, make_tiny_model
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+SIZES = (1, 2, 4, 6)
+MAX_TOKENS = 30
+
+
+def test_sizes() -> None:
+    assert capture_sizes((), 128) == (1, 2, 4, *range(8, 129, 8))
+    assert capture_sizes((), 20) == (1, 2, 4, 8, 16, 20)
+    assert capture_sizes((), 3) == (1, 2, 3)
+    assert capture_sizes((16, 2, 2, 500), 100) == (2, 16)
+    assert capture_sizes((500,), 100) == ()
+    sizes = capture_sizes((), 50)
+    for rows in range(1, 51):
+        size = size_for(rows, sizes)
+        assert size is not None
+        assert rows <= size < rows + 8
+    assert size_for(51, sizes) is None
+    assert size_for(1, ()) is None
+
+
+class Again:
+    """Computes again on the same memory, into the same memory."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, compute: Compute) -> Compute:
+        output = compute()
+
+        def replay() -> torch.Tensor:
+            self.replayed.append(len(output))
+            return output.copy_(compute())
+
+        return replay
+
+
+def load(tmp_path: Path, family: str) -> LoadedModel:
+    directory = make_tiny_model(tmp_path / family, family)
+    settings = ModelConfig(model=str(directory))
+    return load_model(
+        read_model_info(directory), settings, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+def make_cache(kind: str, model: LoadedModel) -> CapturableAttention:
+    if kind == "flat":
+        return FlatAttention(model.layers, NUM_BLOCKS, BLOCK_SIZE)
+    if why_not_triton(model.device) is not None:
+        pytest.skip(f"no Triton: {why_not_triton(model.device)}")
+    from engine.attention.triton_paged import TritonPagedAttention
+
+    return TritonPagedAttention(
+        model.layers,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+        programs=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("flat", "qwen3_moe"), ("flat", "mistral"), ("triton", "qwen3_moe")]
+)
+def test_replayed_steps_equal_eager_ones(kind: str, family: str, tmp_path: Path) -> None:
+    """Random crowds, prompts and decode in any mixture: tokens, log-probabilities, and both caches."""
+    model = load(tmp_path, family)
+    again = Again()
+    caches = [make_cache(kind, model) for _ in range(2)]
+    graphs = DecodeGraphs(model, caches[1], SIZES, MAX_TOKENS)
+    graphs.capture(again)
+    assert repr(graphs) == "DecodeGraphs(6, 4, 2, 1)"
+    assert graphs.check(NUM_BLOCKS, BLOCK_SIZE) < 1e-4
+    again.replayed.clear()
+    for tensor in caches[1].keys + caches[1].values:
+        tensor.zero_()
+    runners = [
+        ModelRunner(model, caches[0], BLOCK_SIZE),
+        ModelRunner(model, caches[1], BLOCK_SIZE, graphs=graphs),
+    ]
+    drivers = [Driver(runner, BLOCK_SIZE, NUM_BLOCKS, seed=4) for runner in runners]
+    numbers = random.Random(5)
+    prompts = [[numbers.randrange(3, VOCAB) for _ in range(n)] for n in (1, 5, 3, 9, 2, 4, 7)]
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(temperature=1.0, prompt_logprobs=1),
+    ]
+    requests = [
+        [driver.add(prompt, params[i % 2], seed=i) for i, prompt in enumerate(prompts)] for driver in drivers
+    ]
+    eager = 0
+    for turn in range(24 if kind == "flat" else 12):
+        crowd = numbers.sample(range(len(prompts)), numbers.choice([1, 1, 2, 3, 4, 5, 6, 7]))
+        crowd = [i for i in crowd if len(requests[0][i].token_ids) < MAX_TOKENS + 3]
+        long = turn % 4 == 0
+        counts = [
+            (i, min(len(requests[0][i].token_ids) - requests[0][i].computed, 4 if long else 1)) for i in crowd
+        ]
+        if not counts:
+            continue
+        before = len(again.replayed)
+        steps = [
+            driver.step([(mine[i], n) for i, n in counts])
+            for driver, mine in zip(drivers, requests, strict=True)
+        ]
+        positions = [requests[0][i].computed - 1 for i in crowd]
+        captured = all(n == 1 for _, n in counts) and len(counts) <= SIZES[-1] and max(positions) < MAX_TOKENS
+        assert again.replayed[before:] == ([size_for(len(counts), SIZES)] if captured else [])
+        eager += not captured
+        for expected, found in zip(*steps, strict=True):
+            assert (expected.slot, expected.token_id) == (found.slot, found.token_id)
+            for a, b in [(expected.logprobs, found.logprobs)]:
+                assert (a is None) == (b is None)
+                assert a is None or a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert len(again.replayed) > 3
+    assert eager > 1
+    size = NUM_BLOCKS * BLOCK_SIZE  # whatever filled up a step wrote behind these
+    for expected, found in zip(*[cache.keys + cache.values for cache in caches], strict=True):
+        torch.testing.assert_close(found[:size], expected[:size], atol=1e-5, rtol=1e-4)
+    assert caches[1].keys[0][size:].any()
+
+
+def test_graphs_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Capture that fails, and one whose results are wrong: steps are computed without."""
+    model = load(tmp_path, "llama")
+    cache = FlatAttention(model.layers, NUM_BLOCKS, BLOCK_SIZE)
+
+    def fail(compute: Compute) -> Compute:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    def forget(compute: Compute) -> Compute:
+        output = compute()  # as if copied once instead of read anew
+        return lambda: output
+
+    def make(capture, sizes=SIZES):
+        return make_graphs(
+            model, cache, sizes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_tokens=9, capture=capture
+        )
+
+    with caplog.at_level("INFO"):
+        assert make(fail) is None
+        assert make(forget) is None
+        assert make(Again(), ()) is None
+        graphs = make(Again())
+    assert graphs is not None
+    said = [record.getMessage() for record in caplog.records]
+    assert "cannot be captured: operation not permitted when stream is capturing" in said[0]
+    assert "results differ by" in said[1]
+    assert "decode steps of 1, 2, 4, 6 rows" in said[2]
+    far = PackedRows(np.array([9]), np.array([1]), np.zeros((1, 3), dtype=np.int32), np.array([9]), 1)
+    assert graphs.forward(far, np.array([5])) is None
