@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,6 +16,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.grammar_compiler import GrammarCompiler
 from engine.messages import Capacity, Delta, LockstepCounters, Refused, Report, Submit
+from engine.news import Standing
 from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
@@ -143,8 +145,14 @@ class EngineCore:
         self.abort(peer, numbers)
         return len(numbers)
 
-    def step(self) -> dict[Peer, list[Delta]]:
+    @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`step` has time for something else: others compute, and no instance is waited for."""
+        return self._executor.computes_apart and isinstance(self.pace, Alone)
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, list[Delta]]:
         """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
+        Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
 
         A step that does not come to its end is kept and runs the next time, before anything else is
         scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
@@ -155,19 +163,20 @@ class EngineCore:
             engine.executor.base.WorkerLost: a worker of this instance is.
         """
         if self._executor.in_flight > 1:
-            return self._step_of_pipeline()
+            return self._step_of_pipeline(meanwhile)
         step = self._unfinished or self._schedule() or Step([], [])
         self._unfinished = step if step.rows else None
-        agreement = self.pace.agree(
-            step.num_tokens,
-            queued_prefill=self.scheduler.num_waiting_tokens,
-            longest=max((row.start + row.count for row in step.rows), default=0),
-        )
+        agreement = self._agree(step)
         if not agreement.runs:
             self._split.slept(agreement)
             return {}
         began = time.perf_counter()
-        result = self._executor.execute(step, agreement.sizes)
+        if self.overlaps:
+            self._executor.begin(step, agreement.sizes)
+            meanwhile()
+            result = self._executor.finish()
+        else:
+            result = self._executor.execute(step, agreement.sizes)
         self._unfinished = None
         times = self._executor.expert_times()
         if times is not None:
@@ -181,11 +190,13 @@ class EngineCore:
             self._steps.clear()
             self._again = deque(map(self._masked, self.scheduler.restart()))
 
-    def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
+    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, list[Delta]]:
         """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
         for all."""
         try:
             pauses = self._fill_pipeline()
+            if self.overlaps:
+                meanwhile()
             for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
                 for peer, deltas in self._finish_oldest().items():
                     self._deltas[peer] += deltas
@@ -201,12 +212,7 @@ class EngineCore:
         agree on it, some without any rows of this instance. Returns whether no further one follows."""
         while len(self._steps) < self._executor.in_flight:
             step = self._again.popleft() if self._again else self._schedule() or Step([], [])
-            agreement = self.pace.agree(
-                step.num_tokens,
-                queued_prefill=self.scheduler.num_waiting_tokens,
-                longest=max((row.start + row.count for row in step.rows), default=0),
-                in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
-            )
+            agreement = self._agree(step)
             if not agreement.runs:
                 if step.rows:
                     self._again.appendleft(step)
@@ -218,6 +224,16 @@ class EngineCore:
             self._executor.begin(step, agreement.sizes)
             self._steps.append((step, agreement))
         return False
+
+    def _agree(self, step: Step) -> Agreement:
+        if isinstance(self.pace, Alone):
+            return Agreement(runs=bool(step.rows))  # nobody wants to know the rest
+        return self.pace.agree(
+            step.num_tokens,
+            queued_prefill=self.scheduler.num_waiting_tokens,
+            longest=max((row.start + row.count for row in step.rows), default=0),
+            in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
+        )
 
     def _finish_oldest(self) -> dict[Peer, list[Delta]]:
         result = self._executor.finish()
@@ -260,19 +276,35 @@ class EngineCore:
                 _trace(self._tracing, request)
         return deltas
 
-    def report(self, last_dispatch: int, bad_messages: int) -> Report:
-        """The state after the last step."""
-        return Report(
-            last_dispatch=last_dispatch,
+    @property
+    def standing(self) -> Standing:
+        """The state after the last step, in short."""
+        waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
+        return Standing(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self.grammars),
-            waiting_tokens=self.scheduler.num_waiting_tokens,
+            waiting_tokens=waiting_tokens,
+            uncached_tokens=uncached_tokens,
+            queued=self.scheduler.num_queued,
             blocks_used=self._pool.num_used,
+            generation_tokens=self.scheduler.num_generated,
+            steps=self.scheduler.num_steps,
+        )
+
+    def report(self, last_dispatch: int, bad_messages: int) -> Report:
+        """The same in full."""
+        standing = self.standing
+        return Report(
+            last_dispatch=last_dispatch,
+            running=standing.running,
+            waiting=standing.waiting,
+            waiting_tokens=standing.waiting_tokens,
+            blocks_used=standing.blocks_used,
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
             lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
-            uncached_tokens=self.scheduler.num_uncached_tokens,
-            queued=self.scheduler.num_queued,
+            uncached_tokens=standing.uncached_tokens,
+            queued=standing.queued,
         )
 
     @property

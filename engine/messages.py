@@ -209,12 +209,14 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """All that a step has for one router, in one message; without deltas, a report alone."""
+    """All that a step has for one router, in one message; or a report alone."""
 
-    deltas: list[Delta]
-    """Those that :func:`split` does not make ``singles``, which come before them."""
-    report: Report
+    deltas: list[Delta] = []
+    """Those that are no ``singles``, which come before them."""
+    report: Report | None = None
+    """None: the last one says what a choice hangs on (:mod:`engine.news`)."""
     blocks: BlockEvents | None = None
+    """Goes along with a report."""
     singles: list[int] = []
     """Deltas of one token and nothing else, each as two numbers: the request, the token. A step of many
     requests is little else, and they are read in a fraction of the time."""
