@@ -105,8 +105,8 @@ class Scheduler:
 
     @property
     def num_tokens_ahead(self) -> tuple[int, int]:
-        """``num_waiting_tokens``, and the same without what waiting requests will find in the prefix cache, or
-        what those before them will have put there."""
+        """``num_waiting_tokens``, and the same without what waiting requests will find in the prefix cache,
+        or what those before them will have put there."""
         in_prefill = self._in_prefill()
         return self._waiting_tokens + in_prefill, self._waiting_uncached + in_prefill
 

@@ -14,11 +14,11 @@ from coordinator.keys import MeshKeys
 from coordinator.messages import Load
 from coordinator.rpc import Listener, Peer
 from engine.core import EngineCore
+from engine.handout import Handout
 from engine.messages import (
     Abort,
     Attach,
     Attached,
-    Delta,
     Recall,
     Recalled,
     Refused,
@@ -27,7 +27,6 @@ from engine.messages import (
     ToInstance,
     Tokens,
     ToRouter,
-    split,
 )
 from engine.news import News, Standing
 from engine.recovery import End, Enter, Wait
@@ -44,6 +43,7 @@ ROUTER_TIMEOUT = 10.0
 """A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is told."""
+NOTHING = Handout()
 
 
 class _Router(msgspec.Struct):
@@ -107,7 +107,7 @@ class Server:
             self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
-        self._held: dict[Peer, list[Delta]] = {}
+        self._held: dict[Peer, Handout] = {}
         """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
@@ -174,13 +174,13 @@ class Server:
 
     def _step(self) -> None:
         try:
-            deltas = self._core.step(self._hand_out)
+            handouts = self._core.step(self._hand_out)
         except CollectiveError as error:
             self._core.pace.failed(error)
             return
         finally:
             self._hand_out()  # if no other step was begun
-        self._held = deltas
+        self._held = handouts
         if not (self._core.overlaps and self._core.has_work):
             self._hand_out()
         self._report_changes()
@@ -262,22 +262,21 @@ class Server:
         if self._held:
             held, self._held = self._held, {}
             standing, now = self._core.standing, time.monotonic()
-            for peer, of_router in held.items():
+            for peer, handout in held.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
                     tells = router.news.go_along(standing, router.last_dispatch, now)
-                    self._send(peer, of_router, self._report(router) if tells else None)
+                    self._send(peer, handout, self._report(router) if tells else None)
 
     def _report(self, router: _Router) -> Report:
         return self._core.report(router.last_dispatch, self._listener.bad_messages)
 
-    def _send(self, peer: Peer, deltas: list[Delta], report: Report | None) -> None:
+    def _send(self, peer: Peer, handout: Handout, report: Report | None) -> None:
         router = self._routers[peer]
         blocks = None
         if report is not None and router.wants_blocks:
             blocks = self._core.block_events(router.has_blocks)
-        singles, others = split(deltas)
-        if not self._listener.send(peer, Tokens(others, report, blocks, singles)):
+        if not self._listener.send(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
             self._forget(peer)
             return
         if blocks is not None:
@@ -290,7 +289,7 @@ class Server:
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
             if router.news.may_go_alone(now) and self._has_news(router):
-                self._send(peer, [], self._report(router))
+                self._send(peer, NOTHING, self._report(router))
 
     def _has_news(self, router: _Router) -> bool:
         if router.wants_blocks and router.has_blocks != self._core.num_block_changes:

@@ -15,9 +15,9 @@ The instances are real processes whose model computes nothing and waits ``--step
     writes          no front end: a loop that writes events of the same size and does nothing else
                     (examples/bare_writer.py), the floor for all who give each token a write of its own
 
-Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then ``--few-streams``, whose tokens share a
-wake-up with few others; then requests for one token each, ``--streams`` at once; then one request for one token
-after the other, whose time is what a first token costs.
+Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then ``--few-streams``, whose tokens share
+a wake-up with few others; then requests for one token each, ``--streams`` at once; then one request for one
+token after the other, whose time is what a first token costs.
 CPU is that of the front end's processes between the first and the last byte, from the kernel's counts (every
 system pays for the same bytes of events, about 200 a token). Peers: examples/install_peers.sh.
 """

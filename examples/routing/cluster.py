@@ -325,7 +325,7 @@ class Cluster:
             self._report(name, node, [])
             return
         node.stepping = True
-        node.deltas = node.core.step().get(PEER, [])
+        node.deltas = list(node.core.step().get(PEER, []))
         if self._cores is None:
             self._at(self._now + node.executor.seconds, lambda: self._end_step(name, node))
         else:

@@ -57,7 +57,8 @@ class Router:
 
     def __init__(self, executor: Watched, events: list[str]) -> None:
         config = EngineConfig(
-            cache=CacheConfig(block_size=4), scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4)
+            cache=CacheConfig(block_size=4),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4),
         )
         self.core = EngineCore(config, INFO, executor, num_blocks=30, max_model_len=64)  # type: ignore[arg-type]
         self.server = Server("it", "tcp://127.0.0.1:0", self.core)
@@ -131,7 +132,17 @@ def run_until_idle(router: Router, stop_early: bool = False) -> None:
         (
             1,
             True,
-            ["compute 1", "done 1", "compute 2", "send 1", "done 2", "compute 3", "send 1", "done 3", "send 1"],
+            [
+                "compute 1",
+                "done 1",
+                "compute 2",
+                "send 1",
+                "done 2",
+                "compute 3",
+                "send 1",
+                "done 3",
+                "send 1",
+            ],
         ),
     ],
 )
