@@ -17,6 +17,12 @@ MOST_AT_ONCE = 16
 """Messages received before others get their turn: a peer that sends without end does not stop the loop."""
 
 _POLLIN = int(zmq.POLLIN)  # an enum's operators take longer than all the rest
+_EVENTS = int(zmq.EVENTS)
+
+
+def is_readable(socket: zmq.Socket[Any]) -> bool:
+    """Whether the socket has something to receive."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 class Arrivals:
@@ -39,7 +45,7 @@ class Arrivals:
         if self._loop is None:
             self._begin(self.check)
         await asyncio.sleep(0)
-        while not self._is_readable():
+        while not self.are_there():
             self._some.clear()
             await self._some.wait()
 
@@ -54,12 +60,16 @@ class Arrivals:
     def check(self) -> None:
         """To be called after each send or connect, too. ZeroMQ's descriptor tells of a change once, to who
         uses the socket next: a send may be what takes the news of an arrival in."""
-        if self._loop is None or self._looks_again or not self._is_readable():
+        if self._loop is None or self._looks_again or not self.are_there():
             return
         if self._receive is None:
             self._some.set()
         else:
             self._look_again()  # not now: a receiver may be what sends
+
+    def are_there(self) -> bool:
+        """Whether there is something to receive."""
+        return is_readable(self._socket)
 
     def close(self) -> None:
         """Before the socket is closed."""
@@ -88,6 +98,3 @@ class Arrivals:
         if self._loop is not None:
             self._looks_again = True
             self._loop.call_soon(self._look)
-
-    def _is_readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)

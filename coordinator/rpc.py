@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from coordinator.arrivals import Arrivals
+from coordinator.arrivals import Arrivals, is_readable
 from coordinator.codec import Decoder, Malformed, OtherProtocol, encode
 from coordinator.complaints import Complaints
 from coordinator.guard import Guard
@@ -47,6 +47,7 @@ RECONNECT_MAX_MS = 250
 waited for much longer than its start takes."""
 
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Peer = bytes
 """A listener's name for one connection; new after every reconnect."""
@@ -166,15 +167,12 @@ class Listener(_Bound[In], Generic[In, Out]):
 
     def receive(self) -> tuple[Peer, In] | None:
         """The next well-formed message, or None if none is there."""
-        while True:
+        while is_readable(self._socket):  # to try and fail takes three times as long
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                return self._read(frames)
+                return self._read(self._socket.recv_multipart(_NOBLOCK))
             except Malformed as error:
                 self._complaints.add(error)
+        return None
 
     def wait(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for something to receive, or an interruption."""
@@ -197,8 +195,10 @@ class Listener(_Bound[In], Generic[In, Out]):
 
     def send(self, peer: Peer, message: Out) -> bool:
         """Queue a message; False if the peer is gone or does not keep up."""
+        frame = encode(message)
         try:
-            self._socket.send_multipart((peer, encode(message)), zmq.NOBLOCK)
+            self._socket.send(peer, _MORE)  # what send_multipart does beside takes twice as long as both
+            self._socket.send(frame, _NOBLOCK)
         except zmq.ZMQError as error:
             if not _is_unreachable(error):
                 raise
@@ -310,16 +310,13 @@ class AsyncConnection(Generic[In, Out]):
             Exception: whatever ``take`` raises.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        some_are_there = self._arrivals.are_there
 
         def receive() -> bool:
-            if ended.done():
+            if ended.done() or not some_are_there():  # to try and fail takes several times as long
                 return False
             try:
-                frame = self._socket.recv(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return False
-            try:
-                if (message := self._read(frame)) is not None:
+                if (message := self._read(self._socket.recv(_NOBLOCK, copy=False))) is not None:
                     take(message)
             except Exception as error:  # noqa: BLE001 (is raised below)
                 if not ended.done():  # what takes it may also have ended this

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -14,11 +15,14 @@ from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.grammar_compiler import GrammarCompiler
-from engine.messages import Capacity, Delta, LockstepCounters, Refused, Report, Submit
+from engine.handout import Handout
+from engine.messages import Capacity, LockstepCounters, Refused, Report, Submit
+from engine.news import Standing
+from engine.outcomes import handouts_of
 from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
-from engine.scheduler import Outcome, Scheduler, SchedulerRules
+from engine.scheduler import Scheduler, SchedulerRules
 from engine.split import StepSplit
 from engine.step import Masks, Step, StepResult
 from parallel.communicators.base import CollectiveError
@@ -73,7 +77,7 @@ class EngineCore:
         """Under way in a pipeline, oldest first."""
         self._again: deque[Step] = deque()
         """To run in the pipeline before anything else is scheduled: they did not come to their end."""
-        self._deltas: dict[Peer, list[Delta]] = defaultdict(list)
+        self._handouts: dict[Peer, Handout] = defaultdict(Handout)
         """Of steps of the pipeline that ended before one after them failed."""
         self._finished_at = 0.0
         """When the newest result of the pipeline came, or its first step began."""
@@ -83,7 +87,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        kept = self._unfinished is not None or self._again or self._deltas
+        kept = self._unfinished is not None or self._again or self._handouts
         return self.scheduler.has_work or bool(kept) or any(step.rows for step, _ in self._steps)
 
     @property
@@ -127,9 +131,8 @@ class EngineCore:
         for number in numbers:
             if not self.grammars.forget((peer, number)):
                 self.scheduler.abort((peer, number))
-        kept = [delta for delta in self._deltas.pop(peer, []) if delta.request not in numbers]
-        if kept:
-            self._deltas[peer] = kept
+        if (handout := self._handouts.pop(peer, None)) and (kept := handout.without(numbers)):
+            self._handouts[peer] = kept
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun; returns them."""
@@ -143,8 +146,14 @@ class EngineCore:
         self.abort(peer, numbers)
         return len(numbers)
 
-    def step(self) -> dict[Peer, list[Delta]]:
+    @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`step` has time for something else: others compute, and no instance is waited for."""
+        return self._executor.computes_apart and isinstance(self.pace, Alone)
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, Handout]:
         """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
+        Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
 
         A step that does not come to its end is kept and runs the next time, before anything else is
         scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
@@ -155,19 +164,20 @@ class EngineCore:
             engine.executor.base.WorkerLost: a worker of this instance is.
         """
         if self._executor.in_flight > 1:
-            return self._step_of_pipeline()
+            return self._step_of_pipeline(meanwhile)
         step = self._unfinished or self._schedule() or Step([], [])
         self._unfinished = step if step.rows else None
-        agreement = self.pace.agree(
-            step.num_tokens,
-            queued_prefill=self.scheduler.num_waiting_tokens,
-            longest=max((row.start + row.count for row in step.rows), default=0),
-        )
+        agreement = self._agree(step)
         if not agreement.runs:
             self._split.slept(agreement)
             return {}
         began = time.perf_counter()
-        result = self._executor.execute(step, agreement.sizes)
+        if self.overlaps:
+            self._executor.begin(step, agreement.sizes)
+            meanwhile()
+            result = self._executor.finish()
+        else:
+            result = self._executor.execute(step, agreement.sizes)
         self._unfinished = None
         times = self._executor.expert_times()
         if times is not None:
@@ -181,32 +191,30 @@ class EngineCore:
             self._steps.clear()
             self._again = deque(map(self._masked, self.scheduler.restart()))
 
-    def _step_of_pipeline(self) -> dict[Peer, list[Delta]]:
+    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, Handout]:
         """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
         for all."""
         try:
             pauses = self._fill_pipeline()
+            if self.overlaps:
+                meanwhile()
             for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
-                for peer, deltas in self._finish_oldest().items():
-                    self._deltas[peer] += deltas
+                for peer, handout in self._finish_oldest().items():
+                    for delta in handout:
+                        self._handouts[peer].add(delta)
         except CollectiveError:
             self._steps.clear()
             self._again = deque(map(self._masked, self.scheduler.restart()))
             raise
-        deltas_of_all, self._deltas = self._deltas, defaultdict(list)
-        return deltas_of_all
+        handouts, self._handouts = self._handouts, defaultdict(Handout)
+        return handouts
 
     def _fill_pipeline(self) -> bool:
         """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all
         agree on it, some without any rows of this instance. Returns whether no further one follows."""
         while len(self._steps) < self._executor.in_flight:
             step = self._again.popleft() if self._again else self._schedule() or Step([], [])
-            agreement = self.pace.agree(
-                step.num_tokens,
-                queued_prefill=self.scheduler.num_waiting_tokens,
-                longest=max((row.start + row.count for row in step.rows), default=0),
-                in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
-            )
+            agreement = self._agree(step)
             if not agreement.runs:
                 if step.rows:
                     self._again.appendleft(step)
@@ -219,7 +227,17 @@ class EngineCore:
             self._steps.append((step, agreement))
         return False
 
-    def _finish_oldest(self) -> dict[Peer, list[Delta]]:
+    def _agree(self, step: Step) -> Agreement:
+        if isinstance(self.pace, Alone):
+            return Agreement(runs=bool(step.rows))  # nobody wants to know the rest
+        return self.pace.agree(
+            step.num_tokens,
+            queued_prefill=self.scheduler.num_waiting_tokens,
+            longest=max((row.start + row.count for row in step.rows), default=0),
+            in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
+        )
+
+    def _finish_oldest(self) -> dict[Peer, Handout]:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._steps.popleft()
@@ -251,28 +269,38 @@ class EngineCore:
                     bits.append(mask)
         return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step
 
-    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, list[Delta]]:
-        deltas: dict[Peer, list[Delta]] = defaultdict(list)
-        for outcome in self.scheduler.update(step, result):
-            request = outcome.request
-            deltas[request.key[0]].append(_delta(outcome))
-            if request.finish_reason is not None and self._tracing is not None:
-                _trace(self._tracing, request)
-        return deltas
+    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, Handout]:
+        return handouts_of(self.scheduler.update(step, result), self._tracing)
 
-    def report(self, last_dispatch: int, bad_messages: int) -> Report:
-        """The state after the last step."""
-        return Report(
-            last_dispatch=last_dispatch,
+    @property
+    def standing(self) -> Standing:
+        """The state after the last step, in short."""
+        waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
+        return Standing(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self.grammars),
-            waiting_tokens=self.scheduler.num_waiting_tokens,
+            waiting_tokens=waiting_tokens,
+            uncached_tokens=uncached_tokens,
+            queued=self.scheduler.num_queued,
             blocks_used=self._pool.num_used,
+            generation_tokens=self.scheduler.num_generated,
+            steps=self.scheduler.num_steps,
+        )
+
+    def report(self, last_dispatch: int, bad_messages: int) -> Report:
+        """The same in full."""
+        standing = self.standing
+        return Report(
+            last_dispatch=last_dispatch,
+            running=standing.running,
+            waiting=standing.waiting,
+            waiting_tokens=standing.waiting_tokens,
+            blocks_used=standing.blocks_used,
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
             lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
-            uncached_tokens=self.scheduler.num_uncached_tokens,
-            queued=self.scheduler.num_queued,
+            uncached_tokens=standing.uncached_tokens,
+            queued=standing.queued,
         )
 
     @property
@@ -352,46 +380,3 @@ class EngineCore:
         )
         request.arrived_at = request.began_at = time.perf_counter()
         return request
-
-
-def _delta(outcome: Outcome) -> Delta:
-    request = outcome.request
-    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-    return Delta(
-        request=request.key[1],
-        token_ids=[] if outcome.token_id is None else [outcome.token_id],
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
-        prompt_logprobs=prompt_logprobs,
-        num_cached_tokens=request.num_cached,
-        times=_times(request) if request.arrived_at else None,
-        error=request.error,
-    )
-
-
-def _trace(tracing: Tracing, request: Request) -> None:
-    """The request's time here, from its arrival to its last token."""
-    now = time.perf_counter()
-    tracing.record(
-        "lockstep.instance",
-        request.traceparent,
-        request.began_at,
-        now,
-        {
-            "gen_ai.request.id": request.request_id,
-            "gen_ai.usage.prompt_tokens": request.num_prompt,
-            "gen_ai.usage.completion_tokens": request.num_output - request.num_emitted,
-            "gen_ai.latency.time_in_queue": request.admitted_at - request.began_at,
-            "gen_ai.latency.time_in_model_inference": now - request.admitted_at,
-            "lockstep.cached_tokens": request.num_cached,
-            "lockstep.resumed_tokens": request.num_emitted,
-            "lockstep.finish_reason": str(request.finish_reason),
-        },
-    )
-
-
-def _times(request: Request) -> tuple[float, float]:
-    """How long it waited and was computed; asked once, at its first token."""
-    arrived_at, request.arrived_at = request.arrived_at, 0.0
-    return request.admitted_at - arrived_at, time.perf_counter() - request.admitted_at

@@ -209,12 +209,14 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """All that a step has for one router, in one message; without deltas, a report alone."""
+    """All that a step has for one router, in one message; or a report alone."""
 
-    deltas: list[Delta]
-    """Those that :func:`split` does not make ``singles``, which come before them."""
-    report: Report
+    deltas: list[Delta] = []
+    """Those that are no ``singles``, which come before them (:class:`engine.handout.Handout`)."""
+    report: Report | None = None
+    """None: the last one says what a choice hangs on (:mod:`engine.news`)."""
     blocks: BlockEvents | None = None
+    """Goes along with a report."""
     singles: list[int] = []
     """Deltas of one token and nothing else, each as two numbers: the request, the token. A step of many
     requests is little else, and they are read in a fraction of the time."""
@@ -222,21 +224,6 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     def __post_init__(self) -> None:
         if len(self.singles) % 2:
             raise ValueError("a request without a token")
-
-
-def split(deltas: list[Delta]) -> tuple[list[int], list[Delta]]:
-    """Deltas as ``singles`` and the others; those of one request stay in order when the first are dealt with
-    first."""
-    singles: list[int] = []
-    others: list[Delta] = []
-    with_others: set[int] = set()
-    for delta in deltas:
-        if delta.is_single and delta.request not in with_others:
-            singles += (delta.request, delta.token_ids[0])
-        else:
-            others.append(delta)
-            with_others.add(delta.request)
-    return singles, others
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -96,10 +96,11 @@ class Scheduler:
         return self._waiting.num_tokens + self._in_prefill()
 
     @property
-    def num_uncached_tokens(self) -> int:
-        """The same without what waiting requests will find in the prefix cache, or what those before them
-        will have put there."""
-        return self._waiting.num_uncached + self._in_prefill()
+    def num_tokens_ahead(self) -> tuple[int, int]:
+        """``num_waiting_tokens``, and the same without what waiting requests will find in the prefix cache,
+        or what those before them will have put there."""
+        in_prefill = self._in_prefill()
+        return self._waiting.num_tokens + in_prefill, self._waiting.num_uncached + in_prefill
 
     @property
     def num_queued(self) -> int:
@@ -126,6 +127,16 @@ class Scheduler:
     def knows(self, key: RequestKey) -> bool:
         """Whether this request is here, waiting or running."""
         return key in self._requests
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens since the start."""
+        return self._totals.generation_tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Scheduled since the start."""
+        return self._totals.steps
 
     def counters(self) -> Counters:
         """Totals so far; ``bad_messages`` is the server's."""
@@ -252,6 +263,9 @@ class Scheduler:
     def _decodes_then_prefills(self) -> list[Request]:
         """Requests that need one token come before partly computed prompts, so that a long prompt never
         starves them; in order otherwise."""
+        longer = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
+        if not any(longer):
+            return self._running[:]
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
     def _chunk(self, request: Request, budget: int) -> int:
@@ -273,6 +287,8 @@ class Scheduler:
         """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
         and are not yet in this step if need be. None if it must wait; it may be preempted itself."""
         needed = self._blocks_for(num_tokens) - len(request.blocks)
+        if needed <= 0:
+            return [], 0
         victims = 0
         while (new_blocks := self._pool.take(needed)) is None:
             victim = next(

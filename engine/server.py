@@ -14,11 +14,11 @@ from coordinator.keys import MeshKeys
 from coordinator.messages import Load
 from coordinator.rpc import Listener, Peer
 from engine.core import EngineCore
+from engine.handout import Handout
 from engine.messages import (
     Abort,
     Attach,
     Attached,
-    Delta,
     Recall,
     Recalled,
     Refused,
@@ -27,8 +27,8 @@ from engine.messages import (
     ToInstance,
     Tokens,
     ToRouter,
-    split,
 )
+from engine.news import News, Standing
 from engine.recovery import End, Enter, Wait
 from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
@@ -39,12 +39,11 @@ IDLE_WAIT = 0.1
 """Seconds that an idle loop sleeps at most; a message ends it at once."""
 MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
-REPORT_INTERVAL = 0.25
-"""Seconds between reports to routers that get no tokens; sent only when something changed."""
 ROUTER_TIMEOUT = 10.0
 """A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is told."""
+NOTHING = Handout()
 
 
 class _Router(msgspec.Struct):
@@ -53,8 +52,7 @@ class _Router(msgspec.Struct):
     name: str
     heard_at: float
     last_dispatch: int = 0
-    reported: Report | None = None
-    reported_at: float = 0.0
+    news: News = msgspec.field(default_factory=News)
     wants_blocks: bool = False
     has_blocks: int | None = None
     """The changes of the prefix cache before this one are known to it; None: nothing is."""
@@ -67,33 +65,33 @@ class Progress:
         self._blocks_total = blocks_total
         self._stepped_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
-        self._report: Report | None = None
+        self._standing: Standing | None = None
 
-    def stepped(self, report: Report) -> None:
+    def stepped(self, standing: Standing) -> None:
         """After each step, and when work arrives at an idle instance."""
         idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
         if idle_for > RATE_WINDOW:  # a pause is no part of the rate
             self._window = [(self._stepped_at, self._window[-1][1])]
-        self._report = report
-        self._window.append((self._stepped_at, report.counters.generation_tokens))
+        self._standing = standing
+        self._window.append((self._stepped_at, standing.generation_tokens))
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
             self._window.pop(0)
 
     def load(self) -> Load:
-        report, now = self._report, time.monotonic()
-        if report is None:
+        standing, now = self._standing, time.monotonic()
+        if standing is None:
             return Load(blocks_total=self._blocks_total)
-        busy = report.running + report.waiting > 0
+        busy = standing.running + standing.waiting > 0
         (began, before), (ended, after) = self._window[0], self._window[-1]
         fresh = now - ended < RATE_WINDOW and after > before
         return Load(
-            running=report.running,
-            waiting=report.waiting,
-            blocks_used=report.blocks_used,
-            blocks_total=report.blocks_total,
+            running=standing.running,
+            waiting=standing.waiting,
+            blocks_used=standing.blocks_used,
+            blocks_total=self._blocks_total,
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
-            steps=report.counters.steps,
+            steps=standing.steps,
             stalled_for=now - self._stepped_at if busy else 0.0,
         )
 
@@ -109,10 +107,12 @@ class Server:
             self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
+        self._held: dict[Peer, Handout] = {}
+        """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
         core.grammars.on_done = self._listener.interrupt
-        self.progress = Progress(core.report(0, 0).blocks_total)
+        self.progress = Progress(core.capacity.num_blocks)
 
     @property
     def endpoint(self) -> str:
@@ -136,22 +136,26 @@ class Server:
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """The step loop; ``between_steps`` is called once a turn."""
-        while True:
-            between_steps()
-            self._take_in()  # 1. requests and aborts that came meanwhile
-            turn = self._core.pace.turn()  # 2. is there a group to step in?
-            if isinstance(turn, End):
-                break
-            if isinstance(turn, Enter):
-                self._core.run_again()
-            steps = not isinstance(turn, Wait) and self._wants_step()
-            if steps:
-                self._step()  # 3. one forward pass; its tokens, one message per router
-            if self._draining.is_set() and self._drained() and self._core.pace.drained():
-                break
-            if not steps:
-                self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
-                self._listener.wait(IDLE_WAIT)
+        try:
+            while True:
+                between_steps()
+                self._take_in()  # 1. requests and aborts that came meanwhile
+                turn = self._core.pace.turn()  # 2. is there a group to step in?
+                if isinstance(turn, End):
+                    break
+                if isinstance(turn, Enter):
+                    self._core.run_again()
+                steps = not isinstance(turn, Wait) and self._wants_step()
+                if steps:
+                    self._step()  # 3. one forward pass; tokens, one message per router
+                if self._draining.is_set() and self._drained() and self._core.pace.drained():
+                    break
+                if not steps:
+                    self._hand_out()
+                    self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
+                    self._listener.wait(IDLE_WAIT)
+        finally:
+            self._hand_out()
         self.close()
 
     def close(self) -> None:
@@ -170,13 +174,17 @@ class Server:
 
     def _step(self) -> None:
         try:
-            deltas = self._core.step()
+            handouts = self._core.step(self._hand_out)
         except CollectiveError as error:
             self._core.pace.failed(error)
             return
-        report = self._report(0)
-        self._hand_out(deltas, report)
-        self.progress.stepped(report)
+        finally:
+            self._hand_out()  # if no other step was begun
+        self._held = handouts
+        if not (self._core.overlaps and self._core.has_work):
+            self._hand_out()
+        self._report_changes()
+        self.progress.stepped(self._core.standing)
 
     # ---- in
 
@@ -209,7 +217,7 @@ class Server:
             self._listener.send(peer, refused)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
-            self.progress.stepped(self._report(0))
+            self.progress.stepped(self._core.standing)
 
     def _router(self, peer: Peer) -> _Router:
         """The record of a connection. A new one is told so: what its router had here before, over a
@@ -249,37 +257,44 @@ class Server:
 
     # ---- out
 
-    def _report(self, last_dispatch: int) -> Report:
-        return self._core.report(last_dispatch, self._listener.bad_messages)
+    def _hand_out(self) -> None:
+        """Send the tokens that are held. They wait for the next step to begin, if that is at once."""
+        if self._held:
+            held, self._held = self._held, {}
+            standing, now = self._core.standing, time.monotonic()
+            for peer, handout in held.items():
+                router = self._routers.get(peer)  # None: it is gone since
+                if router is not None:
+                    tells = router.news.go_along(standing, router.last_dispatch, now)
+                    self._send(peer, handout, self._report(router) if tells else None)
 
-    def _hand_out(self, deltas: dict[Peer, list[Delta]], report: Report) -> None:
-        for peer, of_router in deltas.items():
-            last_dispatch = self._routers[peer].last_dispatch
-            self._send(peer, of_router, msgspec.structs.replace(report, last_dispatch=last_dispatch))
-        self._report_changes()
+    def _report(self, router: _Router) -> Report:
+        return self._core.report(router.last_dispatch, self._listener.bad_messages)
 
-    def _send(self, peer: Peer, deltas: list[Delta], report: Report) -> None:
+    def _send(self, peer: Peer, handout: Handout, report: Report | None) -> None:
         router = self._routers[peer]
-        blocks = self._core.block_events(router.has_blocks) if router.wants_blocks else None
-        singles, others = split(deltas)
-        if not self._listener.send(peer, Tokens(others, report, blocks, singles)):
+        blocks = None
+        if report is not None and router.wants_blocks:
+            blocks = self._core.block_events(router.has_blocks)
+        if not self._listener.send(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
             self._forget(peer)
             return
         if blocks is not None:
             router.has_blocks = blocks.next
-        router.reported, router.reported_at = report, time.monotonic()
+        if report is not None:
+            router.news.told(report, time.monotonic())
 
     def _report_changes(self) -> None:
-        """Reports to those who got no tokens lately."""
+        """To those who were told nothing lately."""
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if now - router.reported_at >= REPORT_INTERVAL and self._has_news(router):
-                self._send(peer, [], self._report(router.last_dispatch))
+            if router.news.may_go_alone(now) and self._has_news(router):
+                self._send(peer, NOTHING, self._report(router))
 
     def _has_news(self, router: _Router) -> bool:
         if router.wants_blocks and router.has_blocks != self._core.num_block_changes:
             return True
-        return router.reported != self._report(router.last_dispatch)
+        return router.news.are_in(self._report(router))
 
     # ---- the end
 

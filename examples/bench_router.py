@@ -15,8 +15,9 @@ The instances are real processes whose model computes nothing and waits ``--step
     writes          no front end: a loop that writes events of the same size and does nothing else
                     (examples/bare_writer.py), the floor for all who give each token a write of its own
 
-Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then requests for one token each, as many at
-once; then one request for one token after the other, whose time is what a first token costs.
+Loads: ``--streams`` streams at once, of ``--output-len`` tokens; then ``--few-streams``, whose tokens share
+a wake-up with few others; then requests for one token each, ``--streams`` at once; then one request for one
+token after the other, whose time is what a first token costs.
 CPU is that of the front end's processes between the first and the last byte, from the kernel's counts (every
 system pays for the same bytes of events, about 200 a token). Peers: examples/install_peers.sh.
 """
@@ -138,8 +139,7 @@ class System:
 
     def cpu(self) -> float:
         """Seconds that its front end has computed."""
-        times = [process.cpu_times() for process in self._front_ends]
-        return float(sum(each.user + each.system for each in times))
+        return sum(cpu_seconds(process) for process in self._front_ends)
 
     def measure(self, streams: int, output_len: int, times: int) -> dict[str, Any]:
         """In a process of its own, so that the client's events are not delayed by ours."""
@@ -152,6 +152,15 @@ class System:
         found: dict[str, Any] = json.loads(done.stdout)
         found["cpu_seconds"] = self.cpu() - before
         return found
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of all threads; to the nanosecond where the kernel says so, else to a tick of 10 ms."""
+    counts = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
+    if counts:
+        return sum(int(count.split()[0]) for count in counts) / 1e9
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 @contextlib.contextmanager
@@ -271,6 +280,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         runs = [system.measure(args.streams, args.output_len, 2) for _ in range(args.repeats)]
         tokens = [1e6 * run["cpu_seconds"] / run["events"] for run in runs]
         rates = [run["events"] / run["seconds"] for run in runs]
+        few = {
+            count: 1e6 * run["cpu_seconds"] / run["events"]
+            for count in args.few_streams
+            for run in [system.measure(count, args.output_len, args.repeats)]
+        }
         short = [system.measure(args.streams, 1, args.requests // args.streams) for _ in range(args.repeats)]
         alone = system.measure(1, 1, args.requests // 4)
     return {
@@ -278,6 +292,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": statistics.median(rates),
         "cpu_us_per_token": statistics.median(tokens),
         "cpu_us_per_token_all": tokens,
+        "cpu_us_per_token_of_few": few,
         "requests_per_second": statistics.median(run["requests"] / run["seconds"] for run in short),
         "cpu_us_per_request": statistics.median(1e6 * run["cpu_seconds"] / run["requests"] for run in short),
         "ttft_p50_ms": alone["ttft_p50_ms"],
@@ -286,16 +301,20 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
+    few = list(results[0]["cpu_us_per_token_of_few"])
+    beside = "".join(f" of {count} |" for count in few)
     lines = [
-        "| front end | tokens/s | CPU us per token | requests/s | CPU us per request | TTFT p50 ms | p99 |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        f"| front end | tokens/s | CPU us per token |{beside} requests/s | CPU us per request "
+        "| TTFT p50 ms | p99 |",
+        "|---|" + "--:|" * (6 + len(few)),
     ]
-    lines += [
-        f"| {one['system']} | {one['tokens_per_second']:.0f} | {one['cpu_us_per_token']:.1f} "
-        f"| {one['requests_per_second']:.0f} | {one['cpu_us_per_request']:.0f} "
-        f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} |"
-        for one in results
-    ]
+    for one in results:
+        beside = "".join(f" {one['cpu_us_per_token_of_few'][count]:.0f} |" for count in few)
+        lines.append(
+            f"| {one['system']} | {one['tokens_per_second']:.0f} | {one['cpu_us_per_token']:.1f} |{beside} "
+            f"{one['requests_per_second']:.0f} | {one['cpu_us_per_request']:.0f} "
+            f"| {one['ttft_p50_ms']:.2f} | {one['ttft_p99_ms']:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -304,6 +323,7 @@ def main() -> None:
     add = parser.add_argument
     add("--systems", nargs="+", choices=[*SYSTEMS], default=["lockstep", "lockstep-2"])
     add("--streams", type=int, default=64, help="at once (default: %(default)s)")
+    add("--few-streams", type=int, nargs="*", default=[1, 8], help="(default: %(default)s)")
     add("--output-len", type=int, default=400, help="tokens of a stream (default: %(default)s)")
     add("--requests", type=int, default=2048, help="of one token each (default: %(default)s)")
     add("--repeats", type=int, default=3, help="(default: %(default)s)")

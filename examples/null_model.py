@@ -35,7 +35,7 @@ class NullModel:
 class NullExecutor:
     """The part of an executor that an instance without shards or spread experts uses."""
 
-    in_flight, needs_tokens = 1, False
+    in_flight, needs_tokens, computes_apart = 1, False, False
 
     def __init__(
         self,

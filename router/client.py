@@ -370,14 +370,17 @@ class MeshClient:
     def received(self, instance: Instance, message: ToRouter) -> None:
         match message:
             case Tokens(deltas, report, blocks, singles):
-                instance.take_report(report, time.monotonic())
+                if report is not None:
+                    instance.take_report(report, time.monotonic())
                 if blocks is not None and not self._pool.index.apply(instance.name, blocks):
                     self._links[instance.name].ask_for_blocks()
                 if deltas or singles:
                     instance.trust.proved()
                 self._passing.singles(instance.name, singles)
-                self._passing.deltas(instance.name, deltas)
-                self._recall()
+                if deltas:
+                    self._passing.deltas(instance.name, deltas)
+                if report is not None:
+                    self._recall()
             case Refused():
                 self._on_refused(instance, message)
             case Recalled(numbers):

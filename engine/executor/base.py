@@ -46,6 +46,8 @@ class Executor(Protocol):
     """Steps that may be under way at once: more than one where workers form a pipeline."""
     needs_tokens: bool
     """Whether rows must say the newest token, since not every worker has sampled it."""
+    computes_apart: bool
+    """Whether :meth:`begin` returns while others compute."""
 
     def load(self, progress: Progress) -> ModelFacts:
         """Read the weights and run the model once.

@@ -64,6 +64,7 @@ class MpExecutor:
     """Implements ``executor.base.Executor`` with the workers of a crew."""
 
     needs_tokens = True
+    computes_apart = True
 
     def __init__(
         self, config: EngineConfig, info: ModelInfo, crew: Crew, threads: int, cores: Sequence[int] = ()

@@ -53,6 +53,7 @@ class UniExecutor:
 
     in_flight = 1
     needs_tokens = False
+    computes_apart = False
 
     def __init__(
         self,

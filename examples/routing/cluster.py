@@ -18,7 +18,7 @@ from engine.blocks import NAME_BYTES
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.messages import Delta, Recall, Recalled, Refused, Submit, Tokens
+from engine.messages import Delta, Recall, Recalled, Refused, Report, Submit, Tokens
 from engine.sampling import SamplingParams
 from engine.step import Sampled, Step, StepResult
 from examples.routing.baselines import BASELINES, Baseline
@@ -60,6 +60,7 @@ class Clocked:
 
     in_flight = 1
     needs_tokens = False
+    computes_apart = False
 
     def __init__(self, time: StepTime) -> None:
         self._time = time
@@ -261,7 +262,7 @@ class Cluster:
         instance = self._pool.get(name)
         assert instance is not None
         match message:
-            case Tokens(deltas, report, blocks):
+            case Tokens(deltas, Report() as report, blocks):
                 instance.take_report(report, self._now)
                 if blocks is not None:
                     assert self._pool.index.apply(name, blocks)
@@ -324,7 +325,7 @@ class Cluster:
             self._report(name, node, [])
             return
         node.stepping = True
-        node.deltas = node.core.step().get(PEER, [])
+        node.deltas = list(node.core.step().get(PEER, []))
         if self._cores is None:
             self._at(self._now + node.executor.seconds, lambda: self._end_step(name, node))
         else:

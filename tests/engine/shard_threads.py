@@ -54,6 +54,7 @@ class ThreadedShards:
     """Implements ``engine.executor.base.Executor``."""
 
     needs_tokens = True
+    computes_apart = False
 
     def __init__(
         self,

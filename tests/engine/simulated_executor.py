@@ -47,12 +47,14 @@ class SimulatedExecutor:
         max_rows: int,
         in_flight: int = 1,
         checks_reads: bool = True,
+        computes_apart: bool = False,
     ) -> None:
         """Without ``checks_reads`` a row may read what is not its context, as one of an aborted request may
         when its step is run again; what it writes and samples then shows it."""
         self._checks_reads = checks_reads
         self.in_flight = in_flight
         self.needs_tokens = in_flight > 1
+        self.computes_apart = computes_apart
         self._results: deque[StepResult] = deque()
         self._block_size = block_size
         self._max_tokens = max_tokens

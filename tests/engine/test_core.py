@@ -129,9 +129,9 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
     core.abort(PEER, [99])
     outputs: dict[bytes, list[int]] = {PEER: [], b"b": []}
     while core.has_work:
-        for peer, deltas in core.step().items():
-            outputs[peer] += deltas[0].token_ids
-            last = deltas[-1]
+        for peer, handout in core.step().items():
+            for last in handout:
+                outputs[peer] += last.token_ids
     assert last.finish_reason is FinishReason.LENGTH
     assert outputs == {PEER: expected_output([1, 2, 3], 4), b"b": expected_output([4, 5], 4)}
     report = core.report(last_dispatch=1, bad_messages=2)
@@ -147,6 +147,7 @@ class Troubled:
     def __init__(self, rng: random.Random, executor: SimulatedExecutor) -> None:
         self._rng = rng
         self.in_flight, self.needs_tokens = executor.in_flight, executor.needs_tokens
+        self.computes_apart = executor.computes_apart
         self._executor = executor
         self.failures = 0
         self.times = RecoveryTimes()

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from engine.messages import Delta, FinishReason, split
+from engine.handout import Handout
+from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
 from router.connection import EXTENSION, Fill
 from router.ledger import Entry, Ledger
@@ -78,9 +79,9 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
                     await asyncio.sleep(0)
 
         def bring(*deltas: Delta) -> None:
-            singles, others = split(list(deltas))
-            passing.singles("a", [9999, 7, *singles])  # one that has left
-            passing.deltas("a", others)
+            handout = Handout(deltas)
+            passing.singles("a", [9999, 7, *handout.singles])  # one that has left
+            passing.deltas("a", handout.deltas)
 
         stream.hand_over(take, take_single)
         reader = asyncio.create_task(read())

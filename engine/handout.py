@@ -1,0 +1,50 @@
+"""What steps have for one router (pure): most tokens are two numbers, and few have more to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+from engine.messages import Delta
+
+
+class Handout:
+    """Deltas as :class:`engine.messages.Tokens` carries them: those of one request stay in order when
+    ``singles`` are dealt with first."""
+
+    def __init__(self, deltas: Iterable[Delta] = ()) -> None:
+        self.singles: list[int] = []
+        """See :attr:`engine.messages.Tokens.singles`."""
+        self.deltas: list[Delta] = []
+        self._with_deltas: set[int] = set()
+        for delta in deltas:
+            self.add(delta)
+
+    def __repr__(self) -> str:
+        return f"<Handout of {len(self.singles) // 2} tokens and {len(self.deltas)} deltas>"
+
+    def __len__(self) -> int:
+        return len(self.singles) // 2 + len(self.deltas)
+
+    def __iter__(self) -> Iterator[Delta]:
+        numbers = iter(self.singles)
+        for request, token_id in zip(numbers, numbers, strict=True):
+            yield Delta(request, [token_id])
+        yield from self.deltas
+
+    def add_token(self, request: int, token_id: int) -> None:
+        """A token with nothing else to tell."""
+        if request in self._with_deltas:
+            self.deltas.append(Delta(request, [token_id]))
+        else:
+            self.singles += (request, token_id)
+
+    def add(self, delta: Delta) -> None:
+        if delta.is_single:
+            self.add_token(delta.request, delta.token_ids[0])
+        else:
+            self.deltas.append(delta)
+            self._with_deltas.add(delta.request)
+
+    def without(self, requests: Container[int]) -> Handout:
+        """What is left when some requests are forgotten."""
+        return Handout(delta for delta in self if delta.request not in requests)

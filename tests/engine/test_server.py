@@ -1,0 +1,214 @@
+"""In what order an instance computes and hands out, over a real socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import zmq
+
+from coordinator.codec import Decoder, encode
+from engine.checkpoint import ModelInfo
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor.base import WorkerLost
+from engine.messages import Abort, Attach, Submit, Tokens, ToRouter
+from engine.sampling import SamplingParams
+from engine.server import Server
+from engine.step import Step, StepResult
+from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+
+INFO = ModelInfo(
+    directory="", architecture="", model_type="", vocab_size=VOCAB, context_length=64, dtype="float32",
+    eos_token_ids=(VOCAB - 1,), num_experts=0,
+)  # fmt: skip
+PROMPT = [1, 2, 3]
+
+
+class Watched(SimulatedExecutor):
+    """Writes down when each step begins and ends; its workers may end."""
+
+    def __init__(self, events: list[str], *, in_flight: int = 1, computes_apart: bool, lost_at: int = 0):
+        super().__init__(
+            block_size=4, max_tokens=32, max_rows=4, in_flight=in_flight, computes_apart=computes_apart
+        )
+        self._events, self._lost_at, self._begun, self._done = events, lost_at, 0, 0
+
+    def execute(self, step: Step, sizes: object = ()) -> StepResult:
+        self._begun += 1
+        self._events.append(f"compute {self._begun}")
+        return super().execute(step, sizes)
+
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        if self._begun + 1 == self._lost_at:
+            raise WorkerLost("a worker was killed")
+        super().begin(step, sizes)
+
+    def finish(self) -> StepResult:
+        self._done += 1
+        self._events.append(f"done {self._done}")
+        return super().finish()
+
+
+class Router:
+    """The other end, and a server that is run until it has answered. ``events`` has a line for each message
+    with tokens."""
+
+    def __init__(self, executor: Watched, events: list[str]) -> None:
+        config = EngineConfig(
+            cache=CacheConfig(block_size=4),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4),
+        )
+        self.core = EngineCore(config, INFO, executor, num_blocks=30, max_model_len=64)  # type: ignore[arg-type]
+        self.server = Server("it", "tcp://127.0.0.1:0", self.core)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self.server.endpoint)
+        self._decoder: Decoder[ToRouter] = Decoder(ToRouter)
+        self._tokens: dict[int, list[int]] = {}
+        self._finished: set[int] = set()
+        listener = self.server._listener
+        send = listener.send
+
+        def sent(peer: bytes, message: ToRouter) -> bool:
+            if isinstance(message, Tokens) and (message.singles or message.deltas):
+                events.append(f"send {len(message.singles) // 2 + len(message.deltas)}")
+            return send(peer, message)
+
+        listener.send = sent  # type: ignore[method-assign]
+
+    def say(self, *messages: object) -> None:
+        for message in messages:
+            self._socket.send(encode(message))
+
+    def tokens(self, timeout: float = 10.0) -> dict[int, list[int]]:
+        """All that has come, once nothing has for a moment, or every request has ended."""
+        deadline = time.monotonic() + timeout
+        while len(self._finished) < len(self._tokens) or not self._tokens:
+            if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                break
+            message = self._decoder.decode(self._socket.recv())
+            if isinstance(message, Tokens):
+                singles = iter(message.singles)
+                for number, token in zip(singles, singles, strict=True):
+                    self._tokens.setdefault(number, []).append(token)
+                for delta in message.deltas:
+                    self._tokens.setdefault(delta.request, []).extend(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        self._finished.add(delta.request)
+        return self._tokens
+
+    def close(self) -> None:
+        self.server.close()
+        self._socket.close()
+        self._context.term()
+
+
+def submit(number: int, length: int) -> Submit:
+    return Submit(number, str(number), PROMPT, SamplingParams(max_tokens=length, ignore_eos=True), seed=0)
+
+
+def run_until_idle(router: Router, stop_early: bool = False) -> None:
+    """Until all that was submitted has been answered."""
+    deadline, seen = time.monotonic() + 10.0, False
+
+    def between() -> None:
+        nonlocal seen
+        seen = seen or router.core.has_work
+        if (seen and (stop_early or not router.core.has_work)) or time.monotonic() > deadline:
+            router.server.drain(0.0)
+
+    router.server.run(between)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "apart", "order"),
+    [
+        # Whoever computes itself has nothing to hide the sending behind.
+        (1, False, ["compute 1", "send 1", "compute 2", "send 1", "compute 3", "send 1"]),
+        # Workers compute the next step while the tokens of the last one go out; those of the last go at once.
+        (
+            1,
+            True,
+            [
+                "compute 1",
+                "done 1",
+                "compute 2",
+                "send 1",
+                "done 2",
+                "compute 3",
+                "send 1",
+                "done 3",
+                "send 1",
+            ],
+        ),
+    ],
+)
+def test_tokens_go_out_once_the_next_step_is_under_way(in_flight: int, apart: bool, order: list[str]) -> None:
+    events: list[str] = []
+    router = Router(Watched(events, in_flight=in_flight, computes_apart=apart), events)
+    router.say(Attach("r"), submit(1, 3))
+    run_until_idle(router)
+    assert events == order
+    assert router.tokens() == {1: expected_output(PROMPT, 3)}
+    router.close()
+
+
+def test_a_pipeline_is_filled_before_tokens_go_out() -> None:
+    events: list[str] = []
+    router = Router(Watched(events, in_flight=2, computes_apart=True), events)
+    router.say(Attach("r"), submit(1, 4), submit(2, 4))
+    run_until_idle(router)
+    sends = [place for place, event in enumerate(events) if event.startswith("send")]
+    for place in sends[:-2]:
+        assert events[place - 1].startswith("compute"), events
+    assert router.tokens() == {number: expected_output(PROMPT, 4) for number in (1, 2)}
+    router.close()
+
+
+def test_tokens_that_are_done_are_sent_though_workers_are_lost() -> None:
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=True, lost_at=3), events)
+    router.say(Attach("r"), submit(1, 9))
+    with pytest.raises(WorkerLost):
+        run_until_idle(router)
+    assert router.tokens(timeout=1.0) == {1: expected_output(PROMPT, 2)}
+    router.close()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_whoever_stops_has_sent_all_that_is_done(apart: bool) -> None:
+    """At the end of a drain that took too long, with a step behind it."""
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=apart), events)
+    router.say(Attach("r"), submit(1, 20))
+    run_until_idle(router, stop_early=True)
+    steps = sum(event.startswith("compute") for event in events)
+    assert router.tokens(timeout=1.0) == ({1: expected_output(PROMPT, steps)} if steps else {})
+    router.close()
+
+
+def test_whose_request_is_aborted_gets_no_more_than_what_was_done() -> None:
+    """A second request goes on."""
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=True), events)
+    router.say(Attach("r"), submit(1, 9), submit(2, 9))
+    aborted = False
+    deadline = time.monotonic() + 10.0
+
+    def between() -> None:
+        nonlocal aborted
+        if len(events) > 6 and not aborted:
+            aborted = True
+            router.say(Abort([1]))
+        if (aborted and not router.core.has_work) or time.monotonic() > deadline:
+            router.server.drain(0.0)
+
+    router.server.run(between)
+    tokens = router.tokens(timeout=1.0)
+    assert tokens[2] == expected_output(PROMPT, 9)
+    assert tokens[1] == expected_output(PROMPT, 9)[: len(tokens[1])]
+    assert router.core.report(0, 0).blocks_used == 0
+    router.close()
