@@ -124,6 +124,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     request_timeout: Annotated[
         float, Meta(gt=0), flag(help="Seconds a client may take to send its request.")
     ] = 60.0
+    timeout_keep_alive: Annotated[
+        int,
+        Meta(gt=0),
+        flag(help="Seconds until a connection without requests is closed; clients' pools should be sooner."),
+    ] = 120
     enable_request_id_headers: Annotated[
         bool, flag(help="Answer with X-Request-Id, the client's or a new one.")
     ] = False

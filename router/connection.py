@@ -7,6 +7,7 @@ does everything while the client does not keep up.
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -97,12 +98,22 @@ class PatientProtocol(HttpToolsProtocol):
     """Closes a connection on which no whole request head arrives in time; uvicorn would wait for ever."""
 
     head_timeout = 60.0
+    _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(self.head_timeout, self._close_if_silent)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._have_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
 
     def on_headers_complete(self) -> None:
+        self._have_head()
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # no websocket
@@ -113,7 +124,18 @@ class PatientProtocol(HttpToolsProtocol):
                 None if (found := cycle()) is None else ChunkWriter(found)
             )
 
+    def _expect_head(self) -> None:
+        self._have_head()
+        self._head_due = self.loop.call_later(self.head_timeout, self._close_if_silent)
+
+    def _have_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
     def _close_if_silent(self) -> None:
-        no_request_yet: bool = getattr(self, "cycle", None) is None
-        if no_request_yet and not self.transport.is_closing():
+        cycle = getattr(self, "cycle", None)
+        if cycle is not None and not cycle.response_complete:
+            self._expect_head()  # half a head was sent while an answer is on its way: that comes first
+        elif not self.transport.is_closing():
             self.transport.close()

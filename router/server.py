@@ -245,6 +245,7 @@ def _settings(app: ASGIApp, http: HttpConfig) -> uvicorn.Config:
         log_config=None,
         access_log=not http.disable_access_log,
         backlog=BACKLOG,
+        timeout_keep_alive=http.timeout_keep_alive,
         timeout_graceful_shutdown=max(1, round(http.shutdown_timeout)),
         ssl_keyfile=http.ssl_keyfile,
         ssl_certfile=http.ssl_certfile,

@@ -84,7 +84,12 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
     metrics = Metrics(mesh)
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        make_app(mesh, config, metrics), http=PatientProtocol, loop="none", lifespan="off", log_config=None
+        make_app(mesh, config, metrics),
+        http=PatientProtocol,
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=config.timeout_keep_alive,
     )
     uvicorn_server = uvicorn.Server(settings)
 

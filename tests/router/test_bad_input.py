@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.config import HttpConfig
+from router.connection import PatientProtocol
 from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, TokenizeRequest
 from router.responses.request import KEPT
@@ -419,6 +421,30 @@ def test_a_body_that_does_not_come(served: ServedModel) -> None:
                 answer = b"".join(iter(lambda: connection.recv(4096), b""))
                 assert answer.startswith(b"HTTP/1.1 408")
                 assert b"RequestTimeoutError" in answer
+
+
+def test_a_head_that_does_not_come(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PatientProtocol, "head_timeout", 0.2)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(FakeMesh(served, saying([70])), HttpConfig()) as server:
+        for begin in (b"", whole[:9], whole + whole[:9]):
+            with server.connect() as connection:
+                connection.sendall(begin)
+                answer = b"".join(iter(lambda: connection.recv(4096), b""))
+                assert answer.count(b"HTTP/1.1 200") == begin.count(whole)
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+def test_a_connection_without_requests_stays_longer_than_in_pools(served: ServedModel) -> None:
+    """A pool that sends on a connection at the moment at which the server closes it has an error to show. Go's
+    keeps one for 90 s, others for less."""
+    assert HttpConfig().timeout_keep_alive > 90
+    config = HttpConfig(timeout_keep_alive=1)
+    with serving(FakeMesh(served, saying([70])), config) as server, server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        began = time.monotonic()
+        assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")
+        assert 0.5 < time.monotonic() - began < 4.0
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
