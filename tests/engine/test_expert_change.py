@@ -100,7 +100,7 @@ class Marching:
     def notice_work(self) -> None:
         return
 
-    def agree(self, num_tokens: int, queued_prefill: int, longest: int) -> Agreement:
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
         sizes = [row[0] for row in self._group.all_gather_ints([num_tokens])]
         return Agreement(runs=True, sizes=tuple(sizes))
 
