@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -24,6 +23,7 @@ from router.text_model import TextModel, load_text_model
 from router.tokens import Tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
@@ -68,14 +68,7 @@ class Server:
 
     def wait_until_idle(self) -> None:
         """Everything that was asked of the mesh is closed, and no request is counted as running."""
-        wait_for(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        until(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
 
 
 @contextlib.contextmanager
@@ -96,7 +89,7 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
     thread.start()
     server = Server(mesh, metrics, listener.getsockname()[1])
     try:
-        wait_for(lambda: uvicorn_server.started)
+        until(lambda: uvicorn_server.started)
         yield server
     finally:
         server.client.close()

@@ -20,9 +20,10 @@ from router.config import HttpConfig
 from router.mesh import MeshError, ServedModel
 from router.metrics import Metrics
 from router.tokens import Tokenizer
-from tests.router.conftest import MAX_MODEL_LEN, Server, serving, wait_for
+from tests.router.conftest import MAX_MODEL_LEN, Server, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
 from tests.router.tiny_tokenizer import BOS, EOS
+from tests.waiting import until
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -446,7 +447,7 @@ def test_an_unexpected_error_tells_nothing(server: Server, caplog: pytest.LogCap
     answer = server.post("/v1/completions", {"prompt": "a"})
     assert (answer.status_code, "secret" in answer.text) == (500, False)
     assert answer.json()["error"]["type"] == "InternalServerError"
-    wait_for(lambda: "secret" in caplog.text)
+    until(lambda: "secret" in caplog.text)
 
 
 # ---- clients that go away
@@ -462,7 +463,7 @@ def test_a_client_that_hangs_up(server: Server, stream: bool) -> None:
     body = msgspec.json.encode({"prompt": ["a", "b"], "stream": stream})
     with server.connect() as connection:
         connection.sendall(request_head(len(body)) + body)
-        wait_for(lambda: len(server.mesh.generations) == 2)
+        until(lambda: len(server.mesh.generations) == 2)
         if stream:
             assert connection.recv(12) == b"HTTP/1.1 200"
     server.wait_until_idle()

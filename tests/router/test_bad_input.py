@@ -17,8 +17,9 @@ from router.mesh import ServedModel
 from router.openai_api import ChatRequest, CompletionRequest, TokenizeRequest
 from router.responses.request import KEPT
 from router.responses.wire import ResponsesRequest
-from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Server, serving, wait_for
+from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Server, serving
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 USER = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -442,7 +443,7 @@ def test_many_who_leave(server: Server) -> None:
     connections = [server.connect() for _ in range(20)]
     for connection in connections:
         connection.sendall(head(len(body)) + body)
-    wait_for(lambda: len(server.mesh.generations) == 60)
+    until(lambda: len(server.mesh.generations) == 60)
     assert server.metrics.in_flight == 20
     for connection in connections:
         connection.close()
