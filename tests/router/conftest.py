@@ -8,8 +8,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import msgspec
+import openai
 import pytest
 import uvicorn
 import uvloop
@@ -110,3 +113,20 @@ def server(shared_server: Server, tokenizer: Tokenizer) -> Iterator[Server]:
     shared_server.mesh.reset(saying(tokenizer.encode(" Hello world!", add_special_tokens=False)))
     yield shared_server
     shared_server.wait_until_idle()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def events(text: str) -> list[Any]:
+    """The chunks of a stream that ended well."""
+    *chunks, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [msgspec.json.decode(chunk.removeprefix("data: ")) for chunk in chunks]
