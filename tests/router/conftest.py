@@ -31,6 +31,7 @@ from tests.waiting import until
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
 """More than the tokenizer has, as padded models do."""
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -130,3 +131,11 @@ def events(text: str) -> list[Any]:
     *chunks, done, end = text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [msgspec.json.decode(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def request_head(length: int, more: bytes = b"") -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + more
+        + b"Content-Length: %d\r\n\r\n" % length
+    )

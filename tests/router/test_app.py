@@ -18,7 +18,7 @@ from engine.messages import Delta
 from router.config import HttpConfig
 from router.mesh import MeshError, ServedModel
 from router.tokens import Tokenizer
-from tests.router.conftest import MAX_MODEL_LEN, Server, serving
+from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
 from tests.router.tiny_tokenizer import BOS
 from tests.waiting import until
@@ -266,10 +266,3 @@ def test_tcp_nodelay(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(run()) != 0
-
-
-def request_head(length: int) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % length
-    )
