@@ -16,7 +16,7 @@ class Totals:
         self.preemptions = 0
         self._prompt_tokens = 0
         self._cache_hits = 0
-        self._steps = 0
+        self.steps = 0
         self._scheduled_tokens = 0
         self._step_sizes = [0] * (len(ITERATION_BOUNDS) + 1)
 
@@ -27,7 +27,7 @@ class Totals:
 
     def on_step(self, num_tokens: int) -> None:
         """A step of so many tokens was scheduled."""
-        self._steps += 1
+        self.steps += 1
         self._scheduled_tokens += num_tokens
         self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
 
@@ -39,7 +39,7 @@ class Totals:
             preemptions=self.preemptions,
             prefix_cache_queries=self._prompt_tokens,
             prefix_cache_hits=self._cache_hits,
-            steps=self._steps,
+            steps=self.steps,
             scheduled_tokens=self._scheduled_tokens,
             step_sizes=self._step_sizes[:],
         )
