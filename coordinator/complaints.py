@@ -27,4 +27,6 @@ class Complaints:
         now = time.monotonic()
         if now - self._logged_at >= INTERVAL:
             self._logged_at = now
-            self._logger.warning("%s (%d so far)%s", self._what, self.count, f": {details}" if details else "")
+            self._logger.warning(
+                "%s (%d so far)%s", self._what, self.count, f": {details}" if details else ""
+            )

@@ -128,7 +128,9 @@ class DecodeGraphs:
         for size in self._sizes:
             num_rows = min(max(size - 1, 1), num_blocks)
             width = min(CHECKED_BLOCKS, num_blocks, -(-self._max_tokens // block_size))
-            tables = (np.arange(num_rows)[:, None] + np.arange(width)[::-1]) % num_blocks  # each ends in its own
+            tables = (
+                np.arange(num_rows)[:, None] + np.arange(width)[::-1]
+            ) % num_blocks  # each ends in its own
             longest = min(width * block_size, self._max_tokens)
             starts = numbers.integers((width - 1) * block_size, longest, num_rows)
             packed = PackedRows(starts, np.ones_like(starts), tables.astype(np.int32), starts, num_rows)

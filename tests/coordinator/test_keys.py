@@ -29,6 +29,7 @@ from coordinator.server import Coordinator
 from engine.messages import ToInstance
 from parallel.lockstep import Wake
 from router.keygen import main as keygen
+from tests.waiting import until_async
 
 OURS, THEIRS = keys.generate(), keys.generate()
 
@@ -135,12 +136,6 @@ async def coordinator(its_keys: MeshKeys | None) -> AsyncIterator[Coordinator]:
             await running
 
 
-async def until(condition: Any, seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 REFUSALS = {
     "no key, they have one": (OURS, None, "takes only peers with the key of its mesh"),
     "another key": (OURS, THEIRS, "it has another mesh key"),
@@ -216,7 +211,7 @@ def test_who_was_a_member_outlives_a_stranger_at_the_coordinators_address() -> N
             endpoint = first.endpoint
             watcher = Watcher(endpoint, "w", ours, OURS)
             watching = asyncio.create_task(watcher.run(views.append))
-            await until(lambda: views)
+            await until_async(lambda: views)
         stranger: AsyncListener[Any, Any] = AsyncListener(others, endpoint, ToCoordinator, name="stranger")
         await asyncio.sleep(2.0)  # time to be refused, and to try again
         assert not watching.done()
@@ -230,7 +225,7 @@ def test_who_was_a_member_outlives_a_stranger_at_the_coordinators_address() -> N
                     second = Coordinator(endpoint, Rules(name="m", size=1), OURS)
                 await asyncio.sleep(0.05)
         running = asyncio.create_task(second.run())
-        await until(lambda: len(views) > seen)
+        await until_async(lambda: len(views) > seen)
         for task in (watching, running):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

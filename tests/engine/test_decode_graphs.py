@@ -62,9 +62,7 @@ class Again:
 def load(tmp_path: Path, family: str) -> LoadedModel:
     directory = make_tiny_model(tmp_path / family, family)
     settings = ModelConfig(model=str(directory))
-    return load_model(
-        read_model_info(directory), settings, dtype=torch.float32, device=torch.device("cpu")
-    )
+    return load_model(read_model_info(directory), settings, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def make_cache(kind: str, model: LoadedModel) -> CapturableAttention:

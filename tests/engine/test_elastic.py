@@ -16,6 +16,7 @@ from engine.recovery import End, Wait, owned_by_rank
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement, place
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
+from tests.waiting import until
 
 pytestmark = pytest.mark.mesh
 
@@ -171,13 +172,6 @@ def three() -> Iterator[list[Instance]]:
         instance.pace.on_fenced()
     for instance in instances:
         instance.end()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def work(*instances: Instance) -> None:

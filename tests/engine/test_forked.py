@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ import pytest
 
 from coordinator import process
 from engine.forked import ForkServer, Unforked, is_possible
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not is_possible("cpu", 0), reason="only Linux forks")
 
@@ -60,13 +60,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServ
     made = ForkServer.start(["part", "no_such_module"])
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def ended(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from engine.executor.group_messages import (
     ToGroups,
 )
 from parallel.communicators.base import CollectiveError
+from tests.waiting import until
 
 PATIENCE = 20.0
 FORM = Form(epoch=3, store="", peers=[], owners=())
@@ -148,10 +149,3 @@ def test_a_worker_that_falls_silent_is_noticed_while_steps_go_on(
         num_answers += 1
     assert ends.silences == [1]
     assert num_answers > 20, "as long as both answered nobody was blamed"
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

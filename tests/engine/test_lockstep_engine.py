@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from parallel.placement import place
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
+from tests.waiting import until
 
 FAMILIES = ["deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 NUM_REQUESTS = 24
@@ -222,8 +223,8 @@ def run_instances(directory: Path, layout: Layout) -> tuple[list[list[int]], Mes
     ]
     for thread in threads:
         thread.start()
-    _wait(lambda: all(len(outputs[index]) == length(index) for index in outputs))
-    _wait(lambda: not any(pace.must_step for pace in peers))
+    until(lambda: all(len(outputs[index]) == length(index) for index in outputs))
+    until(lambda: not any(pace.must_step for pace in peers))
     done.set()
     for thread in threads:
         thread.join(60)
@@ -249,13 +250,6 @@ def _loop(
                 outputs[delta.request] += delta.token_ids
         else:
             time.sleep(0.002)
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -72,7 +72,9 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sampler, "upload", device.upload)
     made = torch.tensor
     monkeypatch.setattr(
-        torch, "tensor", lambda *a, device=None, **k: made(*a, **k) if device is None else pytest.fail("waits")
+        torch,
+        "tensor",
+        lambda *a, device=None, **k: made(*a, **k) if device is None else pytest.fail("waits"),
     )
     all_params = params_of_all_kinds()[kinds]
     step = Step(

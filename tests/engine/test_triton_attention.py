@@ -24,7 +24,6 @@ from engine.weights import load_model
 from tests.engine.test_attention import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Requests
 from tests.engine.tiny_models import make_tiny_model
 
-
 CPU = torch.device("cpu")
 
 if why_not_triton(CPU) is not None:

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import msgspec
+import openai
 import pytest
 import uvicorn
 import uvloop
@@ -24,10 +26,12 @@ from router.text_model import TextModel, load_text_model
 from router.tokens import Tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 512
 """More than the tokenizer has, as padded models do."""
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -68,14 +72,7 @@ class Server:
 
     def wait_until_idle(self) -> None:
         """Everything that was asked of the mesh is closed, and no request is counted as running."""
-        wait_for(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        until(lambda: self.mesh.num_open == 0 and self.metrics.in_flight == 0)
 
 
 @contextlib.contextmanager
@@ -101,7 +98,7 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
     thread.start()
     server = Server(mesh, metrics, listener.getsockname()[1])
     try:
-        wait_for(lambda: uvicorn_server.started)
+        until(lambda: uvicorn_server.started)
         yield server
     finally:
         server.client.close()
@@ -122,3 +119,28 @@ def server(shared_server: Server, tokenizer: Tokenizer) -> Iterator[Server]:
     shared_server.mesh.reset(saying(tokenizer.encode(" Hello world!", add_special_tokens=False)))
     yield shared_server
     shared_server.wait_until_idle()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def events(text: str) -> list[Any]:
+    """The chunks of a stream that ended well."""
+    *chunks, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [msgspec.json.decode(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def request_head(length: int, more: bytes = b"") -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        + more
+        + b"Content-Length: %d\r\n\r\n" % length
+    )

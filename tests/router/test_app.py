@@ -1,12 +1,11 @@
-"""The endpoint as clients see it: a real server, the real OpenAI client, a scripted mesh."""
+"""The endpoint as clients see it: models, headers, the door, and clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,255 +14,16 @@ import openai
 import pytest
 import uvloop
 
-from engine.messages import Counters, Delta, FinishReason, Report
+from engine.messages import Delta
 from router.config import HttpConfig
 from router.mesh import MeshError, ServedModel
-from router.metrics import Metrics
 from router.tokens import Tokenizer
-from tests.router.conftest import MAX_MODEL_LEN, Server, serving, wait_for
+from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
-from tests.router.tiny_tokenizer import BOS, EOS
+from tests.router.tiny_tokenizer import BOS
+from tests.waiting import until
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-# ---- completions
-
-
-def test_completion(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=50)
-    assert answer.id.startswith("cmpl-")
-    assert (answer.object, answer.model) == ("text_completion", "tiny")
-    assert abs(answer.created - time.time()) < 60
-    (choice,) = answer.choices
-    assert (choice.index, choice.text, choice.finish_reason) == (0, " Hello world!", "length")
-    assert answer.usage is not None
-    prompt, output = (
-        len(tokenizer.encode("Hello", add_special_tokens=True)),
-        len(ids_of(tokenizer, " Hello world!")),
-    )
-    assert answer.usage.model_dump(exclude_none=True) == {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-    }
-
-
-def test_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
-    chunks = list(client.completions.create(model="tiny", prompt="Hello", max_tokens=50, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == " Hello world!"
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_several_prompts_and_samples(client: openai.OpenAI, server: Server) -> None:
-    server.mesh.script = lambda prompt: [
-        Delta(1, [70 + len(prompt.prompt_ids), 90 + prompt.sample_index], FinishReason.LENGTH)
-    ]
-    prompts = [[5], [5, 6]]
-    answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=2)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert len({choice.text for choice in answer.choices}) == 4
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
-    texts = [""] * 4
-    for chunk in client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=2, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in answer.choices]
-
-
-def test_logprobs_with_echo(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """What lm-eval builds on."""
-    prompt = ids_of(tokenizer, "one two")
-    answer = client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=1, logprobs=1, echo=True, temperature=0
-    )
-    (choice,) = answer.choices
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    first = ids_of(tokenizer, " Hello world!")[0]
-    assert choice.text == "one two" + tokenizer.token_text(first)
-    assert logprobs.tokens == [tokenizer.token_text(id) for id in [*prompt, first]]
-    assert logprobs.token_logprobs == [None, *[-1.5] * len(prompt)]
-    assert logprobs.top_logprobs is not None
-    assert [top and list(top.values()) for top in logprobs.top_logprobs[:2]] == [None, [-0.5, -1.5]]
-    assert logprobs.text_offset is not None
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        assert choice.text[offset:].startswith(token)
-
-
-@pytest.mark.parametrize("echo", [True, False])
-def test_streamed_logprobs_are_the_same(server: Server, echo: bool) -> None:
-    body = {"prompt": "one two", "max_tokens": 50, "logprobs": 2, "echo": echo}
-    whole = server.post("/v1/completions", body).json()["choices"][0]
-    text, joined = "", {name: [] for name in whole["logprobs"]}  # type: ignore[var-annotated]
-    for chunk in events(server.post("/v1/completions", body | {"stream": True}).text):
-        text += chunk["choices"][0]["text"]
-        for name, values in chunk["choices"][0]["logprobs"].items():
-            joined[name] += values
-    assert (text, joined) == (whole["text"], whole["logprobs"])
-
-
-def test_logprobs_by_token_id(server: Server, tokenizer: Tokenizer) -> None:
-    body = {"prompt": "a", "logprobs": 1, "return_tokens_as_token_ids": True}
-    logprobs = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
-    ids = ids_of(tokenizer, " Hello world!")
-    assert logprobs["tokens"] == [f"token_id:{id}" for id in ids]
-    assert logprobs["top_logprobs"][0] == {f"token_id:{ids[0] + 1}": -0.5, f"token_id:{ids[0]}": -1.5}
-
-
-def test_logprobs_0_tells_of_the_sampled_token_alone(server: Server) -> None:
-    logprobs = server.post("/v1/completions", {"prompt": "a", "logprobs": 0}).json()["choices"][0]["logprobs"]
-    assert [list(top.values()) for top in logprobs["top_logprobs"]] == [[-1.5]] * len(logprobs["tokens"])
-
-
-def test_prompt_logprobs(server: Server, tokenizer: Tokenizer) -> None:
-    prompt = ids_of(tokenizer, "one two")
-    body = {"prompt": prompt, "max_tokens": 0, "prompt_logprobs": 1}
-    answer = server.post("/v1/completions", body).json()
-    (choice,) = answer["choices"]
-    first, second, *_ = choice["prompt_logprobs"]
-    assert first is None
-    assert second == {
-        str(prompt[1]): {"logprob": -1.5, "rank": 2, "decoded_token": tokenizer.token_text(prompt[1])},
-        str(prompt[1] + 1): {
-            "logprob": -0.5,
-            "rank": 1,
-            "decoded_token": tokenizer.token_text(prompt[1] + 1),
-        },
-    }
-    assert (choice["text"], choice["finish_reason"]) == ("", "length")
-    assert answer["usage"]["completion_tokens"] == 0
-
-
-def test_minus_infinity_is_valid_json(server: Server) -> None:
-    entry = [70, float("-inf"), 1, [70, 71], [float("-inf"), float("nan")]]
-    delta = msgspec.convert([1, [70], "length", None, [entry]], Delta)
-    server.mesh.script = lambda _: [delta]
-    answer = server.post("/v1/completions", {"prompt": "a", "logprobs": 2}).json()
-    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
-
-
-def test_token_ids_are_returned(server: Server, tokenizer: Tokenizer) -> None:
-    ids, prompt = ids_of(tokenizer, " Hello world!"), tokenizer.encode("Hello", add_special_tokens=True)
-    body = {"prompt": "Hello", "return_token_ids": True, "max_tokens": 50}
-    (choice,) = server.post("/v1/completions", body).json()["choices"]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, ids)
-    chunks = events(server.post("/v1/completions", body | {"stream": True}).text)
-    assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
-    assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks[1:])
-    assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == ids
-
-
-def test_usage_in_streams(server: Server) -> None:
-    def usages(**options: bool) -> list[Any]:
-        body = {"prompt": "Hello", "max_tokens": 50, "stream": True, "stream_options": options}
-        return [chunk.get("usage", "absent") for chunk in events(server.post("/v1/completions", body).text)]
-
-    assert set(map(str, usages())) == {"absent"}
-    *rest, last = usages(include_usage=True)
-    assert set(rest) == {None}
-    total = last["completion_tokens"]
-    *rest, last = usages(include_usage=True, continuous_usage_stats=True)
-    assert [usage["completion_tokens"] for usage in rest] == list(range(1, total + 1))
-    assert last["completion_tokens"] == total
-
-
-# ---- chat
-
-
-def test_chat(client: openai.OpenAI, server: Server, tokenizer: Tokenizer) -> None:
-    ids = [*ids_of(tokenizer, "Fine, thanks"), EOS]
-    server.mesh.script = saying(ids, FinishReason.STOP)
-    answer = client.chat.completions.create(model="tiny", messages=USER)
-    assert answer.id.startswith("chatcmpl-")
-    assert answer.object == "chat.completion"
-    (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", "Fine, thanks")
-    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(ids)
-
-
-def test_streamed_chat(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(model="tiny", messages=USER, stream=True, n=2, temperature=1)
-    )
-    for index in range(2):
-        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert (own[0].delta.role, own[0].delta.content) == ("assistant", "")
-        assert all(choice.delta.role is None for choice in own[1:])
-        assert "".join(choice.delta.content or "" for choice in own) == " Hello world!"
-        assert [choice.finish_reason for choice in own] == [*[None] * (len(own) - 1), "length"]
-
-
-def test_chat_logprobs(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=USER, logprobs=True, top_logprobs=2)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert bytes(byte for entry in logprobs.content for byte in entry.bytes or []) == b" Hello world!"
-    entry = logprobs.content[0]
-    first = ids_of(tokenizer, " Hello world!")[0]
-    assert (entry.token, entry.logprob) == (tokenizer.token_text(first), -1.5)
-    assert [top.logprob for top in entry.top_logprobs] == [-0.5, -1.5]
-    assert entry.top_logprobs[0].token == tokenizer.token_text(first + 1)
-
-
-def test_chat_token_ids(server: Server, tokenizer: Tokenizer) -> None:
-    """vLLM has the prompt's beside the choices here, not in them."""
-    body = {"messages": USER, "return_token_ids": True}
-    whole = server.post("/v1/chat/completions", body).json()
-    assert tokenizer.decode(whole["prompt_token_ids"]).startswith("<|im_start|>user")
-    chunks = events(server.post("/v1/chat/completions", body | {"stream": True}).text)
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-    ids = [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", [])]
-    assert ids == whole["choices"][0]["token_ids"]
-
-
-def test_chat_prompt_logprobs(server: Server) -> None:
-    answer = server.post("/v1/chat/completions", {"messages": USER, "prompt_logprobs": 0}).json()
-    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
-
-
-def test_chat_echo_prepends_the_last_message_of_the_same_role(server: Server) -> None:
-    begun = [*USER, {"role": "assistant", "content": "Well,"}]
-    body = {"messages": begun, "echo": True, "continue_final_message": True}
-    whole = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-    assert whole["content"] == "Well, Hello world!"
-    chunks = events(server.post("/v1/chat/completions", body | {"stream": True}).text)
-    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Well, Hello world!"
-    answer = server.post("/v1/chat/completions", {"messages": USER, "echo": True}).json()
-    assert answer["choices"][0]["message"]["content"] == " Hello world!"
-
-
-def test_stop_reasons(server: Server, tokenizer: Tokenizer) -> None:
-    def ends(**fields: Any) -> tuple[Any, ...]:
-        body = {"messages": USER, "max_tokens": 50} | fields
-        (choice,) = server.post("/v1/chat/completions", body).json()["choices"]
-        last = events(server.post("/v1/chat/completions", body | {"stream": True}).text)[-1]["choices"][0]
-        found = (choice["finish_reason"], choice["stop_reason"])
-        assert (last["finish_reason"], last["stop_reason"]) == found
-        return (choice["message"]["content"], *found)
-
-    assert ends(stop=" wor") == (" Hello", "stop", " wor")
-    assert ends(stop=["x", "!"]) == (" Hello world", "stop", "!")
-    ids = ids_of(tokenizer, "Hello!")
-    server.mesh.script = lambda _: [Delta(1, ids, FinishReason.STOP, stop_reason=ids[-1])]
-    assert ends(stop_token_ids=[ids[-1]]) == ("Hello", "stop", ids[-1])
-    server.mesh.script = saying([*ids, EOS], FinishReason.STOP)
-    assert ends() == ("Hello!", "stop", None)
 
 
 # ---- tokens and models
@@ -446,7 +206,7 @@ def test_an_unexpected_error_tells_nothing(server: Server, caplog: pytest.LogCap
     answer = server.post("/v1/completions", {"prompt": "a"})
     assert (answer.status_code, "secret" in answer.text) == (500, False)
     assert answer.json()["error"]["type"] == "InternalServerError"
-    wait_for(lambda: "secret" in caplog.text)
+    until(lambda: "secret" in caplog.text)
 
 
 # ---- clients that go away
@@ -462,7 +222,7 @@ def test_a_client_that_hangs_up(server: Server, stream: bool) -> None:
     body = msgspec.json.encode({"prompt": ["a", "b"], "stream": stream})
     with server.connect() as connection:
         connection.sendall(request_head(len(body)) + body)
-        wait_for(lambda: len(server.mesh.generations) == 2)
+        until(lambda: len(server.mesh.generations) == 2)
         if stream:
             assert connection.recv(12) == b"HTTP/1.1 200"
     server.wait_until_idle()
@@ -506,116 +266,3 @@ def test_tcp_nodelay(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(run()) != 0
-
-
-# ---- metrics
-
-
-def test_metrics(served: ServedModel) -> None:
-    mesh = FakeMesh(served, saying([70, 71, 72]))
-    sizes = [0, 4, 3] + [0] * 11
-    report = Report(
-        9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 7, 7, 0, scheduled_tokens=60, step_sizes=sizes)
-    )
-    metrics = Metrics(
-        mesh,
-        reports=lambda: {1: report},
-        epoch=lambda: 4,
-        instances=lambda: {"ready": 2},
-        refused_peers=lambda: {"coordinator": 5, "0": 1},
-        choices=lambda: {"affinity_hits": 3, "moves": 2},
-    )
-    with serving(mesh, HttpConfig()) as server:
-        server.post("/v1/completions", {"prompt": "a", "n": 2})
-        server.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
-        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-        page = server.client.get("/metrics")
-        assert page.headers["content-type"].startswith("text/plain; version=")
-        values = parsed(page.text)
-        zero, one = '{engine="0",model_name="tiny"}', '{engine="1",model_name="tiny"}'
-        assert values[f"vllm:time_to_first_token_seconds_count{zero}"] == 3
-        assert values[f"vllm:inter_token_latency_seconds_count{zero}"] == 4
-        assert values[f"vllm:inter_token_latency_seconds_count{one}"] == 2
-        assert values[f"vllm:e2e_request_latency_seconds_count{one}"] == 1
-        assert values[f"vllm:request_generation_tokens_sum{zero}"] == 7
-        assert values[f"vllm:request_params_n_sum{zero}"] == 3
-        assert values[f"vllm:request_params_max_tokens_sum{one}"] == 16
-        assert values['vllm:request_prompt_tokens_bucket{engine="1",le="2.0",model_name="tiny"}'] == 1
-        assert values['vllm:request_prompt_tokens_bucket{engine="1",le="+Inf",model_name="tiny"}'] == 1
-        assert (
-            values['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] == 3
-        )
-        assert values["lockstep:requests_in_flight"] == 0
-        openmetrics = server.client.get("/metrics", headers={"accept": "application/openmetrics-text"})
-        assert openmetrics.text.endswith("# EOF\n")
-        assert "\nvllm:request_success_total{" in openmetrics.text  # not vllm_request_success_total
-    values = parsed(metrics.exposition("")[0].decode())
-    told = {name: value for name, value in values.items() if one in name and not name.endswith(f"_sum{one}")}
-    assert {name: value for name, value in told.items() if value} == {
-        f"vllm:num_requests_running{one}": 2,
-        f"vllm:num_requests_waiting{one}": 3,
-        f"vllm:kv_cache_usage_perc{one}": 0.25,
-        f"vllm:prompt_tokens_total{one}": 11,
-        f"vllm:generation_tokens_total{one}": 12,
-        f"vllm:num_preemptions_total{one}": 1,
-        f"vllm:prefix_cache_queries_total{one}": 50,
-        f"vllm:prefix_cache_hits_total{one}": 7,
-        f"vllm:prompt_tokens_cached_total{one}": 7,
-        f"vllm:iteration_tokens_total_count{one}": 7,
-    }
-    assert told[f"vllm:request_queue_time_seconds_count{one}"] == 0  # there before anything happened
-    kinds = {
-        name.partition("{")[0] + of.group(0): value
-        for name, value in values.items()
-        if 'engine="1"' in name and (of := re.search(r'(reason|source|sleep_state)="\w+"', name))
-    }
-    assert kinds == {
-        **{
-            f'vllm:request_success_totalreason="{reason}"': 0
-            for reason in ("abort", "error", "length", "stop")
-        },
-        'vllm:num_requests_waiting_by_reasonreason="capacity"': 3,
-        'vllm:num_requests_waiting_by_reasonreason="deferred"': 0,
-        'vllm:engine_sleep_statesleep_state="awake"': 1,
-        'vllm:engine_sleep_statesleep_state="weights_offloaded"': 0,
-        'vllm:engine_sleep_statesleep_state="discard_all"': 0,
-        'vllm:prompt_tokens_by_source_totalsource="local_compute"': 4,
-        'vllm:prompt_tokens_by_source_totalsource="local_cache_hit"': 7,
-    }
-    assert values['vllm:iteration_tokens_total_bucket{engine="1",le="8.0",model_name="tiny"}'] == 4
-    assert (values["lockstep:epoch"], values['lockstep:instances{state="ready"}']) == (4, 2)
-    assert values['lockstep:refused_peers_total{by="coordinator"}'] == 5
-    assert values['lockstep:refused_peers_total{by="0"}'] == 1
-    outcomes = ("affinity_hits", "affinity_misses", "moves", "queue_full")
-    choices = [values[f'lockstep:choices_total{{outcome="{outcome}"}}'] for outcome in outcomes]
-    assert choices == [3, 0, 2, 0]
-
-
-# ---- helpers
-
-
-def events(text: str) -> list[Any]:
-    """The chunks of a stream that ended well."""
-    *chunks, done, end = text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [msgspec.json.decode(chunk.removeprefix("data: ")) for chunk in chunks]
-
-
-def parsed(page: str) -> dict[str, float]:
-    """Samples by name and labels, these sorted."""
-    values = {}
-    for line in page.splitlines():
-        if line.startswith("#"):
-            continue
-        name, _, value = line.rpartition(" ")
-        metric, _, labels = name.partition("{")
-        ordered = ",".join(sorted(labels.removesuffix("}").split(","))) if labels else ""
-        values[f"{metric}{{{ordered}}}" if ordered else metric] = float(value)
-    return values
-
-
-def request_head(length: int) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % length
-    )

@@ -28,8 +28,8 @@ from router.faults import Event, Faults
 from router.ledger import Flight
 from router.mesh import ServedModel
 from router.pool import Standing
-from tests.router.conftest import wait_for
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 COUNTERS = Counters(prompt_tokens=10, generation_tokens=20, steps=3)
 STEPS = LockstepCounters(5, 1, 2, 0.1, 0.2, 0.3, 0.4, 0.5, 30, 20.0, {0: 7, 1: 9}, rest_seconds=0.6)
@@ -84,7 +84,7 @@ def dashboard_served(served: ServedModel, **config: Any) -> Iterator[tuple[httpx
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_for(lambda: server.started)
+        until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) as client:
             yield client, dashboard
@@ -114,7 +114,7 @@ def test_its_files_are_open_and_the_feed_wants_the_key(served: ServedModel) -> N
             data = next(line for line in stream.iter_lines() if line.startswith("data:"))
             frame = msgspec.json.decode(data[5:], type=Frame)
             assert (frame.epoch, frame.num_requests, len(frame.instances)) == (4, 1001, 2)
-        wait_for(lambda: dashboard.feed.num_viewers == 0)
+        until(lambda: dashboard.feed.num_viewers == 0)
 
 
 def test_it_can_be_turned_off(served: ServedModel) -> None:

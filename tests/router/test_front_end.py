@@ -26,8 +26,9 @@ from router.config import HttpConfig, RouterConfig
 from router.listen import wait_for_health
 from router.loads import Loads, loads_of
 from router.mesh import ServedModel
-from tests.router.conftest import Server, serving, wait_for
+from tests.router.conftest import Server, serving
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 PAGE = "https://page.example"
 
@@ -260,7 +261,7 @@ def test_server_load(server: Server) -> None:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
-        wait_for(lambda: server.client.get("/load").json() == {"server_load": 1})
+        until(lambda: server.client.get("/load").json() == {"server_load": 1})
 
 
 def report(rank: int) -> Report:
@@ -324,7 +325,7 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
             assert process.poll() is None, log.read_text()
             return re.search(r"listening on (https?://\S+)", log.read_text())
 
-        wait_for(lambda: url() is not None, 30)
+        until(lambda: url() is not None, 30)
         found = url()
         assert found is not None
         yield found[1]

@@ -12,8 +12,9 @@ from router.errors import ApiError
 from router.mesh import ServedModel
 from router.quotas import Account, KeyLimits, Quotas, Refusal, admit, limits_of
 from router.tokens import Tokenizer
-from tests.router.conftest import serving, wait_for
+from tests.router.conftest import serving
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.waiting import until
 
 PROMPT = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
 
@@ -131,7 +132,7 @@ def test_clients_are_told_when_to_come_again(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer few\r\n"
                 b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
             )
-            wait_for(lambda: mesh.num_open == 1)
+            until(lambda: mesh.num_open == 1)
             assert ask("few")[0] == 429
         server.wait_until_idle()
         mesh.script = saying(tokenizer.encode(" Hello", add_special_tokens=False))

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -17,6 +16,7 @@ from router.faults import Event
 from router.launch import ProcessSpec
 from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
 from router.supervisor import Supervisor
+from tests.waiting import until_async
 
 # ---- the rules
 
@@ -106,13 +106,6 @@ def view(*members: Member) -> View:
     return View(epoch=1, size=1, settings=None, members=list(members), waiting_for="")
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.02)
-
-
 def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> int:
     """Run it, act once it is ready, then end it as a user does; its exit status."""
 
@@ -121,7 +114,7 @@ def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> in
             return
 
         running = asyncio.create_task(supervisor.run(at_once))
-        await until(lambda: supervisor.ready)
+        await until_async(lambda: supervisor.ready)
         try:
             await act()
         finally:
@@ -148,7 +141,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         assert supervisor.ranks == [7]
         assert supervisor.num_serving == 1
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: pid_of(supervisor, "Engine_7"))
+        await until_async(lambda: pid_of(supervisor, "Engine_7"))
         assert supervisor.ranks == [7]
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
@@ -174,7 +167,7 @@ def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() ->
         supervisor.learn(view())
         assert supervisor.ranks == []
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: not supervisor._of_role("engine"))
+        await until_async(lambda: not supervisor._of_role("engine"))
         assert Event.RESTART not in supervisor.faults.counts, "it was on its way out"
 
     supervised(supervisor, act)
@@ -189,14 +182,14 @@ def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others()
     )
 
     async def act() -> None:
-        await until(lambda: pid_of(supervisor, "Engine_1") is None)
+        await until_async(lambda: pid_of(supervisor, "Engine_1") is None)
         assert supervisor.ranks == [0]
         await supervisor.grow([1, 2])
         assert supervisor.ranks == [0, 1, 2]
         supervisor.learn(view(member(5, 1, host="elsewhere")))
         supervisor.retire([0, 1, 2])
         assert supervisor.ranks == []
-        await until(lambda: not supervisor._of_role("engine"))
+        await until_async(lambda: not supervisor._of_role("engine"))
         assert pid_of(supervisor, "Router") is not None
         assert Event.RESTART not in supervisor.faults.counts
 
@@ -211,7 +204,7 @@ def test_the_end_of_the_last_instance_is_the_end_of_a_serve_that_nobody_else_joi
         assert pid is not None
         supervisor.learn(view(member(0, pid)))
         os.kill(pid, signal.SIGKILL)
-        await until(supervisor._ended.is_set)
+        await until_async(supervisor._ended.is_set)
 
     assert supervised(supervisor, act) == exit_status(-signal.SIGKILL) == 137
 
@@ -248,7 +241,7 @@ def test_a_router_that_is_started_again_finds_the_connections_that_waited() -> N
 
         async def act() -> None:
             callers: list[socket.socket] = []
-            await until(lambda: (caller := first()) is not None and (callers.append(caller) or True))
+            await until_async(lambda: (caller := first()) is not None and (callers.append(caller) or True))
             assert await asyncio.to_thread(callers[0].recv, 10) == b"hello"
             pid = pid_of(supervisor, "Router")
             assert pid is not None

@@ -26,9 +26,10 @@ from router.stream import Stream
 from router.streaming import EventStream
 from router.text_model import TextModel
 from router.tokens import Tokenizer
-from tests.router.conftest import Server, wait_for
+from tests.router.conftest import Server
 from tests.router.fake_mesh import FakeMesh, Script, saying
 from tests.router.test_streaming import Client, call_of
+from tests.waiting import until
 
 # ---- the hand-over
 
@@ -285,7 +286,7 @@ def test_a_client_that_does_not_keep_up_is_waited_for(server: Server, much: Scri
         client.connect(("127.0.0.1", server.port))
         client.settimeout(10)
         client.sendall(request_of(server))
-        wait_for(lambda: bool(server.mesh.generations))
+        until(lambda: bool(server.mesh.generations))
         (generation,) = server.mesh.generations
         before, since = -1, time.monotonic()
         while time.monotonic() < since + 0.2:  # until nothing more is written

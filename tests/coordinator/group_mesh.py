@@ -1,0 +1,132 @@
+"""A membership whose instances step in groups, told what they say one by one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.membership import Membership
+from coordinator.messages import (
+    Evidence,
+    Form,
+    FromCoordinator,
+    Heartbeat,
+    Leave,
+    Load,
+    Lost,
+    Probe,
+    State,
+)
+from coordinator.records import Instruction, Note, Rules
+from engine.recovery import owned_by_rank
+from tests.coordinator.test_membership import EXPERTS, register, to
+
+SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
+NAMES = "abcdefgh"
+
+
+class Mesh:
+    """A real membership, and the instances around it as what they said last."""
+
+    def __init__(self, size: int = 3, room: int = 0, ranks: int = 1, **rules: float) -> None:
+        """``ranks``: tensor-parallel ones of each instance."""
+        self.settings = SPREAD
+        if ranks > 1:
+            self.settings = msgspec.structs.replace(
+                SPREAD, data_parallel_size=size, tensor_parallel_size=ranks
+            )
+        self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
+        self.membership = Membership(self.rules)
+        self.membership.tick(0.0)
+        self.now = 10.0
+        self.room = room
+        self.beats: dict[str, Heartbeat] = {}
+        self.sent: dict[str, list[FromCoordinator]] = {}
+        self.notes: list[str] = []
+        self.forms: dict[str, Form] = {}
+
+    def begin(self, names: str = "abc") -> None:
+        """All of them load, form the first group, and step in it."""
+        for name in names:
+            self.register(name)
+        for name in names:
+            self.says(name, state=State.LOADED)
+        self.all_enter(names)
+
+    def register(self, name: str, rank: int | None = None, **fields: object) -> FromCoordinator:
+        rank = NAMES.index(name) if rank is None else rank
+        before = len(self.sent.get(name, []))
+        self._take(
+            self.membership.handle(
+                name.encode(), register(name, rank, settings=self.settings, **fields), self.now
+            )
+        )
+        return self.sent[name][before]
+
+    def says(self, name: str, **changes: object) -> None:
+        """A heartbeat with something new, or a plain one."""
+        rank = NAMES.index(name)
+        beat = self.beats.get(name) or Heartbeat(
+            instance=name, state=State.LOADED, phase="", address=f"tcp://a:{rank}", store=f"a:9{rank}",
+            load=Load(), max_experts=self.room,
+        )  # fmt: skip
+        self.beats[name] = msgspec.structs.replace(beat, **changes)
+        self._take(self.membership.handle(name.encode(), self.beats[name], self.now))
+
+    def enters(self, name: str, state: State = State.READY) -> None:
+        """It steps in the group that it was told last."""
+        form = self.forms[name]
+        place = [peer.instance for peer in form.peers].index(name)
+        experts = tuple(map(tuple, owned_by_rank(form, place)))
+        self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
+
+    def all_enter(self, names: str, state: State = State.READY) -> None:
+        for name in names:
+            self.enters(name, state)
+
+    def lost(self, name: str, epoch: int, suspects: str, evidence: Evidence = Evidence.CLOSED) -> None:
+        message = Lost(instance=name, epoch=epoch, suspects=tuple(suspects), evidence=evidence)
+        self._take(self.membership.handle(name.encode(), message, self.now))
+
+    def leave(self, name: str) -> None:
+        self._take(self.membership.handle(name.encode(), Leave(name), self.now))
+
+    def answer(self, names: str) -> None:
+        """They answer the probes that they were sent."""
+        for name in names:
+            probes = [message for message in self.sent[name] if isinstance(message, Probe)]
+            self.says(name, answers=probes[-1].number)
+
+    def wait(self, seconds: float, alive: str = "") -> None:
+        """Time goes by; these say plain heartbeats meanwhile."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 0.25, until)
+            for name in alive:
+                self.says(name)
+            self._take(self.membership.tick(self.now))
+
+    def new_forms(self) -> list[tuple[str, Form]]:
+        """The forms that were sent since the last time this was asked, repetitions left out."""
+        sent = [(name, item) for name, items in self.sent.items() for item in items if isinstance(item, Form)]
+        self.sent = {
+            name: [item for item in items if isinstance(item, Probe)] for name, items in self.sent.items()
+        }
+        return [item for number, item in enumerate(sent) if item not in sent[:number]]
+
+    def restart_coordinator(self) -> None:
+        self.membership = Membership(self.rules)
+
+    def ranks(self) -> list[int]:
+        return [member.rank for member in self.membership.view().members]
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        self.notes += [item.text for item in instructions if isinstance(item, Note)]
+        for name in NAMES:
+            for message in to(name.encode(), instructions):
+                self.sent.setdefault(name, []).append(message)
+                if isinstance(message, Form):
+                    self.forms[name] = message
+
+
+def members(form: Form) -> str:
+    return "".join(peer.instance for peer in form.peers)

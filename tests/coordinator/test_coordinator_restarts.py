@@ -1,0 +1,150 @@
+"""A coordinator that is started again finds a mesh whose experts are spread: who lives, and in which group."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.messages import (
+    Beat,
+    Evidence,
+    View,
+    Watch,
+    Welcome,
+)
+from tests.coordinator.group_mesh import Mesh, members
+from tests.coordinator.test_membership import to
+
+
+def test_a_restarted_coordinator_changes_nothing_when_all_are_back(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "abc":
+        assert isinstance(mesh.register(name, epoch=1, group=mesh.forms[name]), Welcome)
+        mesh.says(name)
+    mesh.wait(10.0, alive="abc")
+    assert mesh.new_forms() == []
+    assert mesh.membership.view().epoch == 1
+    mesh.says("a")
+    assert mesh.sent["a"][-1] == Beat(1, 3)
+
+
+def test_a_restarted_coordinator_waits_for_the_members_of_the_group(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+        mesh.says(name)
+    mesh.wait(4.9, alive="ab")
+    assert mesh.new_forms() == []
+    mesh.wait(0.2, alive="ab")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
+def test_a_restarted_coordinator_hears_of_a_death_in_its_absence(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+        mesh.says(name)
+    mesh.lost("a", 1, "c")
+    mesh.answer("b")
+    mesh.wait(1.9, alive="ab")
+    assert mesh.new_forms() == [], "c may be on its way"
+    mesh.wait(0.2, alive="ab")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("ab", 2, 1)}
+
+
+def test_a_restarted_coordinator_may_hear_of_an_older_group_first(mesh: Mesh) -> None:
+    older = mesh.forms["a"]
+    newer = msgspec.structs.replace(older, epoch=2, peers=older.peers[1:])
+    mesh.restart_coordinator()
+    mesh.register("a", epoch=1, group=msgspec.structs.replace(older, peers=older.peers[:1]))
+    mesh.says("a")
+    mesh.wait(1.0, alive="a")
+    assert mesh.new_forms() == []
+    for name in "bc":
+        mesh.register(name, epoch=2, group=newer)
+        mesh.says(name, epoch=2)
+    mesh.wait(1.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 3, 1)}
+
+
+def test_a_restarted_coordinator_that_finds_all_in_one_group_acts_on_a_loss_at_once(mesh: Mesh) -> None:
+    group = mesh.forms["a"]
+    mesh.restart_coordinator()
+    for name in "abc":
+        mesh.register(name, epoch=1, group=group)
+        mesh.says(name)
+    mesh.wait(0.25, alive="abc")
+    assert mesh.new_forms() == []
+    for name in "ab":
+        mesh.lost(name, 1, "c", Evidence.EXITED)
+    mesh.answer("b")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
+def test_the_view_of_a_coordinator_that_just_began_is_not_complete(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    (view,) = to(b"w", mesh.membership.handle(b"w", Watch("router"), mesh.now))
+    assert isinstance(view, View)
+    assert (view.members, view.complete) == ([], False)
+    mesh.membership.tick(mesh.now)
+    assert to(b"w", mesh.membership.tick(mesh.now + 4.9)) == []
+    (view,) = to(b"w", mesh.membership.tick(mesh.now + 5.0))
+    assert isinstance(view, View)
+    assert view.complete
+
+
+def test_the_view_is_complete_earlier_once_all_serve(mesh: Mesh) -> None:
+    group = mesh.forms["a"]
+    mesh.restart_coordinator()
+    mesh.membership.handle(b"w", Watch("router"), mesh.now)
+    for name in "ab":
+        mesh.register(name, epoch=1, group=group)
+        mesh.says(name)
+    mesh.wait(2.0, alive="ab")
+    assert not mesh.membership.view().complete, "the third may still look for the coordinator"
+    mesh.register("c", epoch=1, group=group)
+    mesh.says("c")
+    mesh.membership.tick(mesh.now)
+    assert mesh.membership.view().complete
+
+
+def test_a_coordinator_that_just_began_may_find_a_mesh() -> None:
+    mesh = Mesh(1)
+    mesh.restart_coordinator()
+    mesh.wait(0.5)
+    mesh.register("a")
+    mesh.says("a")
+    assert mesh.new_forms() == []
+    mesh.wait(2.0, alive="a")
+    assert [(name, members(form)) for name, form in mesh.new_forms()] == [("a", "a")]
+
+
+def test_a_mesh_that_had_begun_but_has_no_group_does_not_wait_for_all(mesh: Mesh) -> None:
+    mesh.restart_coordinator()
+    for name in "ab":
+        mesh.register(name, epoch=1)
+        mesh.says(name, epoch=0, ready_epoch=0)
+    mesh.wait(4.5, alive="ab")
+    assert mesh.new_forms() == []
+    mesh.wait(1.0, alive="ab")
+    assert {(members(form), form.epoch) for _, form in mesh.new_forms()} == {("ab", 2)}
+
+
+def test_a_restarted_coordinator_goes_above_every_epoch_that_anybody_knows(mesh: Mesh) -> None:
+    """It had told some of epoch 2 when it died: nobody enters that, and who is ready for it must not wait."""
+    mesh.restart_coordinator()
+    mesh.register("a", epoch=2, group=mesh.forms["a"])
+    for name in "bc":
+        mesh.register(name, epoch=1, group=mesh.forms[name])
+    mesh.wait(2.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 3, 0)}
+
+
+def test_members_found_in_different_epochs_go_on_in_the_next_one(mesh: Mesh) -> None:
+    older = mesh.forms["c"]
+    newer = msgspec.structs.replace(older, epoch=5)
+    mesh.restart_coordinator()
+    for name, group in ("c", older), ("a", newer), ("b", newer):
+        mesh.register(name, epoch=group.epoch, group=group)
+        mesh.says(name, epoch=group.epoch)
+    mesh.wait(2.5, alive="abc")
+    assert {(members(form), form.epoch, form.broken) for _, form in mesh.new_forms()} == {("abc", 6, 1)}

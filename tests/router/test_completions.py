@@ -1,0 +1,154 @@
+"""Completions as clients see them: a real server, the real OpenAI client, a scripted mesh."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from engine.messages import Delta, FinishReason
+from router.tokens import Tokenizer
+from tests.router.conftest import Server, events, ids_of
+
+
+def test_completion(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=50)
+    assert answer.id.startswith("cmpl-")
+    assert (answer.object, answer.model) == ("text_completion", "tiny")
+    assert abs(answer.created - time.time()) < 60
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason) == (0, " Hello world!", "length")
+    assert answer.usage is not None
+    prompt, output = (
+        len(tokenizer.encode("Hello", add_special_tokens=True)),
+        len(ids_of(tokenizer, " Hello world!")),
+    )
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
+
+
+def test_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="tiny", prompt="Hello", max_tokens=50, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == " Hello world!"
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_several_prompts_and_samples(client: openai.OpenAI, server: Server) -> None:
+    server.mesh.script = lambda prompt: [
+        Delta(1, [70 + len(prompt.prompt_ids), 90 + prompt.sample_index], FinishReason.LENGTH)
+    ]
+    prompts = [[5], [5, 6]]
+    answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) == 4
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
+    texts = [""] * 4
+    for chunk in client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in answer.choices]
+
+
+def test_logprobs_with_echo(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """What lm-eval builds on."""
+    prompt = ids_of(tokenizer, "one two")
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
+    (choice,) = answer.choices
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    first = ids_of(tokenizer, " Hello world!")[0]
+    assert choice.text == "one two" + tokenizer.token_text(first)
+    assert logprobs.tokens == [tokenizer.token_text(id) for id in [*prompt, first]]
+    assert logprobs.token_logprobs == [None, *[-1.5] * len(prompt)]
+    assert logprobs.top_logprobs is not None
+    assert [top and list(top.values()) for top in logprobs.top_logprobs[:2]] == [None, [-0.5, -1.5]]
+    assert logprobs.text_offset is not None
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_streamed_logprobs_are_the_same(server: Server, echo: bool) -> None:
+    body = {"prompt": "one two", "max_tokens": 50, "logprobs": 2, "echo": echo}
+    whole = server.post("/v1/completions", body).json()["choices"][0]
+    text, joined = "", {name: [] for name in whole["logprobs"]}  # type: ignore[var-annotated]
+    for chunk in events(server.post("/v1/completions", body | {"stream": True}).text):
+        text += chunk["choices"][0]["text"]
+        for name, values in chunk["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert (text, joined) == (whole["text"], whole["logprobs"])
+
+
+def test_logprobs_by_token_id(server: Server, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "a", "logprobs": 1, "return_tokens_as_token_ids": True}
+    logprobs = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    ids = ids_of(tokenizer, " Hello world!")
+    assert logprobs["tokens"] == [f"token_id:{id}" for id in ids]
+    assert logprobs["top_logprobs"][0] == {f"token_id:{ids[0] + 1}": -0.5, f"token_id:{ids[0]}": -1.5}
+
+
+def test_logprobs_0_tells_of_the_sampled_token_alone(server: Server) -> None:
+    logprobs = server.post("/v1/completions", {"prompt": "a", "logprobs": 0}).json()["choices"][0]["logprobs"]
+    assert [list(top.values()) for top in logprobs["top_logprobs"]] == [[-1.5]] * len(logprobs["tokens"])
+
+
+def test_prompt_logprobs(server: Server, tokenizer: Tokenizer) -> None:
+    prompt = ids_of(tokenizer, "one two")
+    body = {"prompt": prompt, "max_tokens": 0, "prompt_logprobs": 1}
+    answer = server.post("/v1/completions", body).json()
+    (choice,) = answer["choices"]
+    first, second, *_ = choice["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        str(prompt[1]): {"logprob": -1.5, "rank": 2, "decoded_token": tokenizer.token_text(prompt[1])},
+        str(prompt[1] + 1): {
+            "logprob": -0.5,
+            "rank": 1,
+            "decoded_token": tokenizer.token_text(prompt[1] + 1),
+        },
+    }
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_minus_infinity_is_valid_json(server: Server) -> None:
+    entry = [70, float("-inf"), 1, [70, 71], [float("-inf"), float("nan")]]
+    delta = msgspec.convert([1, [70], "length", None, [entry]], Delta)
+    server.mesh.script = lambda _: [delta]
+    answer = server.post("/v1/completions", {"prompt": "a", "logprobs": 2}).json()
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+def test_token_ids_are_returned(server: Server, tokenizer: Tokenizer) -> None:
+    ids, prompt = ids_of(tokenizer, " Hello world!"), tokenizer.encode("Hello", add_special_tokens=True)
+    body = {"prompt": "Hello", "return_token_ids": True, "max_tokens": 50}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, ids)
+    chunks = events(server.post("/v1/completions", body | {"stream": True}).text)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks[1:])
+    assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == ids
+
+
+def test_usage_in_streams(server: Server) -> None:
+    def usages(**options: bool) -> list[Any]:
+        body = {"prompt": "Hello", "max_tokens": 50, "stream": True, "stream_options": options}
+        return [chunk.get("usage", "absent") for chunk in events(server.post("/v1/completions", body).text)]
+
+    assert set(map(str, usages())) == {"absent"}
+    *rest, last = usages(include_usage=True)
+    assert set(rest) == {None}
+    total = last["completion_tokens"]
+    *rest, last = usages(include_usage=True, continuous_usage_stats=True)
+    assert [usage["completion_tokens"] for usage in rest] == list(range(1, total + 1))
+    assert last["completion_tokens"] == total
