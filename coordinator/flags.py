@@ -261,9 +261,7 @@ def parse_size(name: str, text: str) -> int:
     try:
         return int(float(number) * UNITS[unit]) if unit else int(number)
     except ValueError:
-        raise FlagError(
-            f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}"
-        ) from None
+        raise FlagError(f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}") from None
 
 
 def _readable(message: str) -> str:

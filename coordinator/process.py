@@ -53,7 +53,7 @@ def log_format() -> LogFormat:
 
 
 def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
-    """Title, log format (None: as before), open files and, for a child of a launcher, death with its parent."""
+    """Title, log format (None: as before), open files; for a child of a launcher, death with its parent."""
     global _log_format
     _log_format = log_format or _log_format
     die_with_parent()
@@ -94,7 +94,7 @@ class JsonLines(logging.Formatter):
 
 
 def raise_open_files() -> None:
-    """Take what the hard limit allows: the soft one is often 1024, and a router has a file for each client."""
+    """Take what the hard limit allows: the soft one is often 1024, and a router has a file per client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
