@@ -8,6 +8,7 @@ import ctypes
 import datetime
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from coordinator.config import LogFormat, MeshConfig
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+OPEN_FILES = 65536
+"""As many connections and files as a process may have, where the system lets it ask for them."""
 
 EXIT_USAGE = 2
 """Wrong settings: nothing was started."""
@@ -50,10 +53,11 @@ def log_format() -> LogFormat:
 
 
 def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
-    """Title, log format (None: as before) and, for a child of a launcher, death with its parent."""
+    """Title, log format (None: as before), open files; for a child of a launcher, death with its parent."""
     global _log_format
     _log_format = log_format or _log_format
     die_with_parent()
+    raise_open_files()
     with contextlib.suppress(ImportError):
         import setproctitle
 
@@ -87,6 +91,15 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(entry).decode()
+
+
+def raise_open_files() -> None:
+    """Take what the hard limit allows: the soft one is often 1024, and a router has a file per client."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:

@@ -42,8 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     except (CheckpointError, CannotStart, PortInUse, AddressError) as error:
         logger.error("%s", error)
         return process.EXIT_FAILED
+    except ImportError as error:
+        logger.error("a library cannot be loaded: %s; lockstep doctor looks at the installation", error)
+        return process.EXIT_FAILED
     except MemoryError:
-        logger.error("out of memory: lower --kv-cache-memory-bytes or --max-num-batched-tokens")
+        logger.error("out of memory: leave less room for the KV cache, or lower --max-num-batched-tokens")
         return process.EXIT_FAILED
     logger.info("ends")
     return 0

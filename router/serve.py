@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -54,6 +55,13 @@ def main_serve(argv: list[str] | None = None) -> int:
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that look for their files would fail, each in its own way
+        print(
+            "serve: error: the current directory has been deleted: start it in another one", file=sys.stderr
+        )
+        return process.EXIT_FAILED
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
     if config.ray_flag is not None and (missing := why_not()) is not None:
         print(f"serve: error: {config.ray_flag}: {missing}", file=sys.stderr)
@@ -84,8 +92,10 @@ def main_serve(argv: list[str] | None = None) -> int:
     try:
         with contextlib.ExitStack() as held:
             return _run(config, settings, title, held, keys, model_type)
-    except OSError as error:  # a port of the endpoint
-        print(f"serve: error: {error.strerror or error}", file=sys.stderr)
+    except OSError as error:  # a port of the endpoint, no room for files
+        file = f": {error.filename}" if error.filename else ""
+        fix = ": raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
+        print(f"serve: error: {error.strerror or error}{file}{fix}", file=sys.stderr)
         return process.EXIT_FAILED
 
 

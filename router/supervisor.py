@@ -201,7 +201,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         if self._stopping:
             for child in self._children.values():  # asked twice: no more waiting for requests
-                child.tell(signal.SIGTERM)
+                if child.spec.role != "coordinator":  # without whom instances cannot leave
+                    child.tell(signal.SIGTERM)
         self._end(self._status)
 
     def _end(self, status: int) -> None:

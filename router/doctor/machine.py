@@ -60,7 +60,7 @@ def read_machine() -> Machine:
         memory=total,
         free_memory=min(memory.available, total - used) if used is not None else memory.available,
         shm=shutil.disk_usage("/dev/shm").free if os.path.ismount("/dev/shm") else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the processes take what they may
         has_gpu=Path("/dev/nvidia0").exists(),
     )
 
@@ -145,7 +145,8 @@ def _shared_memory(machine: Machine) -> Finding:
 def _files(machine: Machine) -> Finding:
     text = f"{machine.open_files} open files per process"
     if 0 <= machine.open_files < LEAST_FILES:
-        return warning(AREA, "limits", f"{text}: each client of the router takes one", "ulimit -n 65536")
+        fix = "raise the hard limit: ulimit -n 65536 as root, or LimitNOFILE=65536 of a systemd unit"
+        return warning(AREA, "limits", f"{text}: each client of the router takes one", fix)
     return ok(AREA, "limits", text)
 
 

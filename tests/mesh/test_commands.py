@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -278,6 +280,19 @@ def test_what_cannot_be_served_is_said_in_one_line(
         assert command.end() == status
         assert message in command.log
         assert "Traceback" not in command.log
+
+
+def test_a_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir {gone} && exec {sys.executable} -P -m router.serve"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=gone, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the current directory has been deleted" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_processes_can_be_started_one_by_one(tmp_path: Path) -> None:

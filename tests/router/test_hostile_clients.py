@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import httpx2
+import pytest
 
 from router.config import HttpConfig
 from router.connection import PatientProtocol

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -207,6 +208,43 @@ def test_the_end_of_the_last_instance_is_the_end_of_a_serve_that_nobody_else_joi
         await until_async(supervisor._ended.is_set)
 
     assert supervised(supervisor, act) == exit_status(-signal.SIGKILL) == 137
+
+
+def test_told_twice_to_end_the_coordinator_goes_last_all_the_same(tmp_path: Path) -> None:
+    """Whoever leaves needs it."""
+    coordinator = (
+        "import pathlib, signal, sys, time\n"
+        f"file = pathlib.Path({str(tmp_path / 'coordinator')!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (file.write_text(str(time.monotonic())), sys.exit(0)))\n"
+        "file.write_text('')\n"
+        "time.sleep(60)"
+    )
+    engine = (
+        "import pathlib, signal, sys, time\n"
+        f"file = pathlib.Path({str(tmp_path / 'engine')!r})\n"
+        "def end(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    time.sleep(0.5)\n"
+        "    file.write_text(str(time.monotonic()))\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "file.write_text('')\n"
+        "time.sleep(60)"
+    )
+    supervisor = Supervisor(
+        [spec("Coordinator", "coordinator", code=coordinator), spec("Engine_0", "engine", 0, engine)]
+    )
+
+    async def act() -> None:
+        await until(lambda: (tmp_path / "coordinator").exists() and (tmp_path / "engine").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: supervisor._stopping)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: pid_of(supervisor, "Engine_0") is None)
+
+    assert supervised(supervisor, act) == 0
+    ended = {name: float((tmp_path / name).read_text()) for name in ("engine", "coordinator")}
+    assert ended["engine"] < ended["coordinator"]
 
 
 def test_a_router_that_is_started_again_finds_the_connections_that_waited() -> None:
