@@ -38,7 +38,9 @@ class FlatBuffers:
         self.positions[:size] = 0
         self.tables[:size, 0] = self.cache.null_block
         self.positions[:count] = torch.from_numpy(rows.starts)
-        self.tables[:count, : rows.block_tables.shape[1]] = torch.from_numpy(rows.block_tables.astype(np.int64))
+        self.tables[:count, : rows.block_tables.shape[1]] = torch.from_numpy(
+            rows.block_tables.astype(np.int64)
+        )
 
     def plan(self, size: int) -> FlatPlan:
         return FlatPlan(self.cache, self.positions[:size], self.tables[:size])
