@@ -90,7 +90,7 @@ def _compare(model: LoadedModel, block_size: int) -> str | None:
 
 
 class _Both:
-    """Two caches that are written alike. Implements ``base.PagedAttention``; the results are the first one's."""
+    """Two caches, written alike; results are the first one's. Implements ``base.PagedAttention``."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._failure: str | None = None
