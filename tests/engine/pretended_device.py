@@ -23,6 +23,11 @@ class Indexing(TorchFunctionMode):
             return _get(*args)
         if func is torch.Tensor.__setitem__:
             return _set(*args)
+        if func is torch.Tensor.to:  # where it stays on its device
+            args = (args[0], *(each for each in args[1:] if str(each) not in ("cuda", "cuda:0")))
+            if len(args) == 1 and not kwargs:
+                return args[0]
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         return func(*args, **(kwargs or {}))
 
 
