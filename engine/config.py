@@ -187,9 +187,9 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_backend: Annotated[
         Literal["auto", "TORCH_SDPA", "TRITON_ATTN"],
         flag(
-            help="What computes attention over the KV cache: torch's operators on gathered contexts, or Triton "
-            "kernels that read the blocks where they are (CUDA). auto: native kernels on a CPU that they are "
-            "for; on CUDA Triton's, if they agree with torch's on a few steps."
+            help="What computes attention over the KV cache: torch's operators on gathered contexts, or "
+            "Triton kernels that read the blocks where they are (CUDA). auto: native kernels on a CPU that "
+            "they are for; on CUDA Triton's, if they agree with torch's on a few steps."
         ),
     ] = "auto"
     enforce_eager: Annotated[

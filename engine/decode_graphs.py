@@ -1,4 +1,4 @@
-"""Decode steps as graphs: captured once for a few numbers of rows, replayed with other numbers in the same memory.
+"""Decode steps as graphs: captured for a few numbers of rows, replayed with other numbers in the same memory.
 
 A step whose rows have one token each is padded to the next captured size. The rows that fill it up read and
 write a KV block that belongs to nobody, and their logits are cut off. Everything else is launched kernel by
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -51,7 +52,7 @@ class CudaCapture:
         """See :class:`Capture`.
 
         Raises:
-            RuntimeError: something in it waits for the device, or moves memory in a way that cannot be captured.
+            RuntimeError: something in it waits for the device, or cannot be captured for another reason.
         """
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -93,7 +94,7 @@ class DecodeGraphs:
         """All sizes, the largest first: the smaller ones fit into its memory."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                self._replays[size] = capture(lambda size=size: self._compute(size))
+                self._replays[size] = capture(partial(self._compute, size))
 
     def _compute(self, size: int) -> torch.Tensor:
         """Logits [size, vocabulary] of the first rows of the buffers."""
@@ -116,13 +117,14 @@ class DecodeGraphs:
             return None
         inputs = np.zeros((2, size), dtype=np.int64)
         inputs[0, :num_rows], inputs[1, :num_rows] = input_ids, packed.positions
-        self._inputs[:, :size].copy_(upload(inputs, self._inputs.device), non_blocking=True)
+        self._inputs[:, :size].copy_(upload(inputs, self._inputs.device))
         self._buffers.fill(packed, size)
         return self._replays[size]()[:num_rows]
 
     def check(self, num_blocks: int, block_size: int) -> float:
-        """The greatest difference, over all sizes, from steps without graphs. Writes to blocks of the cache, so
-        it comes before they hold anything; most sizes are checked with a row less, to have one filled up."""
+        """The greatest difference, over all sizes, from steps without graphs. Writes to blocks of the cache,
+        so it comes before they hold anything. Most sizes are checked with a row less, to have one filled up.
+        """
         worst = 0.0
         numbers = np.random.default_rng(0)
         for size in self._sizes:

@@ -10,8 +10,8 @@ STRIDE = 8
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
-    """Rising. As ``wanted`` (--cudagraph-capture-sizes), those that can occur; or, if none are, a few small ones
-    and then every eighth, so that at most 7 rows of a larger step compute for nobody."""
+    """Rising. As ``wanted`` (--cudagraph-capture-sizes), those that can occur; or, if none are, a few small
+    ones and then every eighth, so that at most 7 rows of a larger step compute for nobody."""
     if wanted:
         return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
     sizes = {*SMALL, *range(2 * STRIDE, max_num_seqs + 1, STRIDE), max_num_seqs}

@@ -125,8 +125,8 @@ class DecodeBuffers(Protocol):
         ...
 
     def plan(self, size: int) -> AttentionPlan:
-        """For the first ``size`` rows, whatever they are when the plan is used. It does nothing that depends on
-        numbers on the device, so it can be captured."""
+        """For the first ``size`` rows, whatever they are when the plan is used. It does nothing that depends
+        on numbers on the device, so it can be captured."""
         ...
 
 

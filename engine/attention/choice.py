@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Greatest difference of a token, relative to the mean size of a layer's output: what rounding makes, not what another formula makes."""
+"""Greatest difference of a token, relative to the mean size of a layer's output: what rounding makes, not
+what another formula makes."""
 PROMPT, OTHER_PROMPT = 300, 7
 """Tokens of the two requests: enough for several tiles, and for contexts that are cut."""
 
@@ -89,7 +90,7 @@ def _compare(model: LoadedModel, block_size: int) -> str | None:
 
 
 class _Both:
-    """Two caches that are written alike. Implements ``base.PagedAttention``; the first one's results count."""
+    """Two caches, written alike; results are the first one's. Implements ``base.PagedAttention``."""
 
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._failure: str | None = None

@@ -82,7 +82,7 @@ def attend(
     SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Program (tile, kv_head, split). Without ``SPLIT`` the result goes to attended [tokens, heads, value_dim];
+    """Program (tile, kv_head, split). Without ``SPLIT`` results go to attended [tokens, heads, value_dim];
     with it (tiles of one query), sums, peaks and totals over a part of the context go to the parts
     [splits, tiles, heads(, value_dim)], which :func:`merge` puts together.
 

@@ -97,8 +97,9 @@ class TritonPagedAttention:
 
     def tiles(self, rows: Int64s, tokens: Int64s, counts: Int64s, positions: Int64s) -> Tiles:
         """Arrays [tiles] on the host, as tiles."""
+        longest = int((positions + counts).max())
         arrays = upload(np.stack([rows, tokens, counts, positions]).astype(np.int32), self.device)
-        return Tiles(*arrays.unbind(), longest=int((positions + counts).max()))
+        return Tiles(arrays[0], arrays[1], arrays[2], arrays[3], longest)
 
     def decode_buffers(self, max_rows: int, max_tokens: int) -> TritonDecodeBuffers:
         """See ``base.CapturableAttention``."""
@@ -128,8 +129,8 @@ class TritonAttentionPlan:
         singles: Tiles | None,
         rows: PackedRows | None = None,
     ) -> None:
-        """``slots`` [tokens], ``tables`` [rows, width] on the device; ``rows``: of the step, if it has rows of
-        more than one token."""
+        """``slots`` [tokens], ``tables`` [rows, width] on the device; ``rows``: of the step, if it has rows
+        of more than one token."""
         self.use = cache.use
         self._cache = cache
         self._slots = slots
@@ -329,7 +330,7 @@ class _Launch:
             )
 
     def _keys_at_once(self) -> int:
-        bytes_per_key = max(self.block_k, self.block_v) * self.cache.dtype.itemsize
+        bytes_per_key = max(self.block_k, self.block_v) * int(self.cache.dtype.itemsize)
         return max(SMALLEST_PRODUCT, min(MOST_KEYS, TILE_BYTES // bytes_per_key))
 
 

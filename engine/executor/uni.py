@@ -259,13 +259,15 @@ class UniExecutor:
             logger.info("CUDA graphs: off, TORCH_SDPA gathers contexts, whose sizes change")
             return None
         block_size = self._config.cache.block_size
+        wanted = self._config.model.max_model_len or 0
+        longest = wanted if wanted > 0 else self._info.context_length
         return make_graphs(
             model,
             cast(CapturableAttention, cache),
             capture_sizes(settings.cudagraph_capture_sizes, self._config.scheduler.max_num_seqs),
             num_blocks=num_blocks,
             block_size=block_size,
-            max_tokens=min(self._info.context_length, num_blocks * block_size),
+            max_tokens=min(longest, self._info.context_length, num_blocks * block_size),
             capture=CudaCapture(model.device),
         )
 

@@ -1,7 +1,6 @@
 """A step on a device that only pretends to compute: nothing may ask it for numbers but the one fetch at the end.
 
-Under torch's fake tensors a CUDA device needs no GPU, and whatever would wait for one (``item``, ``nonzero``,
-masks as indices, ``tolist``) raises. Copies to the device are counted: each must be an upload, which does not wait.
+(``pretended_device`` raises where something else would.)
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import runner as runner_module
 from engine import sampler
@@ -19,19 +17,9 @@ from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.step import Admit, Masks, Row, Step
 from engine.transfer import fetch, upload
+from tests.engine.pretended_device import Indexing, Launches
 
 VOCAB = 50
-
-
-class NoCopies(TorchDispatchMode):
-    """Raises where a tensor moves between host and device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.copy_.default:
-            other = args[1] if func is torch.ops.aten.copy_.default else result
-            assert args[0].device == other.device or args[0].dim() == 0, f"{func} between devices"
-        return result
 
 
 def params_of_all_kinds() -> list[SamplingParams]:
@@ -93,7 +81,7 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
                 size, rank, is_first, is_last = 1, 0, True, True
 
     runner = Computed(Model(), None, 4)
-    with FakeTensorMode(), NoCopies():
+    with FakeTensorMode(), Launches(), Indexing():
         result = runner.run(step)
     assert device.fetched == 1
     assert len(result.sampled) == len(all_params)
@@ -103,7 +91,7 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_pretended_device_notices() -> None:
-    with FakeTensorMode(), NoCopies():
+    with FakeTensorMode(), Launches(), Indexing():
         logits = torch.empty(3, VOCAB, device="cuda")
         with pytest.raises(DataDependentOutputException):
             bool(logits.any())

@@ -1,6 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter: against the definition, and against the torch backend.
+"""The Triton kernels, on a GPU or by Triton's interpreter: against the definition, and against the torch backend.
 
-`pip install triton` to run these; CI has none (it is larger than all else that CI installs).
+`pip install -e '.[cuda]'` to run these; CI does not, for Triton is larger than all else that it installs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from engine.weights import load_model
 from tests.engine.test_attention import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Requests
 from tests.engine.tiny_models import make_tiny_model
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-if why_not_triton(CPU) is not None:
-    pytest.skip(f"no Triton: {why_not_triton(CPU)}", allow_module_level=True)
+if why_not_triton(DEVICE) is not None:
+    pytest.skip(f"no Triton: {why_not_triton(DEVICE)}", allow_module_level=True)
 
 from engine.attention import triton_paged  # noqa: E402 (loads triton)
 
@@ -41,7 +41,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
     def make(layers, dtype=torch.float32, programs=12):
         return triton_paged.TritonPagedAttention(
-            layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=CPU, programs=programs
+            layers,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+            device=DEVICE,
+            programs=programs,
         )
 
     return make
@@ -69,11 +74,11 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
         plan = cache.plan(requests.pack(rows))
         for layer, shape in enumerate(layers):
             heads = shape.kv_heads * group
-            sinks = torch.linspace(-1, 2, heads) if special in ("sinks", "both") else None
-            query, key, value = requests.packed_tensors(rows, layer)
+            sinks = torch.linspace(-1, 2, heads, device=DEVICE) if special in ("sinks", "both") else None
+            query, key, value = (t.to(DEVICE) for t in requests.packed_tensors(rows, layer))
             found = plan.attend(layer, query, key, value, scale=0.3, softcap=softcap, sinks=sinks)
-            expected = requests.expected(rows, layer, 0.3, softcap, sinks)
-            torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+            expected = requests.expected(rows, layer, 0.3, softcap, None if sinks is None else sinks.cpu())
+            torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,9 @@ def test_equals_the_other_backend(dtype, tolerance, make) -> None:
     """One cache's content and another's, of requests that share blocks, in each type."""
     layers = [LayerShape(2, 64, 64, None), LayerShape(2, 80, 48, 21)]
     ours = make(layers, dtype)
-    other = TorchPagedAttention(layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+    other = TorchPagedAttention(
+        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=DEVICE
+    )
     generator = torch.Generator().manual_seed(3)
     for mine, its, null in zip(
         ours.keys + ours.values, other.keys + other.values, [BLOCK_SIZE] * 4, strict=True
@@ -100,9 +107,11 @@ def test_equals_the_other_backend(dtype, tolerance, make) -> None:
     for layer, shape in enumerate(layers):
         heads, tokens = 6, len(positions)
         # as models give them: [tokens, heads, dim], seen from the other side
-        query = torch.randn(tokens, heads, shape.key_dim, generator=generator).to(dtype).transpose(0, 1)
-        key = torch.randn(tokens, 2, shape.key_dim, generator=generator).to(dtype).transpose(0, 1)
-        value = torch.randn(tokens, 2, shape.value_dim, generator=generator).to(dtype).transpose(0, 1)
+        query = (
+            torch.randn(tokens, heads, shape.key_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+        )
+        key = torch.randn(tokens, 2, shape.key_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+        value = torch.randn(tokens, 2, shape.value_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
         found, expected = (
             plan.attend(layer, query, key, value, scale=shape.key_dim**-0.5).float() for plan in plans
         )
@@ -114,7 +123,7 @@ def test_equals_the_other_backend(dtype, tolerance, make) -> None:
 def load(tmp_path: Path, family: str):
     directory = make_tiny_model(tmp_path / family, family)
     settings = ModelConfig(model=str(directory))
-    return load_model(read_model_info(directory), settings, dtype=torch.float32, device=CPU)
+    return load_model(read_model_info(directory), settings, dtype=torch.float32, device=DEVICE)
 
 
 def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
@@ -124,7 +133,8 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
     assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), 8) == "TRITON_ATTN"
     model = load(tmp_path, "gpt_oss")
     assert choice.choose_backend("TRITON_ATTN", model, 8) == "TRITON_ATTN"
-    assert choice.choose_backend("auto", model, 8) == "TORCH_SDPA"  # not on a CPU
+    on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
+    assert choice.choose_backend("auto", model, 8) == on_its_own
 
     def fail(size: int) -> int:
         raise RuntimeError(f"no tile of size {size}")
@@ -140,7 +150,9 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
             choice.choose_backend("TRITON_ATTN", model, 8)
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged, "_padded", fail)
-        with pytest.raises(CheckpointError, match="its kernels fail: RuntimeError: no tile .*Leave the flag"):
+        with pytest.raises(
+            CheckpointError, match=r"its kernels fail: RuntimeError: no tile .*Leave the flag"
+        ):
             choice.choose_backend("TRITON_ATTN", model, 8)
 
 

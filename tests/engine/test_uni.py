@@ -59,7 +59,7 @@ def test_an_attention_backend_that_cannot_run(tmp_path: Path, monkeypatch: pytes
         model=ModelConfig(model=str(directory)),
         device=DeviceConfig(device="cpu", attention_backend="TRITON_ATTN"),
     )
-    with pytest.raises(CheckpointError, match="TRITON_ATTN cannot serve: .*or use TORCH_SDPA"):
+    with pytest.raises(CheckpointError, match=r"TRITON_ATTN cannot serve: .*or use TORCH_SDPA"):
         make_executor(config, read_model_info(directory), 1).load(lambda phase: None)
     with pytest.raises(ValueError, match="--enforce-eager captures nothing"):
         DeviceConfig(enforce_eager=True, cudagraph_capture_sizes=(1, 2))
