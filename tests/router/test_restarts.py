@@ -236,11 +236,11 @@ def test_told_twice_to_end_the_coordinator_goes_last_all_the_same(tmp_path: Path
     )
 
     async def act() -> None:
-        await until(lambda: (tmp_path / "coordinator").exists() and (tmp_path / "engine").exists())
+        await until_async(lambda: (tmp_path / "coordinator").exists() and (tmp_path / "engine").exists())
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: supervisor._stopping)
+        await until_async(lambda: supervisor._stopping)
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: pid_of(supervisor, "Engine_0") is None)
+        await until_async(lambda: pid_of(supervisor, "Engine_0") is None)
 
     assert supervised(supervisor, act) == 0
     ended = {name: float((tmp_path / name).read_text()) for name in ("engine", "coordinator")}
