@@ -218,7 +218,8 @@ async def _supervise(
         view = await wait_for_instances(config, supervisor, overseer)
         if not config.mesh.headless:
             await _wait_for_endpoint(config)
-            _print_try_line(config, view)
+            with contextlib.suppress(OSError):  # whoever read our output has had enough: the mesh goes on
+                _print_try_line(config, view)
 
     try:
         return await supervisor.run(until_ready)
