@@ -23,6 +23,12 @@ class Indexing(TorchFunctionMode):
             return _get(*args)
         if func is torch.Tensor.__setitem__:
             return _set(*args)
+        if func is torch.Tensor.bool:
+            return aten._to_copy.default(args[0], dtype=torch.bool)
+        if func is torch.Tensor.__invert__:
+            return aten.bitwise_not.default(args[0])
+        if func is torch.Tensor.copy_:
+            return aten.copy_.default(*args, **(kwargs or {}))
         if func is torch.Tensor.to:  # where it stays on its device
             args = (args[0], *(each for each in args[1:] if str(each) not in ("cuda", "cuda:0")))
             if len(args) == 1 and not kwargs:

@@ -44,7 +44,7 @@ def to_device(model: Any) -> None:
                 module._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device="cuda")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_decode_step_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

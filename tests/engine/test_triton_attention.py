@@ -39,7 +39,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
     monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
     monkeypatch.setattr(triton_paged, "QUERY_LINES", 12)
 
-    def make(layers, dtype=torch.float32, programs=12):
+    def make(layers, dtype=torch.float32, programs=64):
         return triton_paged.TritonPagedAttention(
             layers,
             num_blocks=NUM_BLOCKS,
@@ -69,8 +69,12 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
     layers = SHAPES[shapes]
     softcap = 1.5 if special in ("softcap", "both") else None
     cache = make(layers)
+    cut: list[int] = []
+    splits = cache.splits
+    cache.splits = lambda *arguments: cut.append(splits(*arguments)) or cut[-1]
     requests = Requests(layers, group, lengths, seed=len(lengths))
-    while rows := requests.next_rows(longest):
+    requests.lengths = [length - 1 for length in lengths]  # the last token of each comes alone
+    while rows := requests.next_rows(longest) or last_rows(requests, lengths):
         plan = cache.plan(requests.pack(rows))
         for layer, shape in enumerate(layers):
             heads = shape.kv_heads * group
@@ -79,6 +83,14 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
             found = plan.attend(layer, query, key, value, scale=0.3, softcap=softcap, sinks=sinks)
             expected = requests.expected(rows, layer, 0.3, softcap, None if sinks is None else sinks.cpu())
             torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
+    assert requests.done == lengths
+    seen = max(min(layer.window or max(lengths), max(lengths)) for layer in layers)
+    assert max(cut) == min(seen // triton_paged.SPLIT_KEYS, 32) or seen < 2 * triton_paged.SPLIT_KEYS
+
+
+def last_rows(requests: Requests, lengths: list[int]) -> list[tuple[int, int, int]]:
+    requests.lengths = lengths
+    return requests.next_rows(1)
 
 
 @pytest.mark.parametrize(
