@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from engine.messages import Counters, Report
-from examples import null_model
+from examples.null_model import CONTEXT_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE
 from examples.routing.baselines import BASELINES, Baseline
 from examples.routing.cluster import Machine, StepTime
 from examples.routing.outcome import Outcome
@@ -33,7 +33,8 @@ from router.bench.local_mesh import mesh
 
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
-SHIPPED = Path(__file__).parents[2] / "engine/models/lockstep-moe"
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "engine/models/lockstep-moe"
 LONGEST = 32_768
 """Tokens of context where no model computes: more than any request of the loads has."""
 
@@ -71,15 +72,15 @@ def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
     """Instances that wait for as long as such steps take, everything so many times slower: what the host
     does meanwhile then matters so many times less."""
     variables = {
-        null_model.STEP_VARIABLE: str(time.base * slowdown * 1e3),
-        null_model.TOKEN_VARIABLE: str(time.per_token * slowdown * 1e6),
-        null_model.CONTEXT_VARIABLE: str(time.per_context * slowdown * 1e9),
+        STEP_VARIABLE: str(time.base * slowdown * 1e3),
+        TOKEN_VARIABLE: str(time.per_token * slowdown * 1e6),
+        CONTEXT_VARIABLE: str(time.per_context * slowdown * 1e9),
     }
     loads = {
         name: lambda rng, size, make=make: small_ids(make(rng, size, slowdown))  # type: ignore[misc]
         for name, make in LOADS.items()
     }
-    serve = (str(Path(null_model.__file__)), "serve")
+    serve = (str(ROOT / "examples/null_model.py"), "serve")
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         model = _with_long_context(Path(folder) / SHIPPED.name)
 
