@@ -85,13 +85,14 @@ class OtherHost(threading.Thread):
             context, endpoint("127.0.0.1", self._port), ToNode, name="other"
         )
         said: object = join()
+        receiving = asyncio.ensure_future(connection.receive())
         while not any(isinstance(each, End) for each in self.heard):
             if not self.silent:
                 connection.send(said)
-            try:
-                message = await asyncio.wait_for(connection.receive(), 0.05)
-            except TimeoutError:
+            if not (await asyncio.wait({receiving}, timeout=0.05))[0]:
                 continue
+            message = receiving.result()
+            receiving = asyncio.ensure_future(connection.receive())
             self.heard.append(message)
             match message:
                 case Hire():
@@ -99,6 +100,7 @@ class OtherHost(threading.Thread):
                     said = Alive()
                 case Tell(number, payload):
                     connection.send(Said(number, payload))
+        receiving.cancel()
         connection.close()
         context.term()
 
