@@ -152,7 +152,7 @@ class Server:
                     break
                 if not steps:
                     self._hand_out()
-                    self._report_changes()  # 4. nothing to do: tell what changed, sleep until a message
+                    self._report_changes(at_rest=True)  # 4. tell what changed, sleep until a message
                     self._listener.wait(IDLE_WAIT)
         finally:
             self._hand_out()
@@ -284,11 +284,11 @@ class Server:
         if report is not None:
             router.news.told(report, time.monotonic())
 
-    def _report_changes(self) -> None:
-        """To those who were told nothing lately."""
+    def _report_changes(self, *, at_rest: bool = False) -> None:
+        """To those who were told nothing lately; at rest at once, as nothing may change for long."""
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if router.news.may_go_alone(now) and self._has_news(router):
+            if (at_rest or router.news.may_go_alone(now)) and self._has_news(router):
                 self._send(peer, NOTHING, self._report(router))
 
     def _has_news(self, router: _Router) -> bool:

@@ -102,6 +102,10 @@ def _size(process: psutil.Process) -> Size:
     return Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
 
 
+REPORTED = 0.5
+"""Seconds in which a router hears of the last step."""
+
+
 def assert_at_rest(mesh: SpreadMesh) -> None:
     """No request, no block, no change under way; each expert in one place; all in the newest epoch, asleep."""
     assert_idle(mesh)
@@ -117,6 +121,7 @@ def assert_at_rest(mesh: SpreadMesh) -> None:
         )
 
     wait_until(settled, SETTLES, "all instances serve in one epoch")
+    time.sleep(REPORTED)
     before = steps(mesh)
     time.sleep(1.0)
     assert steps(mesh) == before, "an idle mesh takes no steps"
