@@ -82,7 +82,10 @@ def test_ctrl_c_at_the_prompt_costs_no_conversation(mesh: Mesh) -> None:
         os.close(follower)
         try:
             seen = read_until(leader, b"> ")
-            process.send_signal(signal.SIGINT)
+            answers: list[int] = []
+            while not answers and process.poll() is None:  # when the prompt is there, it may not listen yet
+                process.send_signal(signal.SIGINT)
+                answers = select.select([leader], [], [], 3.0)[0]
             seen += read_until(leader, b"> ")
             assert b"(/exit or Ctrl-D ends)" in seen
             os.write(leader, b"/exit\n")
