@@ -291,7 +291,7 @@ class NodeCrew:
                 if there and silent < SILENCE:
                     continue
                 why = f"says nothing for {silent:.0f} s" if there else "is gone: its connection broke"
-                self._lose(node, f"went with its host {node}, which {why}")
+                self._lose(node, f"went with its host {node}, which {why}", hears=there)
             await asyncio.sleep(ALIVE_INTERVAL)
 
     def _join(self, peer: Peer, join: Join) -> None:
@@ -362,8 +362,9 @@ class NodeCrew:
             with contextlib.suppress(ChannelClosed):  # the executor is done with it
                 node.workers[number].relay.send(payload)
 
-    def _lose(self, node: _Node, how: str) -> None:
-        node.left = True
+    def _lose(self, node: _Node, how: str, *, hears: bool = False) -> None:
+        """``hears``: it can still be told of the end, and may say that it was."""
+        node.left = node.left or not hears
         self._leaving.set()
         for worker in node.workers.values():
             worker.gone(how)

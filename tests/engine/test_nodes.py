@@ -19,7 +19,7 @@ from engine.executor.base import CannotStart
 from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.nodes import driver
 from engine.nodes.driver import NodeCrew
-from engine.nodes.messages import Alive, End, Hire, Hired, Join, Said, Tell, ToNode, Wait
+from engine.nodes.messages import Alive, End, Hire, Hired, Join, Leaving, Said, Tell, ToNode, Wait
 from engine.settings import resolve
 from engine.versions import versions
 from tests.mesh.harness import free_port
@@ -100,6 +100,8 @@ class OtherHost(threading.Thread):
                     said = Alive()
                 case Tell(number, payload):
                     connection.send(Said(number, payload))
+                case End(_, reason):
+                    connection.send(Leaving(reason))
         receiving.cancel()
         connection.close()
         context.term()
@@ -107,6 +109,7 @@ class OtherHost(threading.Thread):
 
 def test_a_worker_elsewhere_is_reached_and_a_silent_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "SILENCE", 1.0)
+    monkeypatch.setattr(driver, "LEAVE_SECONDS", 4.0)  # of less than END_TIMEOUT, also where cores are busy
     monkeypatch.setattr(
         driver, "LocalWorker", lambda name, *_, **kinds: RelayedWorker(name, "here", "0", "", 0)
     )
