@@ -138,8 +138,10 @@ class PrivateMesh:
         try:
             while not future.done():
                 concurrent.futures.wait([future], ALIVE_INTERVAL)
-                if not (self._thread.is_alive() or future.done()):
-                    raise self.dead()  # it ended just before it could take the work
+                if not (self._thread.is_alive() or future.done()):  # it ended before it took the work
+                    waiting.close()
+                    work.close()
+                    raise self.dead()
             return future.result()
         except concurrent.futures.CancelledError as error:
             raise self.dead() from error

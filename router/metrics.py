@@ -156,7 +156,10 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         model = self._mesh.model.names[0] if self._mesh.model is not None else ""
-        others = self._shelf.others() if self._shelf else []
+        others: list[Snapshot] = []
+        if self._shelf is not None:
+            self._shelf.write(self.snapshot())  # what a scrape was told does not fall again
+            others = self._shelf.others()
         reports = self.reports()
         engines = [str(rank) for rank in sorted(reports)]
         for histogram in self._histograms:

@@ -1,9 +1,9 @@
 """Where the front ends of one ``serve`` leave their counts, so that each can tell the sum of all.
 
 A scrape of the shared port reaches one front end, by chance. Each writes what it has counted to a file of
-its own whenever that changed, at most every half second, and adds the others' files to its answer. Who is
-started again goes on from its file, so counters never fall because a process died; at most the last half
-second is lost.
+its own whenever that changed, at most every half second and before each scrape, and adds the others' files to
+its answer. Who is started again goes on from its file, so counters never fall from one scrape to the next,
+whoever answers and whoever died; at most the last half second, of which nobody was told, is lost.
 """
 
 from __future__ import annotations

@@ -72,6 +72,16 @@ def test_counters_outlive_the_process_that_counted(tmp_path: Path) -> None:
     assert page(again) == {**before, "lockstep:requests_in_flight": 0.0}
 
 
+def test_what_a_scrape_was_told_outlives_who_told_it(tmp_path: Path) -> None:
+    one, two = front_end(tmp_path, 0), front_end(tmp_path, 1)
+    one.success["0", "stop"] = 3
+    two.success["0", "stop"] = 4
+    name = 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}'
+    assert page(one)[name] == 3, "the other has not written yet"
+    assert page(two)[name] == 7
+    assert page(front_end(tmp_path, 0))[name] == 7, "started again"
+
+
 def test_what_a_dead_front_end_had_in_flight_is_no_longer_counted(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
     dead.wait()
