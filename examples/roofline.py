@@ -8,7 +8,8 @@ Loads a model into this process and runs its steps with the native kernels, with
 so many sequences with 160 tokens of context each, and prompts. Printed for each step:
 
     ms          median of the steps' wall time
-    bytes       weights and cached keys and values that the step must read, each once
+    bytes       weights and cached keys and values that the step must read, each once; weights as they are
+                laid out, compressed or not (LOCKSTEP_COMPRESS_WEIGHTS=0)
     limit ms    the longer of bytes / measured memory bandwidth and operations / measured matrix rate
     share       limit / ms
     then        ms by kind of operation, by the kernels' own account
@@ -117,7 +118,8 @@ def measure(
     head = decoder.head.numel()
     operations = 2 * (used - head) * tokens + 2 * head * len(rows)
     operations += sum(4 * layer.attention.heads * layer.attention.dim for layer in decoder.layers) * pairs
-    num_bytes = (read + cached * keys) * size
+    kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
+    num_bytes = (kept * read + cached * keys) * size
     limit = max(num_bytes / reach["memory"], operations / reach["matrix"])
     return {
         "ms": 1000 * seconds,

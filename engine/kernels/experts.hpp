@@ -137,14 +137,16 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t panels, Tea
 template <class T>
 void experts_up(const Operation& op, Team& team) {
     using E = typename T::Element;
-    int64_t steps = op.k / T::PACK, panels = (op.n + LANES - 1) / LANES, words = steps * LANES;
+    int64_t steps = op.k / T::PACK, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
+    Weights weights(op, steps);
     for_experts(static_cast<const int64_t*>(op.extra), op.a, panels, team,
                 [&](int64_t expert, int64_t panel, int64_t first, int64_t rows) {
-        const uint32_t* gate = op.weights + (expert * 2 * panels + panel) * words;
-        int64_t column = panel * LANES;
-        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, true,
-                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))});
+        int64_t column = panel * LANES, gate = expert * 2 * panels + panel;
+        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(gate),
+                          weights.panel(gate + panels), true,
+                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))},
+                          room_for<T>(weights, op.k, rows, 1));
     });
     products.finish();
 }
@@ -153,7 +155,7 @@ void experts_up(const Operation& op, Team& team) {
 template <class T>
 void experts_down(const Operation& op, Team& team) {
     using E = typename T::Element;
-    int64_t steps = op.k / T::PACK, pairs = (op.n + 2 * LANES - 1) / (2 * LANES), words = steps * LANES;
+    int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     struct Columns {
         E* out;
         __mmask16 low, high;
@@ -162,13 +164,15 @@ void experts_down(const Operation& op, Team& team) {
         T::store(to.out + row * n, one, to.low);
         T::store(to.out + row * n + LANES, two, to.high);
     });
+    Weights weights(op, op.k / T::PACK);
     for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team,
                 [&](int64_t expert, int64_t pair, int64_t first, int64_t rows) {
-        const uint32_t* a = op.weights + (expert * pairs + pair) * 2 * words;
-        int64_t column = 2 * pair * LANES;
-        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, a, a + words, true,
+        int64_t column = 2 * pair * LANES, panel = (expert * pairs + pair) * 2;
+        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(panel),
+                          weights.panel(panel + 1), true,
                           {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column)),
-                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))});
+                           lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                          room_for<T>(weights, op.k, rows, 1));
     });
     products.finish();
 }

@@ -12,25 +12,24 @@ import torch
 
 from engine.kernels.library import Library
 from engine.kernels.operations import Kind, Operations, StepArguments
-from engine.kernels.packing import SLACK, gate_and_up, panels
-from engine.kernels.pages import Arena
+from engine.kernels.packing import SLACK, Laid, Packer
 
 
 @dataclass(frozen=True)
 class PackedExperts:
     """The experts of a layer, laid out for the kernels."""
 
-    up: torch.Tensor
-    down: torch.Tensor
+    up: Laid
+    down: Laid
     count: int
     hidden: int
     width: int
 
     @classmethod
-    def of(cls, gate_up: torch.Tensor, down: torch.Tensor, arena: Arena) -> PackedExperts:
+    def of(cls, gate_up: torch.Tensor, down: torch.Tensor, packer: Packer) -> PackedExperts:
         """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
         count, hidden, width = down.shape
-        return cls(gate_and_up(gate_up, arena), panels(down, 32, arena), count, hidden, width)
+        return cls(packer.gate_and_up(gate_up), packer.panels(down, 32), count, hidden, width)
 
     def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
         """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from
@@ -50,7 +49,7 @@ class NativeExperts:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._arena = Arena()
+        self._packer = Packer(library)
         self._packed: dict[int, tuple[weakref.ref[torch.Tensor], PackedExperts]] = {}
 
     def packed(self, module: Any) -> PackedExperts:
@@ -59,7 +58,7 @@ class NativeExperts:
         known = self._packed.get(id(module))
         if known is not None and known[0]() is weight:
             return known[1]
-        packed = PackedExperts.of(weight.data, module.down_proj.data, self._arena)
+        packed = PackedExperts.of(weight.data, module.down_proj.data, self._packer)
         self._packed[id(module)] = (weakref.ref(weight), packed)
         return packed
 

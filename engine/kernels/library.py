@@ -47,6 +47,13 @@ class Library:
         self.exchange_bytes = int(self._loaded.lockstep_exchange_bytes())
         self._use_tiles = self._loaded.lockstep_use_tiles
         self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._survey, self._compress = self._loaded.lockstep_survey, self._loaded.lockstep_compress
+        self._survey.argtypes, self._survey.restype = [address, number, address, address, number], number
+        self._compress.argtypes = [address, number, address, address, address, address, number]
+        self._compress.restype = None
+        self.compresses = bool(self._loaded.lockstep_can_compress())
+        """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
         self.use_tiles(os.environ.get(OFF) != "avx512")
         self.key = f"{path.stem} {self.has_tiles}"
@@ -55,6 +62,16 @@ class Library:
     def use_tiles(self, wanted: bool) -> None:
         """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without. Between two steps."""
         self.has_tiles = self._use_tiles(int(wanted)) != 0
+
+    def survey(self, weights: int, tiles: int, uppers: int, begins: int, threads: int) -> int:
+        """Fill in what :meth:`compress` needs to know; returns the number of patches."""
+        return int(self._survey(weights, tiles, uppers, begins, threads))
+
+    def compress(
+        self, weights: int, tiles: int, uppers: int, begins: int, patches: int, out: int, threads: int
+    ) -> None:
+        """Write the tiles in 12 bits a weight, and the patches. All are addresses but ``tiles``."""
+        self._compress(weights, tiles, uppers, begins, patches, out, threads)
 
     def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
         """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16. False if

@@ -58,6 +58,9 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     program.let_go()
     _let_go(model)
     tiles = ", with AMX" if kernels.has_tiles and model.dtype == torch.bfloat16 else ""
+    if saved := program.saved_bytes:
+        share = saved / (program.weight_bytes + saved)
+        tiles += f", weights compressed by {100 * share:.0f} %"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
 

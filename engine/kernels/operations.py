@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED = 1, 2, 4
-"""Flags: add to what is there; write float32; of the selected rows only."""
+ADD, AS_FLOAT, SELECTED, COMPRESSED = 1, 2, 4, 8
+"""Flags: add to what is there; write float32; of the selected rows only; the weights are compressed."""
 
 _OPERATION = np.dtype(
     [(name, np.float64 if name == "number" else np.int64) for name in (
@@ -85,6 +86,8 @@ class Operations:
         for name, value in fields.items():
             row[name] = _address(value)
             self._kept.append(value)
+        if isinstance(fields.get("weights"), Compressed):
+            row["flags"] |= COMPRESSED
         self._count += 1
 
     def run(
@@ -111,6 +114,8 @@ def _address(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return value.data_ptr()
+    if isinstance(value, Compressed):
+        value = value.record
     if isinstance(value, np.ndarray):
         assert value.flags.c_contiguous
         return value.ctypes.data

@@ -3,13 +3,18 @@ bfloat16 that are neighbours along the inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.compression import Compressed, can_compress, compressed
+from engine.kernels.library import Library
 from engine.kernels.pages import Arena
 
+Laid: TypeAlias = "torch.Tensor | Compressed"
 LANES = 16
 PACK = {torch.float32: 1, torch.bfloat16: 2}
 """Numbers per word."""
@@ -17,16 +22,49 @@ SLACK = 16
 """Rows by which inputs of products can be read beyond their end: products take 16 rows at a time."""
 
 
-def panels(weight: torch.Tensor, multiple: int = LANES, arena: Arena | None = None) -> torch.Tensor:
-    """[..., outputs, inputs] -> [..., outputs / 16, inputs / pack, 16, pack], contiguous, in memory of the
-    arena. Outputs are filled up with zeros to a multiple of ``multiple``."""
-    return _written([_turned(weight, multiple)], arena)
+def panels(weight: torch.Tensor, multiple: int = LANES) -> torch.Tensor:
+    """[..., outputs, inputs] -> [..., outputs / 16, inputs / pack, 16, pack], contiguous. Outputs are filled
+    up with zeros to a multiple of ``multiple``."""
+    return _written([_turned(weight, multiple)])
 
 
-def gate_and_up(weight: torch.Tensor, arena: Arena | None = None) -> torch.Tensor:
+def gate_and_up(weight: torch.Tensor) -> torch.Tensor:
     """[..., 2 * width, inputs], gate first -> gate's panels, then up's."""
     gate, up = weight.chunk(2, dim=-2)
-    return _written([_turned(gate, LANES), _turned(up, LANES)], arena)
+    return _written([_turned(gate, LANES), _turned(up, LANES)])
+
+
+class Packer:
+    """Lays weights out where they stay: in huge pages, compressed where that is worth it."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._arena = Arena()
+        self.num_bytes = 0
+        """Of all that was laid out."""
+        self.saved_bytes = 0
+        """That compression saves of them."""
+
+    def panels(self, weight: torch.Tensor, multiple: int = LANES) -> Laid:
+        """See the function of this name."""
+        return self._lay([_turned(weight, multiple)])
+
+    def gate_and_up(self, weight: torch.Tensor) -> Laid:
+        """See the function of this name."""
+        gate, up = weight.chunk(2, dim=-2)
+        return self._lay([_turned(gate, LANES), _turned(up, LANES)])
+
+    def _lay(self, parts: Sequence[torch.Tensor]) -> Laid:
+        shape, dtype = _shape(parts), parts[0].dtype
+        as_they_are = math.prod(shape) * dtype.itemsize
+        if can_compress(self._library, shape, dtype):
+            laid = compressed(self._library, _written(parts), self._arena)
+            if laid is not None:
+                self.num_bytes += laid.num_bytes
+                self.saved_bytes += as_they_are - laid.num_bytes
+                return laid
+        self.num_bytes += as_they_are
+        return _written(parts, self._arena.zeros(shape, dtype))
 
 
 def _turned(weight: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -40,11 +78,12 @@ def _turned(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     return split.transpose(-3, -2)
 
 
-def _written(parts: Sequence[torch.Tensor], arena: Arena | None) -> torch.Tensor:
+def _shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    shape = [*parts[0].shape]
+    shape[-4] = sum(part.shape[-4] for part in parts)
+    return tuple(shape)
+
+
+def _written(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """One after the other along the panels."""
-    first = parts[0]
-    panel = first.dim() - 4
-    shape = [*first.shape]
-    shape[panel] = sum(part.shape[panel] for part in parts)
-    out = (arena or Arena()).zeros(tuple(shape), first.dtype)
-    return torch.cat([*parts], dim=panel, out=out)
+    return torch.cat([*parts], dim=-4, out=out).contiguous()

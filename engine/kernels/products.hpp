@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "compressed.hpp"
 #include "numbers.hpp"
 
 namespace {
@@ -56,8 +57,6 @@ void clear(__m512 (&sum)[MAX_ROWS][2]) {
 
 // ---- tiles
 
-constexpr int TILE = 16;       // rows of a tile; also words of 32 bits in each
-
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
 // The kernel saves the tiles of a process that has asked for them.
@@ -94,26 +93,42 @@ struct TileScope {
     ~TileScope() { shape_tiles(FULL); }
 };
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums; COLD: these rows are the first to see the weights. Calls aside() before
-// the tiles of each step.
-template <int ROW_TILES, bool COLD, class Aside>
-void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint32_t* b, int64_t steps, float* out, Aside aside) {
+// Where weights come from: memory, a cache of this core, or memory in 12 bits each.
+enum Source { COLD, WARM, NARROW };
+constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
+
+// out: [ROW_TILES][2] blocks of 16 x 16 sums. Calls aside() before the tiles of each step. NARROW: all words are also left
+// in `keep`, a's and then b's, if there is one.
+template <int ROW_TILES, Source SOURCE, class Aside>
+void multiply_tiles(const char* in, int64_t pitch, Panel a, Panel b, int64_t steps, uint32_t* keep, float* out, Aside aside) {
+    alignas(64) uint32_t widened[SOURCE == NARROW ? 4 * LEAD * TILE_WORDS : 1];  // tiles of some steps
+    auto words_of = [&](const Panel& panel, int64_t side, int64_t step) -> const uint32_t* {
+        if (SOURCE != NARROW) return panel.words + step * LANES;
+        return keep != nullptr ? keep + (side * steps + step) * LANES : widened + (step / TILE % (2 * LEAD) * 2 + side) * TILE_WORDS;
+    };
+    auto widen = [&](int64_t step) {
+        decompress(*a.compressed, a.tile + step / TILE, const_cast<uint32_t*>(words_of(a, 0, step)));
+        decompress(*b.compressed, b.tile + step / TILE, const_cast<uint32_t*>(words_of(b, 1, step)));
+        asm volatile("" ::: "memory");  // loads of tiles are not known to read this
+    };
     _tile_zero(0);
     _tile_zero(1);
     if (ROW_TILES == 2) {
         _tile_zero(2);
         _tile_zero(3);
     }
+    if (SOURCE == NARROW)
+        for (int64_t step = 0; step < std::min(steps, LEAD * TILE); step += TILE) widen(step);
     for (int64_t step = 0; step < steps; step += TILE) {
         aside();
-        if (COLD)
-            for (int line = 0; line < TILE; ++line) {
-                _mm_prefetch(reinterpret_cast<const char*>(a + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
-                _mm_prefetch(reinterpret_cast<const char*>(b + (step + 4 * TILE + line) * LANES), _MM_HINT_T0);
+        if (SOURCE == COLD)
+            for (int64_t line = AHEAD * TILE; line < (AHEAD + 1) * TILE; ++line) {
+                _mm_prefetch(reinterpret_cast<const char*>(a.words + (step + line) * LANES), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(b.words + (step + line) * LANES), _MM_HINT_T0);
             }
         _tile_loadd(4, in + 4 * step, pitch);
-        _tile_loadd(6, a + step * LANES, 64);
-        _tile_loadd(7, b + step * LANES, 64);
+        _tile_loadd(6, words_of(a, 0, step), 64);
+        _tile_loadd(7, words_of(b, 1, step), 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (ROW_TILES == 2) {
@@ -121,6 +136,7 @@ void multiply_tiles(const char* in, int64_t pitch, const uint32_t* a, const uint
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        if (SOURCE == NARROW && step + LEAD * TILE < steps) widen(step + LEAD * TILE);
     }
     _tile_stored(0, out, 64);
     _tile_stored(1, out + 256, 64);
@@ -136,8 +152,9 @@ bool ask_for_tiles() { return false; }
 struct TileUse {
     explicit TileUse(bool) {}
 };
-template <int ROW_TILES, bool COLD, class Aside>
-void multiply_tiles(const char*, int64_t, const uint32_t*, const uint32_t*, int64_t, float*, Aside) {}
+enum Source { COLD, WARM, NARROW };
+template <int ROW_TILES, Source SOURCE, class Aside>
+void multiply_tiles(const char*, int64_t, Panel, Panel, int64_t, uint32_t*, float*, Aside) {}
 
 #endif
 
@@ -164,27 +181,47 @@ class Products {
         }
     }
 
+    // Up to ROW_TILES tiles of rows from `begin` on, while sums that wait are stored.
+    template <int ROW_TILES>
+    void multiply_some(Source source, const E* in, int64_t k, int64_t begin, Panel a, Panel b, uint32_t* keep) {
+        auto* from = reinterpret_cast<const char*>(in + begin * k);
+        int64_t pitch = k * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
+        auto aside = [this, some = int((count + tiles - 1) / tiles)] { finish(some); };
+        float* to = sums[1 - side];
+        switch (source) {
+            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, a, b, steps, keep, to, aside);
+            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, a, b, steps, keep, to, aside);
+            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, a, b, steps, keep, to, aside);
+        }
+    }
+
    public:
     explicit Products(Body with) : body(with) {}
 
     // `rows` rows of `in` [rows, k] with panels a and b. `in` can be read up to a multiple of 16 rows; what lies there
-    // does not matter. cold: nobody has seen these panels in this step.
-    void multiply(const E* in, int64_t k, int64_t rows, const uint32_t* a, const uint32_t* b, bool cold, Tag tag) {
+    // does not matter. cold: nobody has seen these panels in this step. keep: room for the words of both, where they are
+    // compressed and more rows come than one pass takes, in this call or the next.
+    void multiply(const E* in, int64_t k, int64_t rows, Panel a, Panel b, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         if (use_tiles<T>() && steps % TILE == 0) {
+            if (a.compressed != nullptr && !cold) a.words = keep, b.words = keep + steps * LANES;
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
-                auto* from = reinterpret_cast<const char*>(in + begin * k);
                 int now = int(std::min<int64_t>(2 * TILE, rows - begin));
-                int64_t pitch = k * int64_t(sizeof(E)), tiles = steps / TILE;
-                auto aside = [this, some = int((count + tiles - 1) / tiles)] { finish(some); };
-                float* to = sums[1 - side];
-                if (now > TILE && cold) multiply_tiles<2, true>(from, pitch, a, b, steps, to, aside);
-                else if (now > TILE) multiply_tiles<2, false>(from, pitch, a, b, steps, to, aside);
-                else if (cold) multiply_tiles<1, true>(from, pitch, a, b, steps, to, aside);
-                else multiply_tiles<1, false>(from, pitch, a, b, steps, to, aside);
+                Source source = !cold ? WARM : a.compressed != nullptr ? NARROW : COLD;
+                if (now > TILE) multiply_some<2>(source, in, k, begin, a, b, keep);
+                else multiply_some<1>(source, in, k, begin, a, b, keep);
                 waiting = tag, first = begin, next = 0, count = now, side = 1 - side, cold = false;
+                if (a.compressed != nullptr) a.words = keep, b.words = keep + steps * LANES;
             }
             return;
+        }
+        if (a.compressed != nullptr) {
+            uint32_t* words = scratch(2 * steps * LANES);
+            for (int64_t tile = 0; tile < steps / TILE; ++tile) {
+                decompress(*a.compressed, a.tile + tile, words + tile * TILE_WORDS);
+                decompress(*b.compressed, b.tile + tile, words + steps * LANES + tile * TILE_WORDS);
+            }
+            a.words = words, b.words = words + steps * LANES;
         }
         for (int64_t begin = 0; begin < rows; begin += MAX_ROWS) {
             int now = int(std::min<int64_t>(MAX_ROWS, rows - begin));
@@ -192,7 +229,7 @@ class Products {
             for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * k);
             __m512 sum[MAX_ROWS][2];
             clear(sum);
-            ::multiply<T>(now, sum, a, b, LANES, inputs, 0, steps);
+            ::multiply<T>(now, sum, a.words, b.words, LANES, inputs, 0, steps);
             for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
         }
     }
@@ -213,6 +250,12 @@ template <class T, class Body>
 inline void row_blocks(int64_t k, int64_t rows, Body body) {
     int64_t block = use_tiles<T>() && k / T::PACK % TILE == 0 ? 2 * TILE : rows;
     for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
+}
+
+// Room for what `pairs` pairs of panels are widened to, if more rows than one pass takes will see them.
+template <class T>
+uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pairs) {
+    return weights.compressed() && rows > 2 * TILE ? scratch(pairs * 2 * k / T::PACK * LANES) : nullptr;
 }
 
 // Where 16 columns of rows of width n go, gated: silu(in x gate) * (in x up).

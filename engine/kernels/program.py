@@ -21,6 +21,7 @@ from engine.kernels.experts import NativeExperts
 from engine.kernels.library import Library
 from engine.kernels.lowering import Lowering, StepList
 from engine.kernels.operations import Kind, StepArguments
+from engine.kernels.packing import Packer
 from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
@@ -41,7 +42,10 @@ class Program:
         self._decoder = decoder
         self._experts = experts
         self._products = NativeExperts(library)
-        self._packed = PackedDecoder(decoder, spread=experts is not None)
+        packer = Packer(library)
+        self._packed = PackedDecoder(decoder, packer, spread=experts is not None)
+        self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
+        """Of the weights as they are laid out, and how many more they were; without spread experts."""
         self._cosines = self._sines = torch.empty(0, 0)
         self._cache: NativeCache | None = None
         self._room = Room()

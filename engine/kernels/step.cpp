@@ -72,14 +72,17 @@ void linear(const Operation& op, const Step& step, Team& team) {
         put(place, one, to.low, to.column);
         put(place + LANES, two, to.high, to.column + LANES);
     });
+    Weights weights(op, op.k / T::PACK);
     team.share_out(pairs, CACHED_BYTES / (8 * panel), [&](int64_t begin, int64_t end) {
+        uint32_t* room = room_for<T>(weights, op.k, rows, end - begin);
         row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = begin; pair < end; ++pair) {
-                const uint32_t* a = op.weights + 2 * pair * panel;
                 int64_t column = 2 * pair * LANES;
-                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, count, a, a + panel, first == 0,
+                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, count, weights.panel(2 * pair),
+                                  weights.panel(2 * pair + 1), first == 0,
                                   {first, column, lanes_of(int(op.n - column)),
-                                   lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))});
+                                   lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
+                                  room == nullptr ? nullptr : room + (pair - begin) * 2 * panel);
             }
         });
     });
@@ -92,13 +95,16 @@ void gated(const Operation& op, const Step& step, Team& team) {
     using E = typename T::Element;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
+    Weights weights(op, op.k / T::PACK);
     team.share_out(panels, CACHED_BYTES / (8 * words), [&](int64_t begin, int64_t end) {
+        uint32_t* room = room_for<T>(weights, op.k, step.tokens, end - begin);
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
             for (int64_t panel = begin; panel < end; ++panel) {
-                const uint32_t* gate = op.weights + panel * words;
                 int64_t column = panel * LANES;
-                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, gate, gate + panels * words, first == 0,
-                                  {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))});
+                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(panel),
+                                  weights.panel(panels + panel), first == 0,
+                                  {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))},
+                                  room == nullptr ? nullptr : room + (panel - begin) * 2 * words);
             }
         });
     });
@@ -165,6 +171,17 @@ int64_t lockstep_run(const void* operations, int64_t count, const void* step, in
 int64_t lockstep_operation_bytes() { return sizeof(Operation); }
 int64_t lockstep_step_bytes() { return sizeof(Step); }
 int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }
+// 12 bits for each of these weights, laid out in panels of whole tiles: first what they need, then they themselves.
+int64_t lockstep_can_compress() { return CAN_COMPRESS; }
+int64_t lockstep_survey(const void* weights, int64_t tiles, void* uppers, void* begins, int64_t threads) {
+    return survey(static_cast<const uint16_t*>(weights), tiles, static_cast<uint8_t*>(uppers), static_cast<uint32_t*>(begins),
+                  int(threads));
+}
+void lockstep_compress(const void* weights, int64_t tiles, const void* uppers, const void* begins, void* patches, void* out,
+                       int64_t threads) {
+    compress(static_cast<const uint16_t*>(weights), tiles, static_cast<const uint8_t*>(uppers),
+             static_cast<const uint32_t*>(begins), static_cast<uint32_t*>(patches), static_cast<uint8_t*>(out), int(threads));
+}
 // Whether products use AMX: asks for it, or switches it off.
 int64_t lockstep_use_tiles(int64_t wanted) { return tiles_allowed = wanted != 0 && ask_for_tiles(); }
 }

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from engine.kernels.decoder import Decoder, Layer, Mlp
 from engine.kernels.experts import PackedExperts
-from engine.kernels.packing import gate_and_up, panels
-from engine.kernels.pages import Arena
+from engine.kernels.packing import Packer
 
 
 class PackedLayer:
     """One layer's."""
 
-    def __init__(self, layer: Layer, arena: Arena, *, spread: bool) -> None:
+    def __init__(self, layer: Layer, packer: Packer, *, spread: bool) -> None:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv = panels(attention.qkv.data, 32, arena)
-        self.out = panels(attention.out.data, 32, arena)
+        self.qkv = packer.panels(attention.qkv.data, 32)
+        self.out = packer.panels(attention.out.data, 32)
         self.gate_up = self.down = self.router = None
         self.experts: PackedExperts | None = None
         if isinstance(layer.mlp, Mlp):
-            self.gate_up = gate_and_up(layer.mlp.gate_up.data, arena)
-            self.down = panels(layer.mlp.down.data, 32, arena)
+            self.gate_up = packer.gate_and_up(layer.mlp.gate_up.data)
+            self.down = packer.panels(layer.mlp.down.data, 32)
         else:
-            self.router = panels(layer.mlp.router.data, 32, arena)
+            self.router = packer.panels(layer.mlp.router.data, 32)
             if not spread:
                 module = layer.mlp.experts
-                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, arena)
+                self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, packer)
 
     def let_go(self) -> None:
         """Empty the weights as they came; those laid out here are used."""
@@ -41,11 +40,10 @@ class PackedLayer:
 class PackedDecoder:
     """All layers' and the output layer's. The embedding and the norms are read as they are."""
 
-    def __init__(self, decoder: Decoder, *, spread: bool) -> None:
+    def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
-        arena = Arena()
-        self.layers = [PackedLayer(layer, arena, spread=spread) for layer in decoder.layers]
-        self.head = panels(decoder.head.data, 32, arena)
+        self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
+        self.head = packer.panels(decoder.head.data, 32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
