@@ -1,6 +1,6 @@
 """Grammars: which tokens may stand next in an answer whose form was asked for (no torch, no sockets).
 
-A grammar comes as text in llguidance's own form (JSON, see :mod:`router.grammars`), and is followed by one
+A grammar comes as text in llguidance's own form (JSON, see :mod:`router.structured`), and is followed by one
 matcher per request. Looking at what may come next changes nothing; only :meth:`Grammar.take`, called when a
 step is over, moves on. So a step that is cut short and run again has the same mask and gives the same token,
 and an instance that goes on with a request of another one reads the tokens that the client already has.

@@ -165,7 +165,7 @@ def _load_model(
             module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # likewise
+    except Exception as error:  # whatever the checkpoint may do to transformers' code
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             raise CheckpointError(f"{info.architecture}: {NOT_THROUGH_INTERFACE}") from error
         raise CheckpointError(
