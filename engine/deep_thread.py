@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,8 +12,6 @@ Result = TypeVar("Result")
 
 STACK_BYTES = 256 << 20
 """Pages that are not reached cost nothing."""
-
-logger = logging.getLogger(__name__)
 
 
 class DeepThread:

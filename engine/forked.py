@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import logging
 import os
 import select
 import signal
@@ -30,8 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from coordinator import process
-
-logger = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 17

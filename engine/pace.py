@@ -8,7 +8,6 @@ over ZeroMQ. How one group follows another is :mod:`engine.elastic`.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ from parallel.lockstep import Decision, Header, Lockstep, Run, Sleep, Switch, Wa
 
 if TYPE_CHECKING:
     from parallel.communicators.base import CollectiveError, Communicator
-
-logger = logging.getLogger(__name__)
 
 WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""

@@ -95,8 +95,6 @@ class Recovery:
         """The current group is of no use any more."""
         self.target: Form | None = None
         """The group to enter next."""
-        self.num_stale = 0
-        """Forms that came too late to count."""
         self._ready = False
         self._newest = 0
         self._switched = False
@@ -135,10 +133,9 @@ class Recovery:
     # ---- what the coordinator says
 
     def on_form(self, form: Form) -> list[Instruction]:
-        """A group is to be prepared. Repetitions do nothing, older ones are counted."""
+        """A group is to be prepared. Repetitions and older ones do nothing."""
         meant = self._instance in (*names(form), *form.leavers)
         if form.epoch <= self._newest or not meant or self._ended:
-            self.num_stale += form.epoch < self._newest
             return []
         self._newest = form.epoch
         instructions: list[Instruction] = self._abandon_target()

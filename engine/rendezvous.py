@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -13,8 +12,6 @@ from engine.recovery import names
 from parallel import groups
 from parallel.communicators import Backend
 from parallel.communicators.base import CollectiveError, Communicator
-
-logger = logging.getLogger(__name__)
 
 FORMING_TIMEOUT = 60.0
 """Seconds that forming a group may take at least: others may have experts to read first."""

@@ -10,45 +10,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 
 class CannotCut(ValueError):
     """A model that cannot be cut in this way. The message says what is in the way and what to do."""
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """Sizes of the parallel axes of one mesh.
-
-    dp: number of instances; pp: pipeline stages per instance; tp: tensor shards per stage.
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis, size in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)):
-            if size < 1:
-                raise ValueError(f"the size of axis {axis} must be at least 1, not {size}")
-
-    @property
-    def workers_per_instance(self) -> int:
-        return self.pp * self.tp
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.workers_per_instance
-
-    def world_rank(self, dp: int, pp: int = 0, tp: int = 0) -> int:
-        """The number of the worker at these coordinates in the whole world."""
-        return (dp * self.pp + pp) * self.tp + tp
-
-    def coordinates(self, world_rank: int) -> tuple[int, int, int]:
-        """(dp, pp, tp) of a worker; the inverse of :meth:`world_rank`."""
-        rest, tp = divmod(world_rank, self.tp)
-        dp, pp = divmod(rest, self.pp)
-        return dp, pp, tp
 
 
 def workers_of_node(workers: int, node: int, nnodes: int) -> range:

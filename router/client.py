@@ -66,7 +66,6 @@ class MeshClient:
         self._streams: dict[Entry, Stream] = {}
         self._passing = Passing(self._ledger, self._streams, self._chooser.settle)
         self._orphans: list[Entry] = []
-        self._resumes = 0
         self._moves = 0
         self.faults = Faults()
 
@@ -114,11 +113,6 @@ class MeshClient:
     @property
     def num_in_flight(self) -> int:
         return len(self._streams)
-
-    @property
-    def num_resumes(self) -> int:
-        """Requests that went on at another instance so far."""
-        return self._resumes
 
     @property
     def num_moves(self) -> int:
@@ -264,7 +258,6 @@ class MeshClient:
             else:
                 self._give_up(entry, error)
             return
-        self._resumes += entry.owed
         self._dispatch(entry, instance)
 
     def _drop(self, entry: Entry) -> None:
@@ -354,7 +347,6 @@ class MeshClient:
                 else:
                     self._orphans.append(entry)
                 continue
-            self._resumes += entry.owed
             self._dispatch(entry, instance)
 
     # ---- one connection

@@ -27,8 +27,6 @@ QUEUE_COST = 2048.0
 """What a request costs that waits for another to end, in prompt tokens."""
 SESSION_SLACK = 64.0
 """Prompt tokens more that the home of a session may cost, where nothing else speaks for another instance."""
-TYPICAL_COST = 2048.0
-"""Cost at which a score has fallen to one half."""
 
 
 class Policy(enum.StrEnum):
@@ -166,11 +164,6 @@ def core_shares(candidates: Sequence[Candidate]) -> dict[int, float]:
         for each in sharing
         if each.capacity is not None and each.capacity.at_once is not None
     }
-
-
-def score(candidate: Candidate, tokens: int) -> float:
-    """1 for an idle instance and a prompt that it has, towards 0 with the work that would be there."""
-    return TYPICAL_COST / (TYPICAL_COST + cost(candidate, tokens))
 
 
 def num_queued(candidate: Candidate, blocks: int) -> int:

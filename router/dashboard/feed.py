@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -17,8 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from router.errors import ApiError, ClientGone
 from router.streaming import EVENT_STREAM, SEND_TIMEOUT, unless_gone
-
-logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between two frames."""

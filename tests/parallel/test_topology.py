@@ -5,27 +5,11 @@ from pathlib import Path
 import pytest
 
 from parallel.topology import (
-    Layout,
     threads_per_worker,
     usable_cores,
     visible_cuda_devices,
     workers_of_node,
 )
-
-
-def test_ranks_and_coordinates_are_inverse_with_tp_fastest() -> None:
-    layout = Layout(dp=2, pp=3, tp=4)
-    assert layout.world_size == 24
-    assert layout.world_rank(0, 0, 3) == 3
-    assert layout.world_rank(0, 1, 0) == 4
-    assert layout.world_rank(1, 0, 0) == layout.workers_per_instance == 12
-    assert [layout.world_rank(*layout.coordinates(rank)) for rank in range(24)] == list(range(24))
-
-
-@pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
-def test_sizes_are_positive(axis: str) -> None:
-    with pytest.raises(ValueError, match=f"axis {axis} must be at least 1"):
-        Layout(**{axis: 0})
 
 
 @pytest.mark.parametrize(
