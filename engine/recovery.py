@@ -125,11 +125,6 @@ class Recovery:
         """Ready to leave the current group by agreement: this counts as work, and wakes the sleepers."""
         return self.epoch > 0 and self.ready_epoch > self.epoch
 
-    @property
-    def experts_needed(self) -> frozenset[int]:
-        """The experts that this instance owns in the current group or the target, to be kept."""
-        return owned(self.current, self._instance) | owned(self.target, self._instance)
-
     # ---- what the coordinator says
 
     def on_form(self, form: Form) -> list[Instruction]:
@@ -233,14 +228,6 @@ class Recovery:
 def names(form: Form) -> list[str]:
     """The members of a group, in group order."""
     return [peer.instance for peer in form.peers]
-
-
-def owned(form: Form | None, instance: str) -> frozenset[int]:
-    """The experts of an instance in a group, on whichever of its ranks."""
-    if form is None or instance not in names(form):
-        return frozenset()
-    place = names(form).index(instance)
-    return frozenset(expert for expert, owner in enumerate(form.owners) if owner // form.ranks == place)
 
 
 def owned_by_rank(form: Form, place: int) -> list[list[int]]:

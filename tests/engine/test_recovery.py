@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from coordinator.messages import Evidence, Form, Lost, Peer
@@ -19,7 +20,7 @@ from engine.recovery import (
     Turn,
     Wait,
     names,
-    owned,
+    owned_by_rank,
 )
 
 
@@ -55,8 +56,9 @@ def recovery() -> Recovery:
 
 def test_a_group_of_a_form() -> None:
     assert names(form(1)) == ["a", "b", "c"]
-    assert owned(form(1), "a") == {0, 3}
-    assert owned(form(1), "x") == owned(None, "a") == frozenset()
+    assert [owned_by_rank(form(1), place) for place in range(3)] == [[[0, 3]], [[1]], [[2]]]
+    two_ranks = msgspec.structs.replace(form(1, "ab"), owners=(0, 1, 2, 3), ranks=2)
+    assert owned_by_rank(two_ranks, 1) == [[2], [3]]
 
 
 # ---- by agreement
@@ -67,14 +69,12 @@ def test_a_healthy_change_goes_by_agreement(recovery: Recovery) -> None:
     assert recovery.on_form(following) == [Prepare(following)]
     assert (recovery.ready_epoch, recovery.switch_pending) == (1, False)
     assert turn(recovery) == Step()
-    assert recovery.experts_needed == {0, 3}
     assert recovery.prepared(2) == []
     assert (recovery.epoch, recovery.ready_epoch, recovery.switch_pending) == (1, 2, True)
     assert turn(recovery) == Step(), "ready, but the others may not be"
     assert recovery.switched(2) == []
     assert turn(recovery) == Enter(following)
     assert (recovery.epoch, recovery.ready_epoch, recovery.switch_pending) == (2, 2, False)
-    assert recovery.experts_needed == {0}
 
 
 def test_forms_that_are_repeated_stale_or_not_for_this_instance_do_nothing(recovery: Recovery) -> None:
@@ -157,7 +157,6 @@ def test_a_loss_before_the_first_form_of_a_change_waits_for_it(recovery: Recover
     recovery.on_form(form(2, "abcd"))
     recovery.group_failed(1, [], Evidence.CLOSED)
     assert turn(recovery) == Wait()
-    assert recovery.experts_needed == {0, 3}, "what it holds is kept for the group that covers it"
 
 
 # ---- leaving

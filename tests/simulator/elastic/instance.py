@@ -18,7 +18,7 @@ from coordinator.messages import (
 )
 from coordinator.standing import Standing
 from engine import recovery as protocol
-from engine.recovery import Recovery, names, owned
+from engine.recovery import Recovery, names, owned_by_rank
 from parallel.lockstep import Header, Lockstep, Run, Switch, Wake
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
@@ -165,9 +165,14 @@ class Instance:
         """The experts of a form are here; go to its rendezvous."""
         if self.recovery.target is not form:
             return
-        self.held |= owned(form, self.name)
+        self.held |= self._owned(form)
         self.world.provoke("read", self)
         self.world.group_of(form).join(self)
+
+    def _owned(self, form: Form) -> set[int]:
+        """The experts that are its own in a group."""
+        of_ranks = owned_by_rank(form, names(form).index(self.name))
+        return {expert for of_rank in of_ranks for expert in of_rank}
 
     def group_formed(self, group: Group) -> None:
         """Everybody has come to the rendezvous."""
@@ -241,7 +246,7 @@ class Instance:
         self.world.checker.entered(self, form, is_formed=self.group.is_formed)
         self.lockstep = self.world.lockstep_class(names(form).index(self.name), len(form.peers), form.epoch)
         if self.world.chance(0.7):
-            self.held &= self.recovery.experts_needed
+            self.held &= self._owned(form)
         self.standing.enter(form)
         self.standing.experts = (tuple(sorted(self.held)),)
         self.standing.ready_epoch = self.recovery.ready_epoch

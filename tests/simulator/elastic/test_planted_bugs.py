@@ -134,14 +134,6 @@ class KeepsNoWatchOverTheCoordinator(Standing):
         return messages
 
 
-class ForgetsItsExpertsTooEarly(Recovery):
-    """Those of the group that it steps in, as soon as it knows the next one."""
-
-    @property
-    def experts_needed(self) -> frozenset[int]:
-        return frozenset()
-
-
 class SwitchesBeforeAllAgree(Lockstep):
     def advance(self, headers: Sequence[Header]) -> Decision:
         decision = super().advance(headers)
@@ -171,7 +163,6 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
     LeavesWithoutAWord: ("World.recovery_class", {Rule.SMOOTH}),
     GoesOnWhenFenced: ("World.recovery_class", {Rule.FENCED, Rule.RECOVERS}),
-    ForgetsItsExpertsTooEarly: ("World.recovery_class", {Rule.OWNED}),
     KeepsNoWatchOverTheCoordinator: ("tests.simulator.elastic.instance.Standing", {Rule.RECOVERS}),
     SwitchesBeforeAllAgree: ("World.lockstep_class", {Rule.AGREEMENT}),
 }
