@@ -15,6 +15,8 @@ from parallel.pipeline_parallel import parse_split
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 
 SHIPPED_MODEL = "lockstep-moe"
+FORMING_TIMEOUT = 60.0
+"""Seconds that forming a group may take at least."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,6 +241,11 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.pipeline_parallel_size == 1:
             return 1
         return self.pipeline_micro_batches or self.pipeline_parallel_size
+
+    @property
+    def forming_timeout(self) -> float:
+        """Seconds that forming a group may take: others may have experts to read first."""
+        return max(self.collective_timeout, FORMING_TIMEOUT)
 
     @property
     def uses_processes(self) -> bool:

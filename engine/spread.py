@@ -57,7 +57,7 @@ class Spread:
         self._was_ready = False
         self.drains = False
         """Takes nothing new: not to be called ready any more."""
-        self._meeting = Rendezvous(host, device.all2all_backend, device.collective_timeout)
+        self._meeting = Rendezvous(host, device)
         self.pace = Elastic(
             name,
             executor,

@@ -45,20 +45,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMING_TIMEOUT = 60.0
-"""Seconds that forming a group may take at least: others may have experts to read first."""
-CONNECT_TIMEOUT = 5.0
-"""Seconds within which the host of a store answers."""
-
 Axis = Literal["tp", "pp"]
 
 
 class EpochGroups:
     """One worker's ends of the groups of one epoch."""
 
-    def __init__(self, form: Form | None, experts: Communicator | None) -> None:
+    def __init__(self, form: Form | None, place: int) -> None:
         self.form = form
-        self.experts = experts
+        self.place = place
+        """Of this instance in the form."""
+        self.experts: Communicator | None = None
         """The workers of all instances in this pipeline stage."""
         self.inside: dict[Axis, Communicator] = {}
 
@@ -98,11 +95,8 @@ class WorkerGroups:
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._preparations: dict[int, Preparation[EpochGroups]] = {}
-        self._places: dict[int, int] = {}
-        self._free: dict[int, int] = {}
-        self._current = EpochGroups(None, None)
+        self._current = EpochGroups(None, 0)
         self._current.inside = {axis: group.group for axis, group in inside.items()}
-        self._place = 0
         self.is_broken = False
         """The current groups are of no use any more."""
         self._executor: UniExecutor | None = None
@@ -133,7 +127,6 @@ class WorkerGroups:
                 self.is_broken = True
                 return False
             before, self._current = self._current, prepared
-            self._place = self._places.pop(epoch)
             self.is_broken = False
         for axis, group in prepared.inside.items():
             self._inside[axis].renew(group)
@@ -148,7 +141,7 @@ class WorkerGroups:
         Makes the other workers of this instance come out, too."""
         self.is_broken = True
         self._current.abort()
-        return self._suspect(error, self._current.form, self._place), error.evidence
+        return self._suspect(error, self._current.form, self._current.place), error.evidence
 
     def close(self) -> None:
         with self._lock:
@@ -183,36 +176,34 @@ class WorkerGroups:
                 self._tell(Counts(self._executor.tokens_per_expert(), self._executor.spare_memory()))
 
     def _prepare(self, message: PrepareGroups) -> None:
-        epoch = message.form.epoch
-        preparation = Preparation(message.form, self._read, self._form, self._prepared)
+        preparation: Preparation[EpochGroups] = Preparation(
+            message.form,
+            lambda form, should_stop: self._read(form, message.place, message.free_bytes, should_stop),
+            lambda form, should_stop: self._form(form, message.place, should_stop),
+            lambda ended: self._prepared(ended, message.place),
+        )
         with self._lock:
-            self._places[epoch], self._free[epoch] = message.place, message.free_bytes
-            self._preparations[epoch] = preparation
+            self._preparations[message.form.epoch] = preparation
         preparation.start()
 
     def _abandon(self, epoch: int) -> None:
         with self._lock:
             abandoned = self._preparations.pop(epoch, None)
-            self._places.pop(epoch, None)
         if abandoned is not None:
             abandoned.abandon()
 
     # ---- in the thread of a preparation
 
-    def _read(self, form: Form, should_stop: Callable[[], bool]) -> int:
+    def _read(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         assert self._executor is not None
-        with self._lock:
-            place, free_bytes = self._places.get(form.epoch, 0), self._free.pop(form.epoch, 0)
         num_read = self._executor.prepare(form, place, free_bytes, should_stop)
         self._tell(ExpertsRead(form.epoch, num_read))
         return num_read
 
-    def _form(self, form: Form, should_stop: Callable[[], bool]) -> EpochGroups:
+    def _form(self, form: Form, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
         """One after the other, in the same order everywhere."""
-        place, begin = self._places.get(form.epoch, 0), self._begin
-        device = begin.config.device
-        host, _, port = form.store.rpartition(":")
-        store = groups.open_store(host, int(port), is_host=False, timeout=CONNECT_TIMEOUT)
+        begin, device = self._begin, self._begin.config.device
+        store = groups.join_store(form.store)
         backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
         stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
 
@@ -220,7 +211,7 @@ class WorkerGroups:
             return groups.form(
                 store, form.epoch, rank, size, backend, device.collective_timeout,
                 group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
-                should_stop=should_stop, forming_timeout=max(device.collective_timeout, FORMING_TIMEOUT),
+                should_stop=should_stop, forming_timeout=device.forming_timeout,
             )  # fmt: skip
 
         def connect_inside(name: str, rank: int, size: int) -> Communicator:
@@ -230,7 +221,7 @@ class WorkerGroups:
                 error.rank = None  # a member of it means nothing to others
                 raise
 
-        formed = EpochGroups(form, None)
+        formed = EpochGroups(form, place)
         try:
             if ranks > 1:
                 formed.inside["tp"] = connect_inside(f"{place}/tp/{begin.stage}", begin.rank, ranks)
@@ -244,13 +235,12 @@ class WorkerGroups:
             raise
         return formed
 
-    def _prepared(self, preparation: Preparation[EpochGroups]) -> None:
+    def _prepared(self, preparation: Preparation[EpochGroups], place: int) -> None:
         form, error = preparation.form, preparation.error
         if error is None:
             self._tell(GroupsFormed(form.epoch))
             return
         with self._lock:
-            place = self._places.pop(form.epoch, 0)
             self._preparations.pop(form.epoch, None)
         suspect, evidence = None, "closed"
         if isinstance(error, CollectiveError):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _BACKLOG = 1024  # all members connect at once
+CONNECT_TIMEOUT = 5.0
+"""Seconds within which the host of a store answers."""
 PAUSE = 0.05
 """Seconds between two looks for a store that does not listen yet."""
 
@@ -54,6 +56,12 @@ def open_store(
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
         raise CollectiveError(f"no store answers at {host}:{port} within {timeout:g} s", 0) from error
+
+
+def join_store(address: str) -> TCPStore:
+    """The store at ``host:port``, which listens there already."""
+    host, _, port = address.rpartition(":")
+    return open_store(host, int(port), is_host=False, timeout=CONNECT_TIMEOUT)
 
 
 def _see_that_it_listens(host: str, port: int, timeout: float, may_be_early: bool) -> None:

@@ -47,7 +47,6 @@ ANSWER_GRACE = 30.0
 """Seconds beyond its own deadlines after which a worker that does not answer is lost."""
 READING_TIMEOUT = 600.0
 """Seconds in which a worker must have read the experts that it gets."""
-FORMING_TIMEOUT = 60.0
 ASK_SECONDS = 1.0
 """Of a step, after which its workers are asked for a sign of life again."""
 
@@ -197,7 +196,7 @@ class SpreadMpExecutor(MpExecutor):
 
     def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """See ``executor.base.SpreadExecutor``."""
-        timeout = max(self._config.device.collective_timeout, FORMING_TIMEOUT) + ANSWER_GRACE
+        timeout = self._config.device.forming_timeout + ANSWER_GRACE
         try:
             self._groups.collect(form.epoch, GroupsFormed, timeout, should_stop)
         except BaseException:
