@@ -1,16 +1,15 @@
 """What Prometheus is told, under vLLM's names and labels, so that dashboards made for it work.
 
-What requests experience is measured here (histograms, request_success); what instances report is read from
-their latest report when Prometheus asks. Names beginning with ``lockstep:`` are our own.
+What requests experience is kept here (histograms, request_success) and measured by :mod:`router.meter`;
+what instances report is read from their latest report when Prometheus asks. Names beginning with
+``lockstep:`` are our own.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,10 +18,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.messages import FinishReason, Report
 from router.choice_counts import ChoiceCounts
 from router.faults import KINDS, Faults
-from router.histograms import Histogram, Series
-from router.mesh import Generation, Mesh
+from router.histograms import Histogram
+from router.mesh import Mesh
 from router.report_metrics import LABELS, of_reports
-from router.sample import Sample
 from router.shelf import Shelf, Snapshot, is_alive
 
 TTFT_BUCKETS = (
@@ -121,22 +119,7 @@ class Metrics:
         )
         self.success: dict[tuple[str, str], int] = {}
         """By engine and finish reason."""
-        self._histograms = (
-            self.ttft,
-            self.itl,
-            self.e2e,
-            self.queue,
-            self.prefill,
-            self.decode,
-            self.inference,
-            self.tpot,
-            self.computed,
-            self.most_tokens,
-            self.prompt_tokens,
-            self.generation_tokens,
-            self.params_n,
-            self.params_max_tokens,
-        )
+        self._histograms = [each for each in vars(self).values() if isinstance(each, Histogram)]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         if alone:
@@ -249,109 +232,5 @@ class Metrics:
         yield refused
 
 
-class Meter:
-    """Measures one request; ``close`` counts each sample that ended, or was given up."""
-
-    def __init__(self, metrics: Metrics, samples: Sequence[Sample], arrival: float) -> None:
-        self._metrics = metrics
-        self._samples = samples
-        self._arrival = arrival
-        self._first: list[float] = [arrival] * len(samples)
-        self._prefill: list[float | None] = [None] * len(samples)
-        self._last: list[float | None] = [None] * len(samples)
-        self._itl: list[Series | None] = [None] * len(samples)
-        self._engines = [""] * len(samples)
-        metrics.in_flight += 1
-
-    @property
-    def first_at(self) -> float | None:
-        """When the first token of any sample came."""
-        came = [at for at, last in zip(self._first, self._last, strict=True) if last is not None]
-        return min(came, default=None)
-
-    def begin(self, position: int, generation: Generation) -> None:
-        """The mesh took a sample."""
-        self._engines[position] = _engine(generation)
-
-    def delta(
-        self, position: int, generation: Generation, now: float, times: tuple[float, float] | None = None
-    ) -> None:
-        """A sample got tokens. ``times``: those that come with a first delta."""
-        last, self._last[position] = self._last[position], now
-        series = self._itl[position]
-        if last is not None and series is not None:
-            gap = now - last  # as Series.observe, for every token
-            series.counts[bisect_left(series.bounds, gap)] += 1
-            series.total += gap
-            return
-        engine = self._engines[position] = _engine(generation) or self._engines[position]
-        self._itl[position] = self._metrics.itl.of(engine)
-        self._metrics.ttft.of(engine).observe(now - self._arrival)
-        self._first[position] = now
-        if times is not None:
-            waited, self._prefill[position] = times
-            self._metrics.queue.of(engine).observe(waited)
-            self._metrics.prefill.of(engine).observe(times[1])
-
-    def ticker(self, position: int) -> Callable[[float], None]:
-        """What :meth:`delta` does for tokens after a sample's first, in fewer steps: give it the time."""
-        series, lasts = self._itl[position], cast(list[float], self._last)
-        assert series is not None
-        bounds = series.bounds
-
-        def tick(now: float) -> None:
-            gap = now - lasts[position]
-            lasts[position] = now
-            series.counts[bisect_left(bounds, gap)] += 1
-            series.total += gap
-
-        return tick
-
-    def close(self, now: float, num_started: int) -> None:
-        """``num_started`` samples were taken by the mesh."""
-        metrics = self._metrics
-        metrics.in_flight -= 1
-        for position, (sample, engine) in enumerate(
-            zip(self._samples[:num_started], self._engines, strict=False)
-        ):
-            reason = sample.finish_reason or FinishReason.ABORT.value
-            key = (engine, str(reason))
-            metrics.success[key] = metrics.success.get(key, 0) + 1
-            if reason in (FinishReason.ABORT, FinishReason.ERROR):
-                continue
-            metrics.e2e.of(engine).observe(now - self._arrival)
-            metrics.generation_tokens.of(engine).observe(sample.num_tokens)
-            self._observe_decode(position, sample, engine)
-            if sample.is_first_of_prompt:
-                self._observe_prompt(sample, engine)
-
-    def _observe_decode(self, position: int, sample: Sample, engine: str) -> None:
-        last, prefill = self._last[position], self._prefill[position]
-        if last is None:
-            return
-        decode = last - self._first[position]
-        self._metrics.decode.of(engine).observe(decode)
-        if prefill is not None:
-            self._metrics.inference.of(engine).observe(prefill + decode)
-        if sample.num_tokens > 1:
-            self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
-
-    def _observe_prompt(self, sample: Sample, engine: str) -> None:
-        self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
-        num_cached = sample.num_cached_tokens
-        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_cached)
-        longest = max(
-            other.num_tokens for other in self._samples if other.prompt.prompt_ids is sample.prompt.prompt_ids
-        )
-        self._metrics.most_tokens.of(engine).observe(longest)
-        self._metrics.params_n.of(engine).observe(sample.num_samples)
-        self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
-
-
 def _in_flight(others: Sequence[Snapshot]) -> int:
     return sum(other.in_flight for other in others if is_alive(other.pid))
-
-
-def _engine(generation: Generation) -> str:
-    """The label of the instance where it runs; empty if it waits for one, or has ended."""
-    return "" if generation.rank is None else str(generation.rank)

@@ -13,7 +13,7 @@ from engine.messages import Delta
 from router.answers import Answer, encode
 from router.connection import BodyWriter
 from router.mesh import Generation, Take, TakeSingle
-from router.metrics import Meter
+from router.meter import Meter
 from router.sample import Piece, Sample
 
 

@@ -22,7 +22,8 @@ from router.answers import Answer
 from router.connection import writer_of
 from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
-from router.metrics import Meter, Metrics
+from router.meter import Meter
+from router.metrics import Metrics
 from router.quotas import Lease
 from router.sample import Piece, Sample
 from router.shortcut import BodySink, ListSink, Sink
