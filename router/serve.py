@@ -13,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -40,6 +41,9 @@ from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
 
 logger = logging.getLogger("serve")
+
+Command = Callable[[list[str]], int]
+"""Given what stands behind its name; the exit status."""
 
 HEALTH_TIMEOUT = 10.0
 """Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
@@ -324,57 +328,28 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _status(argv: list[str]) -> int:
-    from router.status import main as status_main
+def _of(module: str, function: str = "main") -> Command:
+    """A command whose module is loaded only when it is asked for."""
 
-    return status_main(argv)
+    def run(argv: list[str]) -> int:
+        found: Command = getattr(import_module(module), function)
+        return found(argv)
 
-
-def _keygen(argv: list[str]) -> int:
-    from router.keygen import main as keygen_main
-
-    return keygen_main(argv)
+    return run
 
 
-def _doctor(argv: list[str]) -> int:
-    from router.doctor.command import main as doctor_main
-
-    return doctor_main(argv)
-
-
-def _drain(argv: list[str]) -> int:
-    from router.operate import main_drain
-
-    return main_drain(argv)
-
-
-def _scale(argv: list[str]) -> int:
-    from router.operate import main_scale
-
-    return main_scale(argv)
-
-
-def _chat(argv: list[str]) -> int:
-    from router.terminal_chat import main as chat_main
-
-    return chat_main(argv)
-
-
-def _bench(argv: list[str]) -> int:
-    from router.bench.command import main as bench_main
-
-    return bench_main(argv)
-
-
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
-    "status": (_status, "show the instances of a mesh, once or all the time"),
-    "chat": (_chat, "talk to a model in the terminal"),
-    "bench": (_bench, "measure a server: bench serve"),
-    "keygen": (_keygen, "make the key of a mesh over several hosts"),
-    "doctor": (_doctor, "check an installation, its host and the network, and say what to fix"),
-    "drain": (_drain, "have an instance finish what it has and leave"),
-    "scale": (_scale, "bring a mesh to a number of instances"),
+    "status": (_of("router.status"), "show the instances of a mesh, once or all the time"),
+    "chat": (_of("router.terminal_chat"), "talk to a model in the terminal"),
+    "bench": (_of("router.bench.command"), "measure a server: bench serve"),
+    "keygen": (_of("router.keygen"), "make the key of a mesh over several hosts"),
+    "doctor": (
+        _of("router.doctor.command"),
+        "check an installation, its host and the network, and say what to fix",
+    ),
+    "drain": (_of("router.operate", "main_drain"), "have an instance finish what it has and leave"),
+    "scale": (_of("router.operate", "main_scale"), "bring a mesh to a number of instances"),
 }
 
 
