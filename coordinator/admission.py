@@ -38,6 +38,8 @@ def problem_with(
     for name, number in (("-dp", message.size or 0), ("rank", message.rank or 0)):
         if number >= MAX_INSTANCES:
             return f"{name} {number} is more than the {MAX_INSTANCES} instances that a mesh can have"
+    if message.rank is None and len(ranks) >= MAX_INSTANCES:
+        return f"the mesh has {len(ranks)} instances, as many as a mesh can have"
     if message.rank is not None and message.rank < 0:
         return f"rank {message.rank} is negative"
     if message.rank is not None and message.size is not None and message.rank >= message.size:

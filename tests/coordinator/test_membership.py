@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from coordinator.admission import problem_with
 from coordinator.membership import Membership
 from coordinator.messages import (
     Beat,
@@ -224,3 +225,8 @@ def test_no_message_makes_the_mesh_absurdly_large() -> None:
     membership = Membership(Rules())
     (answer,) = to(b"a", membership.handle(b"a", register("a", size=10**12), 0.0))
     assert answer == Refused(f"-dp {10**12} is more than the 65536 instances that a mesh can have")
+    everybody = range(65536)
+    assert problem_with(register("b"), None, SETTINGS, everybody) == (
+        "the mesh has 65536 instances, as many as a mesh can have"
+    )
+    assert problem_with(register("b", 7), None, SETTINGS, everybody) is None, "the holder of 7 may be dead"
