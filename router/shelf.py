@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.complaints import Complaints
 from router.faults import Faults
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Shelf:
         self._directory = directory
         self._file = directory / f"{name}.counts"
         self._written = b""
+        self._complaints = Complaints(logger, "the counts of this process cannot be kept")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Snapshot)
 
@@ -77,7 +79,7 @@ class Shelf:
             fresh.write_bytes(encoded)
             fresh.replace(self._file)
         except OSError as error:
-            logger.warning("the counts of this process cannot be kept: %s", error)
+            self._complaints.add(error)
             return
         self._written = encoded
 

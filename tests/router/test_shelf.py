@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from router.faults import MAX_RECENT, Event, Faults
 from router.mesh import ServedModel
 from router.metrics import Metrics
@@ -88,6 +90,15 @@ def test_what_a_dead_front_end_had_in_flight_is_no_longer_counted(tmp_path: Path
     Shelf(tmp_path, "router-1").write(Snapshot(pid=dead.pid, in_flight=9))
     Shelf(tmp_path, "router-2").write(Snapshot(pid=os.getpid(), in_flight=2))
     assert page(front_end(tmp_path, 0))["lockstep:requests_in_flight"] == 2
+
+
+def test_a_full_disk_is_not_said_twice_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    missing = Shelf(tmp_path / "gone", "router-0")
+    for number in range(5):
+        missing.write(Snapshot(pid=number))
+    (said,) = caplog.messages
+    assert "the counts of this process cannot be kept" in said
+    assert "No such file or directory" in said
 
 
 def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
