@@ -342,7 +342,7 @@ class EngineCore:
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
-        queued = self.scheduler.num_queued_with(num_tokens) + len(self.grammars)
+        queued = self.scheduler.num_queued_with(num_tokens) + self.grammars.num_under_way
         return queued > limits.max_num_queued_reqs or (
             most_tokens is not None and self.scheduler.num_waiting_tokens >= most_tokens
         )

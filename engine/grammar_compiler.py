@@ -44,6 +44,7 @@ class GrammarCompiler:
         self._info = info
         self._done: deque[Compiled] = deque()
         self._waiting: dict[RequestKey, Request] = {}
+        self._under_way = 0
         self._thread = DeepThread("grammars")
         self._vocabulary: Vocabulary | None = None
         self._trouble: str | None = None
@@ -58,6 +59,11 @@ class GrammarCompiler:
     def __len__(self) -> int:
         """Requests that wait for their grammar."""
         return len(self._waiting)
+
+    @property
+    def num_under_way(self) -> int:
+        """Those, and forgotten ones that the thread has not come to: it holds them until then."""
+        return self._under_way
 
     @property
     def requests(self) -> list[Request]:
@@ -75,6 +81,7 @@ class GrammarCompiler:
     def begin(self, request: Request, text: str) -> None:
         """Have the grammar of a request compiled."""
         self._waiting[request.key] = request
+        self._under_way += 1
         output_ids = request.token_ids[request.num_prompt :]
         self._thread.submit(lambda: self._compile(request, text, output_ids))
 
@@ -87,6 +94,7 @@ class GrammarCompiler:
         ready = []
         while self._done:
             compiled = self._done.popleft()
+            self._under_way -= 1
             if self._waiting.get(compiled.request.key) is compiled.request:
                 del self._waiting[compiled.request.key]
                 ready.append(compiled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from engine.sampling import SamplingParams
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
+from tests.waiting import until
 
 INFO = ModelInfo(
     directory="", architecture="", model_type="", vocab_size=VOCAB, context_length=64, dtype="float32",
@@ -109,6 +111,25 @@ def test_a_full_queue_sends_elsewhere(core: EngineCore) -> None:
     assert core.report(9, 0).queued == 3
     assert core.submit(PEER, submit(10, owed=True)) is None, "who was let in elsewhere is let in here"
     assert core.submit(PEER, submit(11, output_ids=[7])) is None, "its client is in the middle of the answer"
+
+
+def test_grammars_under_way_fill_the_queue_though_nobody_waits_for_them(core: EngineCore) -> None:
+    go_on, params = threading.Event(), SamplingParams(max_tokens=4, grammar="{}")
+    core.grammars._thread.submit(lambda: go_on.wait(60))
+    for number in range(3 + 1):
+        assert core.submit(PEER, submit(number, params=params)) is None
+        core.abort(PEER, [number])
+    assert core.is_empty
+    refused = core.submit(PEER, submit(9))
+    assert refused is not None
+    assert refused.retry
+    go_on.set()
+
+    def has_room() -> bool:
+        assert core.take_compiled() == [], "all were forgotten"
+        return core.submit(PEER, submit(9)) is None
+
+    until(has_room)
 
 
 def test_what_has_not_begun_can_be_asked_back(core: EngineCore) -> None:
