@@ -193,9 +193,12 @@ class MpExecutor:
         self._send_all(Execute(step))
 
     def finish(self) -> StepResult:
-        """See ``executor.base.Executor``."""
+        """See ``executor.base.Executor``. Ranks of a stage wait for each other, and each stage for the one
+        before; for the last one, where it is one worker, only the engine does: as long as that one may wait
+        for those before it, and as long again."""
         stages, ranks = self._layout
-        return self._await(self._workers[(stages - 1) * ranks], Computed).result
+        patience = 2 * self._config.device.collective_timeout if ranks == 1 else None
+        return self._await(self._workers[(stages - 1) * ranks], Computed, patience=patience).result
 
     def check(self) -> None:
         """See ``executor.base.Executor``."""
@@ -253,14 +256,21 @@ class MpExecutor:
         except ChannelClosed:
             self._lost(worker)
 
-    def _await(self, worker: WorkerEnd, kind: type[Answer], progress: Progress | None = None) -> Answer:
+    def _await(
+        self,
+        worker: WorkerEnd,
+        kind: type[Answer],
+        progress: Progress | None = None,
+        patience: float | None = None,
+    ) -> Answer:
         """The next answer of a worker, which must be of this kind.
 
         Raises:
-            WorkerLost: some worker has ended.
+            WorkerLost: some worker has ended, or this one says nothing for ``patience`` seconds.
             CheckpointError, MemoryError: what a worker says went wrong.
         """
         look_until = time.perf_counter() + LOOK_SECONDS
+        deadline = None if patience is None else time.monotonic() + patience
         while True:
             if not worker.inbox:
                 self._drain(worker)
@@ -274,7 +284,10 @@ class MpExecutor:
             elif time.perf_counter() < look_until:
                 os.sched_yield()
             else:
-                self._take_in(self._poll.poll())
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    self._hangs(worker)
+                self._take_in(self._poll.poll(None if left is None else left * 1000))
 
     def _take_in(self, ready: Sequence[tuple[int, int]]) -> None:
         """What these descriptors have to say, the ends of workers last: a last word explains more."""
@@ -322,6 +335,11 @@ class MpExecutor:
         # One that failed itself ends with status 1; who was killed, or went with its host, is the cause.
         for worker in sorted(killed, key=lambda worker: worker.status or 0):
             self._lost(worker)
+
+    def _hangs(self, worker: WorkerEnd) -> NoReturn:
+        self._serves = False
+        self._problem = f"{worker} does not answer: it is stopped, or hangs"
+        raise WorkerLost(self._problem)
 
     def _lost(self, worker: WorkerEnd) -> NoReturn:
         self._serves = False

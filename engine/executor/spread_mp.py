@@ -176,8 +176,7 @@ class SpreadMpExecutor(MpExecutor):
     def _check_silence(self) -> None:
         silent = self._groups.silent
         if silent is not None:
-            self._serves = False
-            raise WorkerLost(f"{self._workers[silent]} does not answer: it is stopped, or hangs")
+            self._hangs(self._workers[silent])
 
     # ---- epochs
 

@@ -17,10 +17,11 @@ from engine import forked
 from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
-from engine.executor.base import WorkerLost
+from engine.executor.base import Progress, WorkerLost
+from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.mp import MpExecutor
 from engine.executor.uni import UniExecutor
-from engine.step import ModelFacts
+from engine.step import ModelFacts, Step
 from engine.trace import Span
 from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
@@ -148,6 +149,38 @@ def test_the_end_of_a_worker_is_the_end_of_the_instance(
     executor.close()
     assert time.monotonic() - noticed < 1.0
     assert not pids()
+
+
+class SilentCrew:
+    """Its workers are elsewhere, and never say a word."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.workers = [RelayedWorker(f"Worker_{n}", "elsewhere", "", "", n) for n in range(num_workers)]
+        self.problem = ""
+
+    def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
+        workers += self.workers
+
+    def threads_of(self, worker: WorkerEnd) -> int | None:
+        return 1
+
+    def close(self, problem: str) -> None:
+        self.problem = problem
+        for worker in self.workers:
+            worker.forget()
+
+
+def test_a_last_stage_that_hangs_is_not_waited_for(directory: Path) -> None:
+    """No other worker waits for it."""
+    crew = SilentCrew(2)
+    config = settings(directory, pipeline_parallel_size=2, collective_timeout=0.1)
+    executor = MpExecutor(config, read_model_info(directory), crew, 1)
+    executor._start(lambda _phase: None)
+    executor.begin(Step([], []))
+    with pytest.raises(WorkerLost, match=r"Worker_1 \(elsewhere\) does not answer: it is stopped, or hangs"):
+        executor.finish()
+    executor.close()
+    assert "does not answer" in crew.problem
 
 
 def start(
