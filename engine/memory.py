@@ -8,6 +8,9 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 
+MARGIN = 0.1
+"""Of the memory that is free, what is left alone when more experts are loaded."""
+
 
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that can be taken without swapping: what the machine has, or what the container's limit leaves.
@@ -18,6 +21,11 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     if limit is None or used is None:
         return available
     return max(0, min(available, limit - used + _inactive_file(cgroup / "memory.stat")))
+
+
+def spare_memory(kv_bytes: int) -> int:
+    """Bytes that more experts may take. A KV cache of so many counts as filled, for it will be."""
+    return int(available_memory() * (1 - MARGIN)) - kv_bytes
 
 
 def _number(path: Path) -> int | None:

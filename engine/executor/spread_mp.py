@@ -30,7 +30,7 @@ from engine.executor.group_messages import (
 )
 from engine.executor.messages import Broken, Computed, Execute, FromWorker, Join, Joined
 from engine.executor.mp import LOOK_SECONDS, MpExecutor
-from engine.memory import available_memory
+from engine.memory import spare_memory
 from engine.recovery import owned_by_rank
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from parallel.communicators.base import Communicator
     from parallel.placement import Placement
 
-MEMORY_MARGIN = 0.1
-"""Of the memory that is free, what is left alone when more experts are loaded."""
 ANSWER_GRACE = 30.0
 """Seconds beyond its own deadlines after which a worker that does not answer is lost."""
 READING_TIMEOUT = 600.0
@@ -259,7 +257,7 @@ class SpreadMpExecutor(MpExecutor):
     def spare_memory(self) -> int:
         """See ``executor.base.SpreadExecutor``."""
         if self._on_cpu:
-            return int(available_memory() * (1 - MEMORY_MARGIN)) - self._kv_bytes
+            return spare_memory(self._kv_bytes)
         counts = self._groups.counts
         self._groups.ask_counts()
         return min((each.spare_bytes if each else 0 for each in counts), default=0) * len(counts)

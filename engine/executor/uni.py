@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from coordinator.messages import Form
+from engine import memory
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.attention.choice import choose_backend
@@ -28,7 +29,6 @@ from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
-from engine.memory import available_memory
 from engine.recovery import owned_by_rank
 from engine.runner import ModelRunner
 from engine.shard import WHOLE, Shard
@@ -41,8 +41,6 @@ from parallel.placement import Placement, place
 
 logger = logging.getLogger(__name__)
 
-MEMORY_MARGIN = 0.1
-"""Of the memory that is free, what is left alone when more experts are loaded."""
 CPU_KV_LIMIT = 4 << 30
 CPU_KV_SHARE = 0.4
 """On CPU the cache gets this share of the memory that is free, up to the limit."""
@@ -171,7 +169,7 @@ class UniExecutor:
         """See ``executor.base.Executor``. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            return min(CPU_KV_LIMIT, int(available_memory() * CPU_KV_SHARE))
+            return min(CPU_KV_LIMIT, int(memory.available_memory() * CPU_KV_SHARE))
         self._run_largest_step()
         free, total = torch.cuda.mem_get_info(self._model.device)
         held = torch.cuda.memory_reserved(self._model.device)
@@ -344,11 +342,11 @@ class UniExecutor:
         """See ``executor.base.SpreadExecutor``. A KV cache on CPU counts as filled, for it will be."""
         assert self._model is not None
         if self._model.device.type == "cpu":
-            return int(available_memory() * (1 - MEMORY_MARGIN)) - self._kv_bytes
+            return memory.spare_memory(self._kv_bytes)
         free, _ = torch.cuda.mem_get_info(self._model.device)
         device = self._model.device
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + unused) * (1 - MEMORY_MARGIN))
+        return int((free + unused) * (1 - memory.MARGIN))
 
     def expert_times(self) -> ExpertTimes | None:
         """See ``executor.base.Executor``."""
