@@ -30,6 +30,12 @@ def event(content: msgspec.Struct) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
+def named_event(content: msgspec.Struct) -> bytes:
+    """The same under the name of its type, which is the struct's tag."""
+    name = str(type(content).__struct_config__.tag)
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
 class Answer(ABC):
     """The answer to one request: as a whole, or in chunks."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.messages import FinishReason
-from router.answers import Answer, encode
+from router.answers import Answer, encode, named_event
 from router.anthropic_messages import wire
 from router.anthropic_messages.errors import error_body
 from router.errors import ApiError
@@ -35,11 +35,12 @@ class MessageAnswer(Answer):
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
         opening = [wire.MessageStart(self._message([])), wire.Ping()] if first else []
         events = [each for event in self._read(piece) for each in _events_of(event)]
-        return b"".join(map(_event, [*opening, *events]))
+        return b"".join(map(named_event, [*opening, *events]))
 
     def closing(self) -> bytes:
         delta = wire.StopDelta(self._stop_reason, self._stop_sequence)
-        return _event(wire.MessageDelta(delta, self._message_usage())) + _event(wire.MessageStop())
+        message = wire.MessageDelta(delta, self._message_usage())
+        return named_event(message) + named_event(wire.MessageStop())
 
     def failure(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
@@ -109,8 +110,3 @@ def _delta(item: Item, text: str) -> wire.TextDelta | wire.ThinkingDelta | wire.
             return wire.TextDelta(text)
         case Kind.CALL:
             return wire.InputDelta(text)
-
-
-def _event(event: wire.Event) -> bytes:
-    kind = str(type(event).__struct_config__.tag)
-    return b"event: " + kind.encode() + b"\ndata: " + encode(event) + b"\n\n"

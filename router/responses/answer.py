@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.messages import FinishReason
 from engine.sampling import SamplingParams
-from router.answers import Answer, encode
+from router.answers import Answer, encode, named_event
 from router.errors import ApiError
 from router.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
 from router.responses import wire
@@ -90,8 +90,7 @@ class ResponsesAnswer(Answer):
     def _event(self, event: wire.Event) -> bytes:
         event.sequence_number = self._num_events
         self._num_events += 1
-        kind = str(type(event).__struct_config__.tag)
-        return b"event: " + kind.encode() + b"\ndata: " + encode(event) + b"\n\n"
+        return named_event(event)
 
     def _of_item(self, event: ItemEvent) -> bytes:
         match event:
