@@ -131,10 +131,8 @@ class Quotas:
             memory = mmap.mmap(self._lock, size)
         self._numbers = memoryview(memory).cast("d")
         with self._locked():
-            for key in range(len(limits)):
-                self._numbers[key * self._width + 3 + front_end] = (
-                    0  # those of who had this place before ended
-                )
+            for key in range(len(limits)):  # those of who had this place before ended
+                self._numbers[key * self._width + 3 + front_end] = 0
 
     def __repr__(self) -> str:
         return f"<Quotas of {len(self._limits)} keys>"

@@ -62,7 +62,7 @@ class Executor(Protocol):
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens, block 0 included."""
+        """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens."""
         ...
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:

@@ -72,9 +72,8 @@ class Standing:
         if self._should_stop is not None and self._should_stop():
             return "it was stopped from outside", None, "aborted"
         dead = self.watch.dead()
-        states = {
-            peer: state[0] for peer, state in self._states.items()
-        }  # after the dead: a last word counts
+        # After the dead: a last word counts.
+        states = {peer: state[0] for peer, state in self._states.items()}
         for peer in dead:
             if states[peer] == _OPEN:
                 return f"rank {peer} has died", peer, "exited"

@@ -27,11 +27,8 @@ def mesh(arguments: str, serve: Sequence[str] = ("-m", "router.serve"), **variab
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
     command = [sys.executable, "-P", *serve, "--disable-access-log", *shlex.split(arguments)]
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
-    environment = {
-        **os.environ,
-        PARENT_VARIABLE: str(os.getpid()),
-        **variables,
-    }  # it ends with us, however we end
+    # It ends with us, however we end.
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **variables}
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
