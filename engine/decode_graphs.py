@@ -181,7 +181,7 @@ def make_graphs(
         graphs.capture(capture)
         difference = graphs.check(num_blocks, block_size)
     except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
-        reason = str(error).strip().split("\n", 1)[0][:200]
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0][:200]
         logger.warning("CUDA graphs: off, this model's step cannot be captured: %s", reason)
         return None
     if not difference <= TOLERANCE.get(model.dtype, 0.05):
