@@ -66,9 +66,8 @@ def stage_save(work: Path, out: Path, args: argparse.Namespace) -> None:
     model = build_model(args.experts)
     model.load_state_dict(saved["model"])
     model.eval()
-    for (
-        parameter
-    ) in model.parameters():  # and not model.to(): that would round the positions' frequencies too
+    # And not model.to(): that would round the positions' frequencies, too.
+    for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     new = out.parent / f".{out.name}.new"
     shutil.rmtree(new, ignore_errors=True)
