@@ -145,6 +145,11 @@ def read_model_info(directory: Path) -> ModelInfo:
     )
 
 
+def chosen_dtype(asked: str, info: ModelInfo) -> str:
+    """What a ``--dtype`` means for a model."""
+    return info.dtype if asked == "auto" else DTYPE_NAMES[asked]
+
+
 def why_experts_stay_whole(info: ModelInfo) -> str:
     """Why the experts of a mixture-of-experts model cannot be spread over instances; empty if they can.
 

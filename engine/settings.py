@@ -12,6 +12,7 @@ from coordinator.messages import Settings
 from engine.checkpoint import (
     CheckpointError,
     ModelInfo,
+    chosen_dtype,
     find_model,
     fingerprint,
     read_model_info,
@@ -39,7 +40,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
         fingerprint=fingerprint(Path(info.directory)),
-        dtype=_dtype(model.dtype, info),
+        dtype=chosen_dtype(model.dtype, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,
         vocab_size=info.vocab_size,
@@ -192,10 +193,6 @@ def _check_sharding(device: DeviceConfig, info: ModelInfo) -> None:
     except ValueError as error:
         name = "--pipeline-parallel-size" if device.split is None else "--pipeline-split"
         raise CheckpointError(f"{name}: {error}") from error
-
-
-def _dtype(asked: str, info: ModelInfo) -> str:
-    return {"auto": info.dtype, "half": "float16", "float": "float32"}.get(asked, asked)
 
 
 def _context_length(asked: int | None, info: ModelInfo) -> int:

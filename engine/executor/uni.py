@@ -18,7 +18,7 @@ from engine import memory
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.attention.choice import choose_backend
-from engine.checkpoint import DTYPE_NAMES, CheckpointError, ModelInfo
+from engine.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.executor.base import ExpertTimes, Progress
@@ -92,8 +92,7 @@ class UniExecutor:
             library.begin_build()
         if self._threads > 0:
             torch.set_num_threads(self._threads)
-        name = self._config.model.dtype
-        dtype: torch.dtype = getattr(torch, self._info.dtype if name == "auto" else DTYPE_NAMES[name])
+        dtype: torch.dtype = getattr(torch, chosen_dtype(self._config.model.dtype, self._info))
         progress(f"loading {self._info.architecture} from {self._info.directory} to {device}")
         began = time.monotonic()
         share, dispatch = self._share()
