@@ -24,7 +24,12 @@ class DeepThread:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"<DeepThread {self._name}, {self._tasks.qsize()} tasks>"
+        return f"<DeepThread {self._name}, {self.num_waiting} tasks>"
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that have not begun."""
+        return self._tasks.qsize()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """From any thread."""

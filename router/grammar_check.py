@@ -14,6 +14,8 @@ from router.errors import ApiError, bad_request
 
 MOST_KEPT = 512
 MOST_KEPT_CHARACTERS = 4 << 20
+MOST_WAITING = 1024
+"""Grammars that wait to be checked; requests with more are refused."""
 
 
 class GrammarCheck:
@@ -31,10 +33,12 @@ class GrammarCheck:
     async def check(self, text: str, param: str) -> None:
         """
         Raises:
-            ApiError: the grammar is wrong (400), or there is no library for any (501).
+            ApiError: the grammar is wrong (400), there is no library for any (501), or too many wait (503).
         """
         problem = self._kept.get(text)
         if problem is None:
+            if self._thread.num_waiting >= MOST_WAITING:
+                raise ApiError(503, "Too many grammars wait to be checked.", headers={"retry-after": "1"})
             problem = await asyncio.wrap_future(self._thread.submit(lambda: problem_with(text)))
             self._keep(text, problem)
         else:

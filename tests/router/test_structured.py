@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import openai
 import pytest
 
 from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
+from router import grammar_check
 from router.config import HttpConfig
 from router.errors import ApiError
-from router.grammar_check import problem_with
+from router.grammar_check import GrammarCheck, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
 from router.structured import ANSWER, form_of, pattern_of, text_of
 from router.structured_config import StructuredOutputsConfig
@@ -27,6 +30,7 @@ from router.turns import Turn, turn_of
 from tests.router.conftest import Server
 from tests.router.talking import Speaker
 from tests.router.tiny_tokenizer import EOS, byte_level
+from tests.waiting import until
 
 DEFAULT = StructuredOutputsConfig()
 POINT = {
@@ -287,3 +291,26 @@ def test_a_named_call_has_stopped(server: Server, tokenizer: Tokenizer, choice: 
     assert (call.function.name, call.function.arguments) == ("draw", '{"x":1,"on":true}')
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+
+
+def test_only_so_many_grammars_wait_to_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "MOST_WAITING", 2)
+    grammars = GrammarCheck()
+    go_on = threading.Event()
+    grammars._thread.submit(lambda: go_on.wait(60))
+    until(lambda: not grammars._thread.num_waiting)
+
+    async def check(number: int) -> None:
+        await grammars.check(text_of({ANSWER: {"lark_grammar": f'start: "{number}"'}}), "grammar")
+
+    async def scenario() -> None:
+        waiting = [asyncio.create_task(check(number)) for number in range(2)]
+        await asyncio.sleep(0)  # both have begun
+        with pytest.raises(ApiError, match="Too many grammars") as refused:
+            await check(2)
+        assert refused.value.status == 503
+        go_on.set()
+        await asyncio.gather(*waiting)
+        await check(2)
+
+    asyncio.run(scenario())
