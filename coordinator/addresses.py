@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 
 import msgspec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HOST_NAME = re.compile(r"[\w.-]+")
 WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -56,6 +59,19 @@ def interfaces() -> list[Interface]:
 def choices(found: Sequence[Interface]) -> str:
     """The addresses to choose from, for an error message."""
     return ", ".join(map(str, found)) or "none but loopback"
+
+
+def check_written(flag: str, address: str) -> None:
+    """Whether an address is a host name, or an IP address, as far as its spelling tells.
+
+    Raises:
+        AddressError: it is not.
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address)
+        return
+    if address not in WILDCARDS and not HOST_NAME.fullmatch(address):
+        raise AddressError(f"{flag} {address!r} is no address: give a host name or an IP address, no port")
 
 
 def check_not_wildcard(flag: str, address: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 
+from coordinator.config import MAX_INSTANCES
 from coordinator.messages import Register, Settings
-
-MAX_INSTANCES = 65_536
 
 AGREED = {
     "fingerprint": "model",

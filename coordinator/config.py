@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from coordinator.addresses import check_not_wildcard, is_loopback
-from coordinator.flags import Count, Natural, Port, flag
+from coordinator.addresses import check_not_wildcard, check_written, is_loopback
+from coordinator.flags import Natural, Port, flag
+
+MAX_INSTANCES = 65_536
+"""Of a mesh."""
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
@@ -27,6 +30,13 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         flag(help="Where to send OpenTelemetry traces (OTLP/HTTP): http://127.0.0.1:4318; extra: otel."),
     ] = None
 
+    def __post_init__(self) -> None:
+        wanted = self.otlp_traces_endpoint
+        if wanted is not None and not wanted.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint {wanted!r} is no URL: write it like http://127.0.0.1:4318"
+            )
+
 
 def endpoint(address: str, port: int) -> str:
     """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
@@ -37,7 +47,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the processes of one mesh find each other."""
 
     data_parallel_size: Annotated[
-        Count | None, flag("-dp", help="Instances (data-parallel ranks) that the mesh starts with.")
+        Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None,
+        flag("-dp", help="Instances (data-parallel ranks) that the mesh starts with."),
     ] = None
     data_parallel_size_local: Annotated[
         Natural | None, flag("-dpl", help="Instances to start on this machine.")
@@ -103,7 +114,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             ("--data-parallel-address", self.data_parallel_address),
             ("--instance-address", self.instance_address),
         ):
-            if address is None or is_loopback(address):
+            if address is None:
+                continue
+            check_written(name, address)
+            if is_loopback(address):
                 continue
             check_not_wildcard(name, address)
             if not self.is_guarded:

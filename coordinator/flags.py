@@ -21,6 +21,8 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 Size = Annotated[int, Meta(extra={"size": True})]
 """A count that may be written 8k (8000), 8K (8192), 2M, 2G and so on."""
+Bytes = Annotated[int, Meta(ge=1, extra={"size": True})]
+"""Likewise, of something that there must be."""
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -28,6 +30,10 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 UNITS = {name: 1000**power for power, name in enumerate("kmgt", 1)}
 UNITS |= {name.upper(): 1024**power for power, name in enumerate("kmgt", 1)}
+
+
+LARGEST = 2**63 - 1
+"""Number that messages between processes can hold."""
 
 
 class FlagError(ValueError):
@@ -132,7 +138,7 @@ def parse(
         parser.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """One line for what is wrong; argparse would print the whole usage before it."""
 
     def error(self, message: str) -> NoReturn:
@@ -141,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given on the command line."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog=prog,
         description=description,
         argument_default=argparse.SUPPRESS,
@@ -193,7 +199,7 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     """
     given = dict(given)
     file = given.pop("config", None)
-    settings = {**_read_yaml(file), **given} if file else given
+    settings = given if file is None else {**_read_yaml(file), **given}
     by_key = {field.key: field for field in fields_of(config)}
     unknown = sorted(set(settings) - set(by_key))
     if shares_file:
@@ -203,6 +209,7 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     nested: dict[str, Any] = {}
     for key, value in settings.items():
         field = by_key[key]
+        _check_text(field, value)
         place = nested
         for part in field.path[:-1]:
             place = place.setdefault(part, {})
@@ -221,30 +228,52 @@ def _read_yaml(file: str) -> dict[str, Any]:
         raise FlagError(f"--config {file}: there is no such file")
     try:
         content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise FlagError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeError) as error:
         raise FlagError(f"--config {file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise FlagError(f"--config {file} must hold settings as 'name: value' lines")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
+def _check_text(field: Field, value: Any) -> None:
+    """Bytes of the command line that are no UTF-8 come as lone surrogates, which no message can hold."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
+            raise FlagError(f"{field.long_name} must be valid UTF-8, not {item!r}")
+
+
 def _checked(field: Field, value: Any) -> Any:
     if field.is_size and isinstance(value, str):
-        return parse_size(field.long_name, value)
-    if field.many and isinstance(value, str | int | float):
-        return [value]
-    if field.many and not field.repeated and len(value) == 1 and str(value[0]).startswith("["):
-        return _json_list(field, value[0])
-    if field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = parse_size(field.long_name, value)
+    if field.many:
+        return _checked_list(field, value)
+    if field.kind is str and _is_number(value):
         return str(value)
     if field.choices and value not in field.choices:
         raise FlagError(f"{field.long_name} must be one of {', '.join(field.choices)}, not {value!r}")
-    if field.kind in (int, float) and not field.many and isinstance(value, str):
+    if field.kind in (int, float) and isinstance(value, str):
         try:
-            return field.kind(value)
+            value = field.kind(value)
         except ValueError:
             raise FlagError(f"{field.long_name} must be a number, not {value!r}") from None
+    if _is_number(value) and not -LARGEST <= value <= LARGEST:  # so nan is not, either
+        raise FlagError(f"{field.long_name} must be a number of at most {LARGEST}, not {value}")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked_list(field: Field, value: Any) -> Any:
+    items = [value] if isinstance(value, str | int | float) else value
+    if not isinstance(items, list | tuple):
+        return items
+    if not field.repeated and len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
+        return _json_list(field, items[0])
+    return [str(item) if field.kind is str and _is_number(item) else item for item in items]
 
 
 def _json_list(field: Field, text: str) -> Any:
@@ -260,7 +289,7 @@ def parse_size(name: str, text: str) -> int:
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "")
     try:
         return int(float(number) * UNITS[unit]) if unit else int(number)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise FlagError(f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}") from None
 
 

@@ -365,5 +365,6 @@ class Membership:
         if missing > 0:
             taken = {*self._records, *self._left}
             absent = [str(rank) for rank in range(self._size) if rank not in taken]
-            parts.append(f"rank{'s' * (missing > 1)} {', '.join(absent[:8])} to register")
+            more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+            parts.append(f"rank{'s' * (missing > 1)} {', '.join(absent[:8])}{more} to register")
         return "; ".join(parts)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from coordinator.addresses import check_not_wildcard, is_loopback
+from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
-from coordinator.flags import Count, Natural, Port, Size, flag
+from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
@@ -50,6 +50,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         flag(help="How weights are read; dummy makes random ones, for measurements."),
     ] = "auto"
 
+    def __post_init__(self) -> None:
+        if not all(name.strip() for name in self.served_model_name):
+            raise ValueError(
+                "--served-model-name is empty: give a name, or leave it out for the model as given"
+            )
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache."""
@@ -59,7 +65,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float, Meta(gt=0, le=1), flag(help="Share of a GPU's memory that an instance may use.")
     ] = 0.92
     kv_cache_memory_bytes: Annotated[
-        Size | None,
+        Bytes | None,
         flag(help="Bytes for each worker's KV cache (4G and the like work); unset: from free memory."),
     ] = None
     num_gpu_blocks_override: Annotated[
@@ -70,6 +76,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Of a step, where nobody says how many."""
+MOST_SEQUENCES = 65536
+"""In a step. Far more than pays anywhere: each has a token in every step, and a step must stay short."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +87,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Size | None,
         flag(help="Token budget of a step; unset: 512 on a CPU, 2048 on a GPU, at least --max-num-seqs."),
     ] = None
-    max_num_seqs: Annotated[Count, flag(help="Requests that run at once.")] = 128
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES), flag(help="Requests that run at once.")] = 128
     enable_chunked_prefill: Annotated[
         bool, flag(help="Split long prompts over steps; without it a prompt must fit the token budget.")
     ] = True
@@ -119,6 +127,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
 
 
+MOST_THREADS = 1024
+"""Of an instance: with more than a machine can start, libraries crash."""
+
+
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices and threads of one instance."""
 
@@ -153,7 +165,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     cpu_threads: Annotated[
-        Natural,
+        int,
+        Meta(ge=0, le=MOST_THREADS),
         flag(help="Compute threads per instance, over its workers (0: this machine's cores, shared fairly)."),
     ] = 0
     enable_expert_parallel: Annotated[
@@ -169,7 +182,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["linear", "round_robin"], flag(help="Which instance holds which experts.")
     ] = "linear"
     expert_memory_bytes: Annotated[
-        Size | None,
+        Bytes | None,
         flag(
             help="Bytes for the experts that a worker holds where they are spread (4G and the like work). "
             "When they do not fit on those who are left, the mesh waits for one more; unset: what memory is "
@@ -284,6 +297,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"{self.nnodes - 1}"
             )
         if self.nnodes > 1:
+            check_written("--master-addr", self.master_addr)
             check_not_wildcard("--master-addr", self.master_addr)
             if self.master_port == 0:
                 raise ValueError("--master-port must be a port that all hosts know, not 0")

@@ -10,12 +10,15 @@ from msgspec import Meta
 
 from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
-from coordinator.flags import Count, Natural, Port, Size, flag
+from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
 from router.quotas import KeyLimits, limits_of, read_key_limits
 from router.reasoning import REASONING_PARSERS
 from router.structured_config import StructuredOutputsConfig, read_config
 from router.tool_parsers import TOOL_PARSERS
+
+MOST_FRONT_ENDS = 256
+"""More are a mistake: each is a process that fills a core."""
 
 
 def _template_kwargs(text: str) -> dict[str, Any]:
@@ -23,6 +26,19 @@ def _template_kwargs(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ValueError(f"--default-chat-template-kwargs must be a JSON object: {error}") from error
+
+
+def _check_keys(flag_name: str, keys: Iterable[str]) -> None:
+    """An empty one, of a variable that is not set, would be what clients without any key present."""
+    for key in keys:
+        if not key.strip():
+            raise ValueError(
+                f"{flag_name} is empty, which would let everybody in: give a key, or leave it out"
+            )
+        if key != key.strip() or not key.isprintable():
+            raise ValueError(
+                f"{flag_name} has blanks around it or line breaks in it, which no header can have"
+            )
 
 
 def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None:
@@ -118,7 +134,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "auto"
     max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
-    max_request_bytes: Annotated[Size, flag(help="Largest request body; larger ones are answered 413.")] = (
+    max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
         8 * 1024**2
     )
     request_timeout: Annotated[
@@ -151,6 +167,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 5.0
 
     def __post_init__(self) -> None:
+        for name, address in (("--host", self.host), ("--admin-host", self.admin_host)):
+            if not address.strip():
+                raise ValueError(f"{name} is empty: 127.0.0.1 is for this machine only, 0.0.0.0 for all")
         if self.admin_port is not None and not is_loopback(self.admin_host) and not self.admin_api_key:
             raise ValueError(
                 f"--admin-host {self.admin_host} is not loopback: give --admin-api-key, too, or anybody "
@@ -169,11 +188,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
 
+        _check_keys("--api-key", self.api_key)
+        _check_keys("--admin-api-key", self.admin_api_key)
         _template_kwargs(self.default_chat_template_kwargs)
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
-            read_key_limits(self.api_key_limits)
+            _check_keys("a key of --api-key-limits", read_key_limits(self.api_key_limits))
         read_config(self.structured_outputs_config)
 
     @property
@@ -218,7 +239,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
     api_server_count: Annotated[
-        Count, flag("-asc", help="Router processes (front ends) that share the endpoint's port.")
+        int,
+        Meta(ge=1, le=MOST_FRONT_ENDS),
+        flag("-asc", help="Router processes (front ends) that share the endpoint's port."),
     ] = 1
     data_parallel_backend: Annotated[
         Literal["mp", "ray"],

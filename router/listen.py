@@ -27,6 +27,11 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         _bind(listener, host, port)
+    except UnicodeError as error:  # of a name that can be none
+        listener.close()
+        raise OSError(
+            errno.EINVAL, f"{host!r} is no address: check {flag.replace('port', 'host')}"
+        ) from error
     except OSError as error:
         listener.close()
         reason = {

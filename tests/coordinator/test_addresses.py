@@ -37,6 +37,19 @@ def test_wildcards_are_refused_with_the_addresses_to_choose_from(two_interfaces:
     addresses.check_not_wildcard("-dpa", "10.0.0.1")
 
 
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "::1", "fe80::1%eth0", "head-1.rack_2.example", "localhost", "*"]
+)
+def test_addresses_and_names(address: str) -> None:
+    addresses.check_written("-dpa", address)
+
+
+@pytest.mark.parametrize("address", ["", " ", "a b", "host:29550", "[::1]", "tcp://host", "1::2::3", "host/"])
+def test_what_can_be_no_address_is_refused(address: str) -> None:
+    with pytest.raises(AddressError, match="is no address: give a host name or an IP address, no port"):
+        addresses.check_written("-dpa", address)
+
+
 def test_an_address_of_another_host_is_refused(two_interfaces: None) -> None:
     assert own("-dpa", "192.168.7.1") == "192.168.7.1"
     with pytest.raises(AddressError, match=r"-dpa 10.0.0.9 is no address of this host, which has 10.0.0.1"):

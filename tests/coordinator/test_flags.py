@@ -80,6 +80,30 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         ),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--max-num-batched-tokens", "4"], "must be at least --max-num-seqs 128"),
+        (["--max-num-seqs", "100000000"], "--max-num-seqs: Expected `int` <= 65536"),
+        (["-dp", "100000000"], "--data-parallel-size: Expected `int` <= 65536"),
+        (["-asc", "100000"], "--api-server-count: Expected `int` <= 256"),
+        (["--startup-timeout", "nan"], "--startup-timeout must be a number of at most"),
+        (["--drain-timeout", "inf"], "--drain-timeout must be a number of at most"),
+        (["--seed", "9" * 30], "--seed must be a number of at most 9223372036854775807, not 9999"),
+        (["--max-num-batched-tokens", "9e30T"], "--max-num-batched-tokens must be a number of at most"),
+        (["--max-model-len", "infK"], "--max-model-len must be a number like 8192"),
+        (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes: Expected `int` >= 1"),
+        (["--max-request-bytes=-5K"], "--max-request-bytes: Expected `int` >= 1"),
+        (["--api-key", ""], "--api-key is empty, which would let everybody in"),
+        (["--api-key", "good", "--api-key", " "], "--api-key is empty, which would let everybody in"),
+        (["--admin-api-key", ""], "--admin-api-key is empty, which would let everybody in"),
+        (["--api-key", "key\n"], "--api-key has blanks around it"),
+        (["--host", ""], "--host is empty: 127.0.0.1 is for this machine only, 0.0.0.0 for all"),
+        (["--cpu-threads", "100000000"], "--cpu-threads: Expected `int` <= 1024"),
+        (["-dpa", ""], "--data-parallel-address '' is no address"),
+        (["-dpa", "a b", "--insecure-mesh"], "--data-parallel-address 'a b' is no address"),
+        (["--nnodes", "2", "-tp", "2", "--master-addr", "host:5"], "--master-addr 'host:5' is no address"),
+        (["--otlp-traces-endpoint", "localhost:4317"], "'localhost:4317' is no URL: write it like http://"),
+        (["--served-model-name", ""], "--served-model-name is empty: give a name"),
+        (["--config", ""], "there is no such file"),
+        (["/model-\udcff"], "--model must be valid UTF-8, not '/model-"),
+        (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--config", "/nowhere.yaml"], "there is no such file"),
     ],
@@ -101,6 +125,10 @@ def test_wrong_settings_end_with_a_clear_message(
         ("a: [", "is not valid YAML"),
         ("dtype: int3", "--dtype must be one of auto, float32"),
         ("data-parallel-size: two", "--data-parallel-size must be a number, not 'two'"),
+        ("drain-timeout: .inf", "--drain-timeout must be a number of at most"),
+        ("served-model-name: {a: 1}", "--served-model-name: Expected `array`, got `object`"),
+        ("served-model-name:", "--served-model-name: Expected `array`, got `null`"),
+        ("allowed-origins: [[a]]", "--allowed-origins: Expected `str`, got `array`"),
     ],
 )
 def test_wrong_files_too(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +137,22 @@ def test_wrong_files_too(text: str, message: str, tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         parse("--config", str(file))
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit):
+        parse("--config", str(file))
+    assert "is not valid YAML" in capsys.readouterr().err
+
+
+def test_names_that_are_numbers_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("served-model-name: [7, b]\napi-key: 1234\n")
+    config = parse("--config", str(file))
+    assert config.engine.model.served_model_name == ("7", "b")
+    assert config.http.api_key == ("1234",)
 
 
 def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:
