@@ -6,11 +6,13 @@ command line to refuse a wrong model before any process is started.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import logging
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +77,20 @@ def find_model(name: str | None, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: nothing by that name, here or on the hub.
     """
-    name = name or SHIPPED_MODEL
-    if name == SHIPPED_MODEL:  # also where a directory of this name is; ./lockstep-moe means that one
+    if name == "":  # of a variable that is not set; another model than was meant would be no help
+        raise CheckpointError(
+            f"the name of the model is empty: give one, or leave it out for the shipped {SHIPPED_MODEL}"
+        )
+    if (
+        name is None or name == SHIPPED_MODEL
+    ):  # also where a directory of this name is; ./lockstep-moe means that one
         return MODELS_DIRECTORY / SHIPPED_MODEL
-    local = Path(name).expanduser()
-    if local.is_dir():
-        return local.resolve()
+    try:
+        local = Path(name).expanduser()
+        if local.is_dir():
+            return local.resolve()
+    except (OSError, RuntimeError) as error:  # too long, not for us to look at, ~nobody
+        raise CheckpointError(f"model {name[:200]!r} cannot be looked at: {_reason(error)}") from error
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or local.exists():
         kind = "is not a directory" if local.exists() else "does not exist"
         raise CheckpointError(
@@ -88,6 +98,19 @@ def find_model(name: str | None, revision: str | None = None) -> Path:
             f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
     return _download(name, revision)
+
+
+@contextlib.contextmanager
+def _as_said() -> Iterator[None]:
+    """Files that are there and cannot be read, in words for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or 'the model'} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _download(repository: str, revision: str | None) -> Path:
@@ -107,6 +130,7 @@ def _download(repository: str, revision: str | None) -> Path:
         raise CheckpointError(f"model {repository!r} could not be fetched from the hub: {error}") from error
 
 
+@_as_said()
 def read_model_info(directory: Path) -> ModelInfo:
     """Read config.json and generation_config.json, and see that weights are there.
 
@@ -115,9 +139,11 @@ def read_model_info(directory: Path) -> ModelInfo:
     """
     config = _read_json(directory / "config.json", required=True)
     text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{directory}/config.json has a text_config that is no object")
     generation = _read_json(directory / "generation_config.json")
-    architectures = config.get("architectures") or []
-    if not architectures:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
     for path in weight_files(directory):
         _check_complete(path)
@@ -178,8 +204,11 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (directory / name).is_file()]
+        try:
+            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            missing = [name for name in names if not (directory / name).is_file()]
+        except (AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} has a weight_map that maps no names to files") from error
         if missing:
             raise CheckpointError(
                 f"{directory} lacks {len(missing)} of the weight files that its index names, "
@@ -212,7 +241,7 @@ def _check_complete(path: Path) -> None:
         promised = 8 + header_bytes + max(ends, default=0)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (struct.error, msgspec.DecodeError, LookupError, TypeError) as error:
+    except (struct.error, msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or a broken one: download it again") from error
     if promised != size:
         raise CheckpointError(
@@ -220,6 +249,7 @@ def _check_complete(path: Path) -> None:
         )
 
 
+@_as_said()
 def fingerprint(directory: Path) -> str:
     """A short name for the content of a checkpoint: equal on two hosts when the model is the same.
 
@@ -244,6 +274,7 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@_as_said()
 def default_sampling(directory: Path) -> dict[str, Any]:
     """Sampling defaults that the model's authors recommend (generation_config.json), vLLM's keys only."""
     generation = _read_json(directory / "generation_config.json")
@@ -270,7 +301,7 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 def _context_length(directory: Path, config: dict[str, Any]) -> int:
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
-        if isinstance(config.get(key), int):
+        if isinstance(config.get(key), int) and config[key] > 0:
             return int(config[key])
     logger.warning("%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH)
     return DEFAULT_CONTEXT_LENGTH
@@ -278,9 +309,9 @@ def _context_length(directory: Path, config: dict[str, Any]) -> int:
 
 def _number(directory: Path, config: dict[str, Any], *keys: str) -> int:
     for key in keys:
-        if isinstance(config.get(key), int):
+        if isinstance(config.get(key), int) and config[key] > 0:
             return int(config[key])
-    raise CheckpointError(f"{directory}/config.json gives no {keys[0]}")
+    raise CheckpointError(f"{directory}/config.json gives no {keys[0]} above 0")
 
 
 def _optional_number(config: dict[str, Any], *keys: str) -> int:
@@ -301,5 +332,5 @@ def _eos_ids(*values: Any) -> tuple[int, ...]:
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list):
-            found.update(int(item) for item in value)
+            found.update(item for item in value if isinstance(item, int))
     return tuple(sorted(found))

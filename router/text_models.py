@@ -56,7 +56,7 @@ class TextModels:
     async def _load(self, served: ServedModel) -> TextModel:
         try:
             return await asyncio.to_thread(load_text_model, served, self._config)
-        except (TokenizerError, CheckpointError) as error:
+        except (TokenizerError, CheckpointError, OSError) as error:
             logger.error("the tokenizer of %s cannot be used: %s", served.names[0], error)
             raise ApiError(
                 500,

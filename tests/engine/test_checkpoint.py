@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -42,6 +43,19 @@ def test_a_model_that_is_not_there_is_named(name: str) -> None:
         find_model(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "the name of the model is empty"),
+        ("x" * 300, "cannot be looked at: File name too long"),
+        ("~nobody-of-this-name/model", "cannot be looked at: Could not determine home directory"),
+    ],
+)
+def test_names_that_can_be_none(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find_model(name)
+
+
 def test_the_hub_is_asked_for_repository_ids_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -72,6 +86,43 @@ def test_broken_directories_are_told_apart(copy: Path) -> None:
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-1.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"lacks 1 of the weight files .* first part-1.safetensors"):
         weight_files(copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": "Qwen3MoeForCausalLM"}, "names no architecture"),
+        ({"architectures": {"a": 1}}, "names no architecture"),
+        ({"text_config": "x"}, "has a text_config that is no object"),
+        ({"vocab_size": -5}, "gives no vocab_size above 0"),
+    ],
+)
+def test_a_config_of_other_types(copy: Path, changes: dict[str, object], message: str) -> None:
+    change(copy, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_info(copy)
+
+
+@pytest.mark.parametrize("weight_map", ['"x"', '{"a": 5}', '{"a": ["b"]}', "[]"])
+def test_an_index_of_other_types(copy: Path, weight_map: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    with pytest.raises(CheckpointError, match="has a weight_map that maps no names to files"):
+        read_model_info(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_files_that_cannot_be_read(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another user; root reads all, so the file system is not asked."""
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: Permission denied"):
+        resolve(engine(model=str(copy)))
 
 
 @pytest.mark.parametrize(
