@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.memory import most_memory
 from engine.step import ModelFacts
 
 logger = logging.getLogger(__name__)
 
 
 class TooLittleMemory(RuntimeError):
-    """The KV cache cannot hold a single block; says what to do."""
+    """For the KV cache that was asked for, or for any; says what to do."""
 
 
 def size_cache(
@@ -27,7 +28,7 @@ def size_cache(
         neighbours: instances on this host, this one included: they share its memory.
 
     Raises:
-        TooLittleMemory: not even one block fits.
+        TooLittleMemory: not even one block fits, or more was asked for than there is at all.
     """
     cache = config.cache
     block_bytes = facts.kv.bytes_per_token * cache.block_size
@@ -46,6 +47,12 @@ def size_cache(
                 f"{cache.block_size} tokens ({_bytes(block_bytes)}): raise "
                 "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size"
             )
+    if facts.device == "cpu" and not config.workers_elsewhere and num_blocks * block_bytes > most_memory():
+        raise TooLittleMemory(
+            f"{num_blocks} KV blocks of {cache.block_size} tokens would take "
+            f"{_bytes(num_blocks * block_bytes)}, and all memory here is {_bytes(most_memory())}: lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes, or leave them out"
+        )
     capacity = num_blocks * cache.block_size
     logger.info(
         "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",

@@ -38,6 +38,11 @@ def tell_threads(config: EngineConfig, share: Share, sharers: int) -> None:
     workers, cores = config.num_local_workers, usable_cores()
     each = f" in each of {workers} workers" if workers > 1 else ""
     logger.info("computes with %d thread%s%s", share.threads, "s" * (share.threads > 1), each)
+    if config.device.cpu_threads > cores and config.device.device != "cuda":
+        logger.warning(
+            "--cpu-threads %d is more than the %d core%s of this host: each step will take many times longer",
+            config.device.cpu_threads, cores, "s" * (cores > 1),
+        )  # fmt: skip
     if workers > 1 and sharers * workers > cores and config.device.device != "cuda":
         logger.warning(
             "%d workers share the %d core%s of this host: expect each step to take longer than with "

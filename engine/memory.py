@@ -28,6 +28,13 @@ def spare_memory(kv_bytes: int) -> int:
     return int(available_memory() * (1 - MARGIN)) - kv_bytes
 
 
+def most_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that there are in all, free or not."""
+    total = int(psutil.virtual_memory().total)
+    limit = _number(cgroup / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
 def _number(path: Path) -> int | None:
     """The number in a file; None if there is no such file, or no number (``max``: no limit)."""
     try:

@@ -1,0 +1,44 @@
+"""How many KV blocks an instance gets, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import cache_size
+from engine.cache_size import TooLittleMemory, size_cache
+from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.step import KVSpec, ModelFacts
+
+FACTS = ModelFacts(
+    architecture="A",
+    num_parameters=1,
+    weight_bytes=1,
+    vocab_size=1,
+    dtype="float32",
+    device="cpu",
+    kv=KVSpec(num_layers=1, bytes_per_token=64),
+)
+BLOCK = 16 * 64
+
+
+def sized(**cache: int) -> tuple[int, int]:
+    config = EngineConfig(model=ModelConfig(max_model_len=2048), cache=CacheConfig(**cache))
+    return size_cache(config, FACTS, lambda: 100 * BLOCK, 2)
+
+
+def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:
+    assert sized() == (50, 800)
+    assert sized(kv_cache_memory_bytes=70 * BLOCK) == (70, 1120)
+    assert sized(num_gpu_blocks_override=200) == (200, 2048)
+
+
+def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than by an allocation that fails, or later by the kernel's choice of a process to kill."""
+    monkeypatch.setattr(cache_size, "most_memory", lambda: 200 * BLOCK)
+    assert sized(num_gpu_blocks_override=200) == (200, 2048)
+    with pytest.raises(
+        TooLittleMemory, match=r"201 KV blocks of 16 tokens .* lower --num-gpu-blocks-override"
+    ):
+        sized(num_gpu_blocks_override=201)
+    with pytest.raises(TooLittleMemory, match="too little for one block"):
+        sized(kv_cache_memory_bytes=1)
