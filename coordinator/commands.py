@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import time
+from urllib.parse import urlsplit
 
 import zmq.asyncio
 
+from coordinator.client import fetch_view
 from coordinator.keys import MeshKeys
-from coordinator.messages import Answer, Drain, FromCoordinator, Scale, ToCoordinator
+from coordinator.messages import Answer, Drain, FromCoordinator, Scale, ToCoordinator, View
 from coordinator.rpc import AsyncConnection
 
 ASK_INTERVAL = 0.5
 RECONNECT_INTERVAL = 0.05
 """Seconds between two tries: when it was asked, and when there is no connection yet."""
+REFUSED_PATIENCE = 2.0
+"""Seconds for which a host may refuse connections: a coordinator that died is started again within one."""
+KNOCK_INTERVAL = 0.1
+
+
+async def find_view(endpoint: str, timeout: float, keys: MeshKeys | None = None) -> View:
+    """The view, for somebody who types a command: where nobody listens, that is said soon.
+
+    Raises:
+        TimeoutError, KeyRefused: as :func:`coordinator.client.fetch_view`.
+    """
+    if not await _may_be_there(endpoint, min(timeout, REFUSED_PATIENCE)):
+        raise TimeoutError
+    return await fetch_view(endpoint, timeout, keys)
+
+
+async def _may_be_there(endpoint: str, patience: float) -> bool:
+    """False if connections are refused for so many seconds, or the address is none. Silence may have reasons
+    that pass."""
+    address, deadline = urlsplit(endpoint), time.monotonic() + patience
+    while True:
+        try:
+            async with asyncio.timeout(patience):
+                _, writer = await asyncio.open_connection(address.hostname, address.port)
+        except TimeoutError:
+            return True
+        except (OSError, ValueError) as error:  # ValueError: a host name that can be none
+            if getattr(error, "errno", None) != errno.ECONNREFUSED:
+                return False
+        else:
+            writer.close()
+            return True
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(KNOCK_INTERVAL)
 
 
 async def ask(endpoint: str, command: Drain | Scale, timeout: float, keys: MeshKeys | None = None) -> Answer:

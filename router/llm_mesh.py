@@ -31,7 +31,8 @@ from router.launch import process_table
 from router.metrics import Metrics
 from router.overseer import Overseer
 from router.policy import Policy
-from router.serve import machine_of, wait_for_instances
+from router.preflight import machine_of
+from router.serve import wait_for_instances
 from router.supervisor import Supervisor
 
 POLL_INTERVAL = 0.02

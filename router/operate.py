@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from coordinator import process
 from coordinator.client import fetch_view
-from coordinator.commands import ask
+from coordinator.commands import ask, find_view
 from coordinator.config import MeshConfig
 from coordinator.flags import Count, Natural, flag, parse
 from coordinator.handshakes import KeyRefused
@@ -93,7 +93,7 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
     keys = process.mesh_keys(mesh, f"lockstep {name}")
     began = time.monotonic()
     try:
-        before = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+        before = await find_view(endpoint, ASK_TIMEOUT, keys)
         answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
     except KeyRefused as error:
         return _fail(name, str(error))

@@ -8,6 +8,9 @@ import msgspec
 
 from coordinator.messages import Member, State
 
+MOST_PER_CORE = 32
+"""Instances that compute on a CPU: more are a slip of the finger that would take the machine down."""
+
 
 class Refused(Exception):
     """Not possible as things are; the message says why and what to do."""
@@ -51,6 +54,19 @@ def plan(size: int, members: Sequence[Member], ours: Collection[int], machine: M
     return Plan()
 
 
+def check_cores(count: int, machine: Machine) -> None:
+    """Whether so many instances can be meant to run on a machine.
+
+    Raises:
+        Refused: they cannot.
+    """
+    if machine.devices is None and count > MOST_PER_CORE * machine.cores:
+        raise Refused(
+            f"{count} instances on {machine.cores} cores: each needs memory of its own, and more than one "
+            f"per core is slower; the most that is started is {MOST_PER_CORE * machine.cores}"
+        )
+
+
 def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> Plan:
     count = len(ours) + more
     if machine.hosts_per_instance > 1:
@@ -63,6 +79,7 @@ def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -
             f"{count} instances of {machine.devices_per_instance} CUDA device(s) each are more than the "
             f"{machine.devices} of this machine: start further ones elsewhere with serve --headless"
         )
+    check_cores(count, machine)
     free = (rank for rank in range(len(taken) + more) if rank not in taken)
     start = tuple(rank for rank, _ in zip(free, range(more), strict=False))
     warning = ""

@@ -24,10 +24,8 @@ from coordinator import process
 from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
-from coordinator.tracing import TracingMissing, check_installed
 from engine import forked
 from engine.checkpoint import CheckpointError
-from engine.cluster import why_not
 from engine.forked import ForkServer
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
@@ -36,7 +34,7 @@ from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_
 from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.scaling import Machine
+from router.preflight import machine_of, problem_with, tokenizer_problem
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
 
@@ -47,36 +45,32 @@ Command = Callable[[list[str]], int]
 
 HEALTH_TIMEOUT = 10.0
 """Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it, of what does not end in a way of its own."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about what is waited for."""
 
 
 def main_serve(argv: list[str] | None = None) -> int:
     """``serve``: the whole mesh, its head, or headless instances, as the flags say."""
+    try:
+        return _serve(argv)
+    except KeyboardInterrupt:  # while a model was looked for, or downloaded: nothing has been started
+        return INTERRUPTED
+
+
+def _serve(argv: list[str] | None) -> int:
     config = parse(
         ServeConfig,
         sys.argv[1:] if argv is None else argv,
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
     )
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # libraries that look for their files would fail, each in its own way
-        print(
-            "serve: error: the current directory has been deleted: start it in another one", file=sys.stderr
-        )
-        return process.EXIT_FAILED
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
-    if config.ray_flag is not None and (missing := why_not()) is not None:
-        print(f"serve: error: {config.ray_flag}: {missing}", file=sys.stderr)
+    if (problem := problem_with(config)) is not None:
+        print(f"serve: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
     keys = process.mesh_keys(config.mesh, "serve")
-    if config.mesh.observability.otlp_traces_endpoint is not None:
-        try:
-            check_installed()
-        except TracingMissing as error:
-            print(f"serve: error: {error}", file=sys.stderr)
-            return process.EXIT_USAGE
     settings = None
     title, model_type = "serve", ""
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -85,7 +79,7 @@ def main_serve(argv: list[str] | None = None) -> int:
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
-        problem = None if config.engine.nodes.node_rank else _tokenizer_problem(config, info.directory)
+        problem = None if config.engine.nodes.node_rank else tokenizer_problem(config, info.directory)
         if problem is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
@@ -162,45 +156,6 @@ def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
         config.mesh.instances_here, usable_cores()
     )
     return engine_spec(config, rank, threads, rank - (config.mesh.data_parallel_start_rank or 0))
-
-
-def machine_of(config: ServeConfig) -> Machine:
-    device = config.engine.device
-    if config.data_parallel_backend == "ray":  # which says itself what it has room for
-        return Machine(devices=None, cores=sys.maxsize)
-    devices = 0 if device.device == "cpu" else visible_cuda_devices()
-    return Machine(
-        devices=devices if devices or device.device == "cuda" else None,
-        devices_per_instance=max(1, config.engine.num_local_workers),
-        cores=usable_cores(),
-        hosts_per_instance=config.engine.nodes.nnodes,
-    )
-
-
-class _TokenizerFile(msgspec.Struct):
-    """As much of a tokenizer.json as tells a whole one from a broken one. All of it is read by the router."""
-
-    model: msgspec.Raw
-
-
-def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
-    """Why the router could not turn text into tokens, None if it can."""
-    directory = Path(config.http.tokenizer or model_directory)
-    file = directory / "tokenizer.json"
-    if config.mesh.headless:
-        return None
-    try:
-        msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
-        return None
-    except msgspec.DecodeError as error:
-        return f"{file} is broken ({error}): get it again, or name another directory with --tokenizer"
-    except OSError as error:
-        if file.exists():
-            return f"{file} cannot be read: {error.strerror}"
-    return (
-        f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write one "
-        "with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-    )
 
 
 async def _supervise(
@@ -323,6 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     run, _ = COMMANDS[argv[0]]
     try:
         return run(argv[1:])
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

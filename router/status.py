@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coordinator import process
 from coordinator.client import fetch_view
+from coordinator.commands import find_view
 from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
 from coordinator.handshakes import KeyRefused
@@ -31,7 +32,7 @@ class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
     watch: Annotated[bool, flag("-w", help="Show it again and again until Ctrl-C.")] = False
     interval: Annotated[float, msgspec.Meta(ge=0.1), flag(help="Seconds between, with --watch.")] = 1.0
-    timeout: Annotated[float, flag(help="Seconds to wait for the coordinator.")] = 5.0
+    timeout: Annotated[float, msgspec.Meta(gt=0), flag(help="Seconds to wait for the coordinator.")] = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     endpoint = config.mesh.coordinator_endpoint
     keys = process.mesh_keys(config.mesh, "lockstep status")
     try:
-        view = asyncio.run(fetch_view(endpoint, config.timeout, keys))
+        view = asyncio.run(find_view(endpoint, config.timeout, keys))
     except KeyRefused as error:
         print(f"lockstep status: {error}", file=sys.stderr)
         return process.EXIT_REFUSED

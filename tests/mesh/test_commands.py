@@ -290,7 +290,7 @@ def test_a_directory_that_is_gone_is_said(tmp_path: Path) -> None:
         ["sh", "-c", command], cwd=gone, env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "the current directory has been deleted" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -53,3 +53,10 @@ def test_devices_are_a_limit_and_cores_a_warning() -> None:
         plan(3, members, [0], machine, False)
     assert plan(4, members, [0], CPU, False).warning == ""
     assert "share 4 cores" in plan(5, members, [0], CPU, False).warning
+
+
+def test_more_instances_than_can_be_meant_are_not_started() -> None:
+    members = world(_0=READY)
+    with pytest.raises(Refused, match=r"129 instances on 4 cores: .* the most that is started is 128"):
+        plan(129, members, [0], CPU, True)
+    assert len(plan(128, members, [0], CPU, False).start) == 127

@@ -1,0 +1,74 @@
+"""What ``serve`` refuses before it starts anything, and what it knows of its machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from coordinator.tracing import TracingMissing, check_installed
+from engine.cluster import why_not
+from parallel.topology import usable_cores, visible_cuda_devices
+from router.config import ServeConfig
+from router.scaling import Machine, Refused, check_cores
+
+
+def problem_with(config: ServeConfig) -> str | None:
+    """Why these settings cannot be served on this machine, whatever the model; None if they can."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that look for their files would fail, each in its own way
+        return "the current directory has been deleted: start it in another one"
+    if config.mesh.data_parallel_rpc_port == 0:
+        return "--data-parallel-rpc-port must be a port that all processes know, not 0"
+    if config.ray_flag is not None and (missing := why_not()) is not None:
+        return f"{config.ray_flag}: {missing}"
+    try:
+        check_cores(config.mesh.local_size, machine_of(config))
+        if config.mesh.observability.otlp_traces_endpoint is not None:
+            check_installed()
+    except (Refused, TracingMissing) as error:
+        return str(error)
+    return None
+
+
+def machine_of(config: ServeConfig) -> Machine:
+    """What there is for instances here."""
+    device = config.engine.device
+    if config.data_parallel_backend == "ray":  # which says itself what it has room for
+        return Machine(devices=None, cores=sys.maxsize)
+    devices = 0 if device.device == "cpu" else visible_cuda_devices()
+    return Machine(
+        devices=devices if devices or device.device == "cuda" else None,
+        devices_per_instance=max(1, config.engine.num_local_workers),
+        cores=usable_cores(),
+        hosts_per_instance=config.engine.nodes.nnodes,
+    )
+
+
+class _TokenizerFile(msgspec.Struct):
+    """As much of a tokenizer.json as tells a whole one from a broken one. All of it is read by the router."""
+
+    model: msgspec.Raw
+
+
+def tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
+    """Why the router could not turn text into tokens, None if it can."""
+    directory = Path(config.http.tokenizer or model_directory)
+    file = directory / "tokenizer.json"
+    if config.mesh.headless:
+        return None
+    try:
+        msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        return None
+    except msgspec.DecodeError as error:
+        return f"{file} is broken ({error}): get it again, or name another directory with --tokenizer"
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            return f"{file} cannot be read: {error.strerror}"
+    return (
+        f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write one "
+        "with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
