@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coordinator.config import MAX_INSTANCES
 from coordinator.messages import Answer, Drain, Load, Scale, View
 from coordinator.operations import ACCEPTED
 from router.app import exception_handlers
@@ -57,14 +58,14 @@ Command = Callable[[Drain | Scale], Awaitable[Answer]]
 
 
 class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
-    rank: Annotated[int, msgspec.Meta(ge=0)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INSTANCES)]
     timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Seconds; None for the instance's own --drain-timeout."""
     force: bool = False
 
 
 class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
-    n: Annotated[int, msgspec.Meta(ge=1)]
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
     force: bool = False
 
 

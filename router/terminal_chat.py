@@ -137,6 +137,8 @@ class Conversation:
             raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
         except urllib.error.URLError as error:
             raise ChatError(f"no server answers at {self._url}: {error.reason}; see --url") from error
+        except http.client.InvalidURL as error:
+            raise ChatError(f"{self._url!r} is no URL: {error}; see --url") from error
         except TimeoutError as error:
             raise ChatError(f"the server said nothing for {self._config.timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import random
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator import process
+from coordinator.flags import OneLineParser
 from router.bench.arrivals import INFINITE, Arrivals
 from router.bench.datasets import LOWEST_ID, Conversation, Shape, prefix_repetition, random_prompts, sharegpt
 from router.bench.local_mesh import mesh
@@ -59,11 +62,12 @@ def main(argv: list[str]) -> int:
 
     server = contextlib.nullcontext(args.base_url) if args.serve is None else mesh(args.serve)
     try:
+        _check_places(args)
         with server as args.base_url:
             return asyncio.run(bench(args))
     except KeyboardInterrupt:
         return 130
-    except (Unmeasurable, ValueError) as error:
+    except (Unmeasurable, ValueError, OSError) as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return process.EXIT_FAILED
 
@@ -224,6 +228,24 @@ def save(args: Args, results: Sequence[Result]) -> None:
         args.output_json.write_text(json.dumps(page, indent=1) + "\n")
 
 
+def _check_places(args: Args) -> None:
+    """See that results can be written, before anything is measured.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folders = [args.result_dir] if args.save_result else []
+    if args.output_json:
+        folders.append(args.output_json.parent)
+        if args.output_json.is_dir():
+            raise IsADirectoryError(
+                errno.EISDIR, "a file is needed, this is a directory", str(args.output_json)
+            )
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
 def _percents(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
@@ -239,7 +261,7 @@ def _goal(text: str) -> tuple[str, float]:
 
 def parse_args(argv: Sequence[str]) -> Args:
     """Wrong values end the process with exit code 2 and a message."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=PROG, description="Measure a server that speaks OpenAI's API.", allow_abbrev=False
     )
     add = parser.add_argument
@@ -319,6 +341,8 @@ def _problem(args: Args) -> str | None:
     counts += [args.random_input_len, args.random_output_len, args.random_vocab - LOWEST_ID]
     counts += [args.random_prefix_len + 1, args.num_warmups + 1, args.multi_turn_num_turns]
     counts += [args.prefix_repetition_suffix_len, args.prefix_repetition_num_prefixes]
+    counts += [args.prefix_repetition_prefix_len + 1, args.prefix_repetition_output_len]
+    counts += [args.sharegpt_output_len, args.port]
     rates = [args.request_rate, args.burstiness, args.burst_interval]
     rates += [rate for rate in (args.ramp_up_start_rps, args.ramp_up_end_rps) if rate is not None]
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
@@ -327,7 +351,7 @@ def _problem(args: Args) -> str | None:
         and (args.base_url or args.host or args.port),
         "--base-url says where: leave out --host and --port": args.base_url and (args.host or args.port),
         "a count or a length is too small": any(n is not None and n < 1 for n in counts),
-        "rates, --burstiness and --burst-interval must be above 0": min(rates) <= 0,
+        "rates, --burstiness and --burst-interval must be above 0": not all(rate > 0 for rate in rates),
         "--random-range-ratio is from 0 to below 1": not 0 <= args.random_range_ratio < 1,
         "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps need each other": len(
             {x is None for x in ramp}

@@ -62,6 +62,8 @@ def test_a_key_comes_back_as_it_was_written_and_does_not_show_its_secrets(tmp_pa
 def test_keygen_says_why_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keygen([str(tmp_path / "nowhere" / "key")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+    assert keygen([str(tmp_path), "--force"]) == 2
+    assert "is a directory: name a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o602, 0o400, 0o600])

@@ -60,6 +60,7 @@ def test_chat(mesh: Mesh) -> None:
             ["--url", f"{URL}/nothing"],
             "there is no API at http://mesh/nothing or http://mesh/nothing/v1: This server has no",
         ),
+        (["--url", "http://a b"], "'http://a b' is no URL"),
         (["--model", "nobody"], "the server has no model 'nobody'; it has lockstep-moe"),
         (["--temperature", "-1"], "--temperature"),
     ],

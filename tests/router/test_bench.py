@@ -110,6 +110,9 @@ def test_summary_and_goodput() -> None:
         (["--ramp-up-strategy", "linear"], "need each other"),
         (["--num-prompts", "0"], "too small"),
         (["--request-rate", "0"], "must be above 0"),
+        (["--request-rate", "nan"], "must be above 0"),
+        (["--prefix-repetition-output-len", "-1"], "too small"),
+        (["--port", "-1"], "too small"),
         (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
         (["--percentile-metrics", "foo"], "metrics are ttft"),
     ],
@@ -119,6 +122,17 @@ def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.Capt
         parse_args(argv)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_where_results_cannot_go_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "results.json"):
+        assert main(["serve", "--base-url", "http://127.0.0.1:9", "--output-json", str(place)]) == 1
+        said = capsys.readouterr().err
+        assert "lockstep bench serve: error:" in said
+        assert "waiting for" not in said
 
 
 @pytest.mark.parametrize(
