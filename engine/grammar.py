@@ -169,7 +169,7 @@ class Grammar:
     def take(self, token_id: int) -> str | None:
         """Go on behind this token; what is wrong, if it cannot be."""
         if self._problem is None and not self._matcher.consume_token(token_id):
-            self._fail(f"token {token_id} does not follow its grammar")
+            self._fail(why_refused(self._matcher, token_id))
         self.ended = token_id in self._vocabulary.eos_ids
         return self._problem
 
@@ -186,6 +186,14 @@ def why_stopped(matcher: LLMatcher) -> str:
         "LexerTooComplex": "it is too complex",
         "ParserTooComplex": "it is too complex",
     }.get(reason, first_line(matcher.get_error() or reason))
+
+
+def why_refused(matcher: LLMatcher, token_id: int) -> str:
+    """For a matcher that has not taken a token: it does not fit, or what may follow is too much for it."""
+    error = first_line(matcher.get_error() or "")
+    if error.startswith("lexer error"):
+        return f"its grammar is too complex ({error.removeprefix('lexer error: ')})"
+    return f"token {token_id} does not follow its grammar"
 
 
 def first_line(error: object) -> str:

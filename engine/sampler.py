@@ -36,6 +36,7 @@ from parallel.tensor_parallel import TensorRank
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 """Rows are sampled and normalised in chunks of about this size: on CPU, what stays in the cache."""
+LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
 """Top-p looks at this many of the most likely tokens before it sorts the whole vocabulary (CPU)."""
 NEVER = float("-inf")
@@ -252,7 +253,8 @@ def _numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
-    return upload(np.array(values, dtype=np.float32), device)[:, None]
+    within = np.clip(np.array(values), -LARGEST, LARGEST)  # of a client who writes 1e300 for "very"
+    return upload(within.astype(np.float32), device)[:, None]
 
 
 def _greedy(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

@@ -13,6 +13,8 @@ import msgspec
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_BYTES = 512 * 1024
+LEAST_REPETITION = 1e-6
+"""Of the repetition penalty, and its inverse the most: beyond, logits of float32 would not be finite."""
 
 
 class BadParameter(ValueError):
@@ -81,9 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
                 raise BadParameter(name, f"{name} must be a finite number {bound}, got {value}.")
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise BadParameter("top_p", f"top_p must be in (0, 1], got {self.top_p}.")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+        if not LEAST_REPETITION <= self.repetition_penalty <= 1 / LEAST_REPETITION:
             raise BadParameter(
-                "repetition_penalty", f"repetition_penalty must be above 0, got {self.repetition_penalty}."
+                "repetition_penalty",
+                f"repetition_penalty must be above 0 and finite ({LEAST_REPETITION:g} to "
+                f"{1 / LEAST_REPETITION:g}), got {self.repetition_penalty}.",
             )
         if self.top_k < -1:
             raise BadParameter("top_k", f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}.")

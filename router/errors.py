@@ -105,9 +105,10 @@ def from_mesh(error: MeshError) -> ApiError:
 
 
 def from_failure(delta: Delta) -> ApiError:
-    """A request that failed where it ran. The mesh has tried all it could, so trying again is no help."""
+    """A request that failed where it ran. Nothing of the mesh does that (who loses an instance goes on at
+    another), only what was asked for: a grammar that turns out to be too complex, or to lead nowhere."""
     message = delta.error or "the request failed"
-    return ApiError(500, message, headers={"x-should-retry": "false"})
+    return ApiError(400, message, headers={"x-should-retry": "false"})
 
 
 def too_late(timeout: float) -> ApiError:

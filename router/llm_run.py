@@ -35,8 +35,8 @@ async def run_jobs(
     """``most_samples`` are in flight at once, and those of at least one prompt. The first failure ends all.
 
     Raises:
-        ValueError: an instance refuses a prompt.
-        GenerationError: a prompt failed, or nobody could take it for NOBODY_TIMEOUT seconds.
+        ValueError: an instance refuses a prompt, or its grammar turned out to be too complex.
+        GenerationError: nobody could take a prompt for NOBODY_TIMEOUT seconds.
     """
     outputs: dict[int, RequestOutput] = {}
     waiting = iter(enumerate(jobs))

@@ -124,7 +124,8 @@ def _run(
             counts_directory=counts,
         )
     table = process_table(config, settings, usable_cores(), mesh_name, doors)
-    print_table(title, table)
+    with contextlib.suppress(OSError):  # a full disk, a reader who left: that is no reason not to serve
+        print_table(title, table)
     supervisor = Supervisor(
         table,
         drain_timeout=config.engine.drain_timeout,

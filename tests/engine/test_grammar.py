@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from engine.checkpoint import ModelInfo, read_model_info
+from engine.checkpoint import ModelInfo, find_model, read_model_info
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
@@ -339,6 +339,16 @@ def grammar_of(text: str, vocabulary: Vocabulary, **options: Any) -> Grammar:
 def tokens_of(mask: bytes | None) -> list[int]:
     assert mask is not None
     return [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+
+
+def test_a_grammar_that_is_too_complex_is_said_to_be() -> None:
+    """Its beginning compiles; what may come next is more than can be worked out."""
+    directory = find_model(None)
+    info = read_model_info(directory)
+    vocabulary = load_vocabulary(directory, info.vocab_size, info.eos_token_ids)
+    grammar = grammar_of(lark("start: /a{1000000}/"), vocabulary)
+    (first,) = tokens_of(grammar.mask(0))
+    assert "its grammar is too complex (too many" in (grammar.take(first) or "")
 
 
 def test_looking_changes_nothing(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:

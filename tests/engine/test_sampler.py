@@ -204,6 +204,12 @@ def test_penalties() -> None:
             assert line[token] == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_temperature_beyond_float32_is_just_very_high() -> None:
+    logits = make_logits(2)
+    rows = [make_row(SamplingParams(temperature=1e308), seed=seed) for seed in range(2)]
+    assert len(sample(logits, rows)) == 2  # and numpy warns of nothing, which would be an error here
+
+
 def test_allowed_bias_and_minimum_length() -> None:
     logits = make_logits(5)
     rows = [

@@ -51,6 +51,7 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 2.1}, "presence_penalty must be", "presence_penalty"),
     ({"frequency_penalty": -2.1}, "frequency_penalty must be", "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty must be above 0", "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "must be above 0 and finite (1e-06 to 1e+06)", "repetition_penalty"),
     ({"n": 0}, "n must be between 1 and", "n"),
     ({"n": 1000}, "n must be between 1 and", "n"),
     ({"n": 2, "temperature": 0}, "n must be 1 with temperature 0", "n"),

@@ -110,7 +110,7 @@ def test_an_error_delta_raises(tokenizer: Tokenizer) -> None:
     sample = sample_of(tokenizer)
     with pytest.raises(ApiError, match="out of luck") as caught:
         sample.take(Delta(1, [], FinishReason.ERROR, error="out of luck"))
-    assert caught.value.status == 500
+    assert caught.value.status == 400
     assert caught.value.headers == {"x-should-retry": "false"}
     assert sample.finish_reason == "error"
 
@@ -289,9 +289,9 @@ def test_an_error_after_the_first_token_ends_the_stream(text_model: TextModel) -
         assert (done, end) == ("data: [DONE]", "")
         assert msgspec.json.decode(error.removeprefix("data: "))["error"] == {
             "message": "out of luck",
-            "type": "InternalServerError",
+            "type": "BadRequestError",
             "param": None,
-            "code": 500,
+            "code": 400,
         }
         assert client.is_complete
         assert (mesh.num_open, metrics.success) == (0, {("0", "error"): 1})
