@@ -93,6 +93,16 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(entry).decode()
 
 
+def hold_standard_streams() -> None:
+    """Open what is closed of stdin, stdout and stderr. Otherwise the next files and sockets get their
+    numbers, and libraries that start processes abort."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
 def raise_open_files() -> None:
     """Take what the hard limit allows: the soft one is often 1024, and a router has a file per client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

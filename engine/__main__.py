@@ -14,6 +14,7 @@ from engine.checkpoint import CheckpointError
 from engine.config import InstanceConfig
 from engine.executor.base import CannotStart, WorkerLost
 from engine.instance import Ended, Instance
+from engine.memory import is_out_of_memory
 
 logger = logging.getLogger("engine")
 
@@ -45,8 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         logger.error("a library cannot be loaded: %s; lockstep doctor looks at the installation", error)
         return process.EXIT_FAILED
-    except MemoryError:
-        logger.error("out of memory: leave less room for the KV cache, or lower --max-num-batched-tokens")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        logger.error(
+            "out of memory (%s): leave less room for the KV cache, lower --max-num-batched-tokens, or run "
+            "fewer instances here", str(error).strip().partition("\n")[0] or "no details",
+        )  # fmt: skip
         return process.EXIT_FAILED
     logger.info("ends")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,15 @@ CGROUP = Path("/sys/fs/cgroup")
 
 MARGIN = 0.1
 """Of the memory that is free, what is left alone when more experts are loaded."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short: Python's own, the system's (ulimit -v, vm.overcommit), or
+    torch's, which are RuntimeErrors."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and is_torchs
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:

@@ -53,6 +53,7 @@ SAY_INTERVAL = 5.0
 
 def main_serve(argv: list[str] | None = None) -> int:
     """``serve``: the whole mesh, its head, or headless instances, as the flags say."""
+    process.hold_standard_streams()
     try:
         return _serve(argv)
     except KeyboardInterrupt:  # while a model was looked for, or downloaded: nothing has been started

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import psutil
+import pytest
 
-from engine.memory import available_memory
+from engine.__main__ import main
+from engine.memory import available_memory, is_out_of_memory
 
 
 def cgroup(directory: Path, **files: str) -> Path:
@@ -28,3 +31,27 @@ def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path) -> None:
     most = psutil.virtual_memory().total
     for directory in (tmp_path, cgroup(tmp_path, max="max\n", current="5\n"), cgroup(tmp_path, max="9" * 18)):
         assert 0 < available_memory(directory) <= most
+
+
+TORCHS = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError(TORCHS)]
+)
+def test_too_little_memory_is_said_however_it_shows(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(_instance: object) -> None:
+        raise error
+
+    monkeypatch.setattr("engine.instance.Instance.run", run)
+    monkeypatch.setattr("coordinator.process.set_up", lambda *_args: None)
+    assert main([]) == 1
+    assert "out of memory (" in caplog.text
+    assert "leave less room for the KV cache" in caplog.text
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
+    assert not is_out_of_memory(RuntimeError("a shape does not fit"))
