@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import openai
@@ -57,4 +58,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"no mesh answers at {error.request.url}: start one with make serve, or see --base-url")
+    except openai.APIStatusError as error:
+        sys.exit(f"the mesh refuses: {error.message}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,18 @@ def names_in(path: Path) -> set[str]:
             case ast.Name(ctx=ast.Store()):
                 names.add(node.id)
     return names
+
+
+@pytest.mark.parametrize("name", ["openai_client.py", "tools.py"])
+def test_without_a_mesh_an_example_says_what_it_needs(name: str) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+        command = [sys.executable, str(ROOT / "examples" / name), "--base-url", url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert f"no mesh answers at {url}/models: start one with make serve" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
