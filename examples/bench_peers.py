@@ -40,6 +40,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 from machine_limits import calibrate
 from peer_systems import ROOT, SYSTEMS, NotReady, started, until_ready
 from peer_tables import plot, print_model
@@ -68,6 +70,8 @@ LOWEST_ID = 300
 """Of the prompts' tokens: below are special ones and single bytes."""
 WARM = 8
 """Requests at once, not counted, before anything is measured."""
+REST, REST_SECONDS = 10.0, 10.0
+"""Percent of all cores that is rest, and for how long it is waited: some compute on after their answer."""
 DEFAULT = {
     "dense-small": ["lockstep", "lockstep-dp1", "vllm", "vllm-cores", "transformers", "llama.cpp"],
     "dense-0.5b": ["lockstep", "lockstep-dp1", "vllm", "vllm-cores"],
@@ -166,6 +170,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
         for number in range(args.repeats):
             for cell in model_page["cells"]:
                 which = (cell["workload"], cell["concurrency"])
+                come_to_rest()
                 run = asyncio.run(load.run(cell["system"], urls[cell["system"]], *which, number))
                 cell["runs"].append(run)
                 save()
@@ -173,6 +178,13 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
                 tell(f"{what}: {run['tokens_per_second']:.0f} tok/s, TTFT {run['ttft_ms']:.0f} ms")
     model_page["calibration"].append(calibrate())
     save()
+
+
+def come_to_rest() -> None:
+    """Wait until nobody computes any more: a run must not pay for the one before."""
+    deadline = time.monotonic() + REST_SECONDS
+    while psutil.cpu_percent(interval=0.5) > REST and time.monotonic() < deadline:
+        pass
 
 
 def find(name: str) -> Path:
