@@ -57,6 +57,9 @@ void clear(__m512 (&sum)[MAX_ROWS][2]) {
 
 // ---- tiles
 
+// Where weights come from: memory, a cache of this core, or memory in 12 bits each.
+enum Source { COLD, WARM, NARROW };
+
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 
 // The kernel saves the tiles of a process that has asked for them.
@@ -93,8 +96,6 @@ struct TileScope {
     ~TileScope() { shape_tiles(FULL); }
 };
 
-// Where weights come from: memory, a cache of this core, or memory in 12 bits each.
-enum Source { COLD, WARM, NARROW };
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
 
 // out: [ROW_TILES][2] blocks of 16 x 16 sums. Calls aside() before the tiles of each step. NARROW: all words are also left
@@ -152,7 +153,6 @@ bool ask_for_tiles() { return false; }
 struct TileUse {
     explicit TileUse(bool) {}
 };
-enum Source { COLD, WARM, NARROW };
 template <int ROW_TILES, Source SOURCE, class Aside>
 void multiply_tiles(const char*, int64_t, Panel, Panel, int64_t, uint32_t*, float*, Aside) {}
 
@@ -204,14 +204,13 @@ class Products {
     void multiply(const E* in, int64_t k, int64_t rows, Panel a, Panel b, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         if (use_tiles<T>() && steps % TILE == 0) {
-            if (a.compressed != nullptr && !cold) a.words = keep, b.words = keep + steps * LANES;
+            if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
                 int now = int(std::min<int64_t>(2 * TILE, rows - begin));
                 Source source = !cold ? WARM : a.compressed != nullptr ? NARROW : COLD;
                 if (now > TILE) multiply_some<2>(source, in, k, begin, a, b, keep);
                 else multiply_some<1>(source, in, k, begin, a, b, keep);
                 waiting = tag, first = begin, next = 0, count = now, side = 1 - side, cold = false;
-                if (a.compressed != nullptr) a.words = keep, b.words = keep + steps * LANES;
             }
             return;
         }
