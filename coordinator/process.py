@@ -34,6 +34,9 @@ EXIT_REFUSED = 3
 EXIT_WORKER_LOST = 4
 """A worker process of this instance ended, and with it a part of the model and of its cache."""
 
+EXIT_HUNG = 5
+"""A step of this instance did not end."""
+
 PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
 INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
 """The name that an instance gets from its launcher, which so knows it wherever it runs."""

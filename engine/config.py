@@ -17,6 +17,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
 SHIPPED_MODEL = "lockstep-moe"
 FORMING_TIMEOUT = 60.0
 """Seconds that forming a group may take at least."""
+STEP_TIMEOUT = 300.0
+"""Seconds after which a step hangs, as in vLLM (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +201,13 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     collective_timeout: Annotated[
         float, Meta(gt=0), flag(help="Seconds after which a peer that does not answer in a step is lost.")
     ] = 60.0
+    execute_model_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        flag(
+            help="Seconds after which a step that has not ended hangs, and its instance ends; unset: 300, or "
+            "twice --collective-timeout if that is more. Where experts are spread it is never less than that."
+        ),
+    ] = None
     attention_backend: Annotated[
         Literal["auto", "TORCH_SDPA", "TRITON_ATTN"],
         flag(
@@ -254,6 +263,19 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.pipeline_parallel_size == 1:
             return 1
         return self.pipeline_micro_batches or self.pipeline_parallel_size
+
+    @property
+    def step_timeout(self) -> float:
+        """Seconds that a step may take."""
+        if self.execute_model_timeout is not None:
+            return self.execute_model_timeout
+        return max(STEP_TIMEOUT, 2 * self.collective_timeout)
+
+    @property
+    def lockstep_timeout(self) -> float:
+        """The same of one that may wait for other instances. Who waits must find them lost first, or all end
+        because one hangs."""
+        return max(self.step_timeout, 2 * self.collective_timeout)
 
     @property
     def forming_timeout(self) -> float:

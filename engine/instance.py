@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 
@@ -32,6 +33,7 @@ from engine.pace import NoGroup
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.step import ModelFacts
+from engine.step_watch import StepWatch, place_of
 from engine.trace import write_chrome_trace
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ class Instance:
         self._place: tuple[int, int] | None = None
         """(rank, size) by which the experts to load first are chosen; None if they are not spread."""
         self._spread: Spread | None = None
+        self._watch: StepWatch | None = None
+        """Where nobody else would miss the result of a step."""
+        self._step_thread = threading.get_ident()
         self._serving = False
         self._settings: Settings | None = None
         self._rank = 0
@@ -187,6 +192,10 @@ class Instance:
                 self._spread = self._spread_experts(membership, executor, self._server)
                 core.pace = self._spread.pace
                 logger.info("loaded after %.1f s", time.monotonic() - began)
+            if not executor.computes_apart:
+                device = self._config.device
+                limit = device.step_timeout if place is None else device.lockstep_timeout
+                self._watch = StepWatch(limit, self._mesh.startup_timeout)
             self._serving = True
             self._check_stopped()
             try:
@@ -199,6 +208,7 @@ class Instance:
                 self._server.close()  # and the end of the other workers takes a while
                 raise Ended(process.EXIT_WORKER_LOST, f"lost a worker: {error}") from error
             finally:
+                self._watch = None  # there are no turns any more
                 if self._spread is not None:
                     self._spread.close()
         finally:
@@ -293,11 +303,27 @@ class Instance:
         return address
 
     def _load(self) -> Load:
+        """For each sign of life; called by the membership's thread."""
         if self._server is None:
             return Load()
+        if self._watch is not None:
+            hung = self._watch.look(self._server.turn, self._server.num_steps, time.monotonic())
+            if hung is not None:
+                self._end_hung(hung)
         return msgspec.structs.replace(self._server.progress.load(), refused_peers=self._server.refused_peers)
 
     # ---- the end
+
+    def _end_hung(self, seconds: float) -> NoReturn:
+        """The thread that would end this process in order does not come back."""
+        logger.error(
+            "a step has not ended after %.0f s (--execute-model-timeout): it hangs in %s. This instance "
+            "ends; routers resume its requests on others",
+            seconds,
+            place_of(self._step_thread),
+        )
+        logging.shutdown()
+        os._exit(process.EXIT_HUNG)
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
         """First signal: drain. Second: drop what is left. While loading: end at once."""

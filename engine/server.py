@@ -113,6 +113,8 @@ class Server:
         self._drain_until = 0.0
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
+        self.turn = 0
+        """Of the step loop, for whoever watches that it goes on."""
 
     @property
     def endpoint(self) -> str:
@@ -138,6 +140,7 @@ class Server:
         """The step loop; ``between_steps`` is called once a turn."""
         try:
             while True:
+                self.turn += 1
                 between_steps()
                 self._take_in()  # 1. requests and aborts that came meanwhile
                 turn = self._core.pace.turn()  # 2. is there a group to step in?
@@ -162,6 +165,11 @@ class Server:
         """Hang up. Routers take a broken connection for what it is, at once."""
         self._listener.close()
         self._context.term()
+
+    @property
+    def num_steps(self) -> int:
+        """Scheduled since the start; from any thread."""
+        return self._core.scheduler.num_steps
 
     def wake(self) -> None:
         """End the sleep of :meth:`run`; from any thread."""

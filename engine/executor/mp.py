@@ -194,10 +194,9 @@ class MpExecutor:
 
     def finish(self) -> StepResult:
         """See ``executor.base.Executor``. Ranks of a stage wait for each other, and each stage for the one
-        before; for the last one, where it is one worker, only the engine does: as long as that one may wait
-        for those before it, and as long again."""
+        before; for the worker that answers, once it has all that it needs of others, only the engine does."""
         stages, ranks = self._layout
-        patience = 2 * self._config.device.collective_timeout if ranks == 1 else None
+        patience = self._config.device.step_timeout
         return self._await(self._workers[(stages - 1) * ranks], Computed, patience=patience).result
 
     def check(self) -> None:
@@ -226,7 +225,8 @@ class MpExecutor:
     def spans(self) -> dict[str, list[Span]]:
         """See ``executor.base.Executor``."""
         self._send_all(TellSpans())
-        return {worker.name: self._await(worker, Spans).spans for worker in self._workers}
+        patience = self._config.device.step_timeout
+        return {worker.name: self._await(worker, Spans, patience=patience).spans for worker in self._workers}
 
     def close(self) -> None:
         """End the workers. While they load, and when one is lost, they hold nothing worth waiting for."""

@@ -130,7 +130,9 @@ class SpreadMpExecutor(MpExecutor):
         """See ``executor.base.Executor``."""
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
-        look_until = time.perf_counter() + LOOK_SECONDS
+        began = time.perf_counter()
+        look_until = began + LOOK_SECONDS
+        hangs_at = began + self._config.device.lockstep_timeout
         while True:
             self._drain(answering)
             if answering.inbox and isinstance(answering.inbox[0], Computed):
@@ -139,8 +141,11 @@ class SpreadMpExecutor(MpExecutor):
                 self._times = computed.times
                 return computed.result
             self._check_groups()
-            if time.perf_counter() < look_until:
+            now = time.perf_counter()
+            if now < look_until:
                 os.sched_yield()
+            elif now >= hangs_at:
+                self._hangs(answering)
             else:
                 self._take_in(self._poll.poll(ASK_SECONDS * 1000))
                 self._groups.ask_counts()  # a step that takes long may be one that hangs

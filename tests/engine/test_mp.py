@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,9 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.base import Progress, WorkerLost
 from engine.executor.ends import RelayedWorker, WorkerEnd
+from engine.executor.group_control import GroupControl
 from engine.executor.mp import MpExecutor
+from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
 from engine.step import ModelFacts, Step
 from engine.trace import Span
@@ -170,17 +173,57 @@ class SilentCrew:
             worker.forget()
 
 
-def test_a_last_stage_that_hangs_is_not_waited_for(directory: Path) -> None:
-    """No other worker waits for it."""
-    crew = SilentCrew(2)
-    config = settings(directory, pipeline_parallel_size=2, collective_timeout=0.1)
+@pytest.mark.parametrize(("stages", "ranks", "answers"), [(2, 1, 1), (1, 2, 0), (2, 2, 2)])
+def test_whoever_answers_and_hangs_is_not_waited_for(
+    directory: Path, stages: int, ranks: int, answers: int
+) -> None:
+    """Without the first rank of the last stage no other worker need miss anything."""
+    crew = SilentCrew(stages * ranks)
+    config = settings(
+        directory,
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+        execute_model_timeout=0.1,
+    )
     executor = MpExecutor(config, read_model_info(directory), crew, 1)
     executor._start(lambda _phase: None)
-    executor.begin(Step([], []))
-    with pytest.raises(WorkerLost, match=r"Worker_1 \(elsewhere\) does not answer: it is stopped, or hangs"):
-        executor.finish()
+    for wait in (executor.finish, executor.spans):
+        executor.begin(Step([], []))
+        with pytest.raises(
+            WorkerLost, match=r"Worker_\d \(elsewhere\) does not answer: it is stopped, or hangs"
+        ) as lost:
+            wait()
+        assert f"Worker_{answers if wait == executor.finish else 0} " in str(lost.value)
     executor.close()
     assert "does not answer" in crew.problem
+
+
+def test_nor_where_experts_are_spread(directory: Path) -> None:
+    """Its second thread, which answers for it, may be well."""
+    config = settings(directory, tensor_parallel_size=2, execute_model_timeout=0.1, collective_timeout=0.1)
+    crew: Any = SilentCrew(2)
+    executor = SpreadMpExecutor(config, read_model_info(directory), crew, 1, (), (0, 1))
+    executor._start(lambda _phase: None)
+    executor._control = GroupControl([])
+    executor.begin(Step([], []))
+    with pytest.raises(WorkerLost, match=r"Worker_0 \(elsewhere\) does not answer: it is stopped, or hangs"):
+        executor.finish()
+    executor.close()
+
+
+def test_a_first_rank_that_is_stopped_when_the_others_need_nothing_of_it(
+    directory: Path, forks: None
+) -> None:
+    """As after a step's last collective: a step without rows has none."""
+    config = settings(directory, tensor_parallel_size=2, execute_model_timeout=1.0)
+    executor = make_executor(config, read_model_info(directory), 1, rank=8)
+    executor.load(lambda _phase: None)
+    executor.allocate(4)
+    os.kill(pids()["Worker_8_PP0_TP0"], signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match=r"Worker_8_PP0_TP0 \(pid \d+\) does not answer: it is stopped"):
+        executor.execute(Step([], []))
+    executor.close()
+    assert not pids()
 
 
 def start(

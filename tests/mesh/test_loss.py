@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 
+from coordinator import process
 from engine.config import SHIPPED_MODEL
+from tests.mesh.frozen_thread import FrozenThread
 from tests.mesh.harness import Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
+STEP_TIMEOUT = 4.0
+"""Seconds. Longer than any step takes, also on a busy machine."""
 NUM_STREAMS = 24
 NUM_TOKENS = 250
 """Of each: long enough that a kill finds them all under way."""
@@ -81,37 +84,53 @@ async def crowd(
         return await asyncio.gather(*streams)
 
 
-def test_a_killed_and_a_stopped_instance_cost_no_token(tmp_path: Path) -> None:
+def test_an_instance_that_is_killed_or_stopped_or_hangs_costs_no_token(tmp_path: Path) -> None:
     ports = Ports()
     flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
+    flags += ["--execute-model-timeout", str(STEP_TIMEOUT)]
     with serve(tmp_path / "log", "-dp", "3", "--no-enable-expert-parallel", *ports.head(), *flags) as command:
         command.wait_for("3 instances ready")
         undisturbed = asyncio.run(crowd(ports))
         assert all(len(ids) == NUM_TOKENS for ids in undisturbed)
         one, two = command.child("Engine_1"), command.child("Engine_2")
 
-        def once_busy(rank: int, number: signal.Signals, victim: psutil.Process) -> None:
+        def once_busy(rank: int, do: Callable[[], object]) -> None:
             def busy() -> bool:
                 return any(member.rank == rank and member.load.running > 2 for member in ports.view().members)
 
             wait_until(busy, 20, f"instance {rank} works")
-            victim.send_signal(number)
+            do()
 
-        killed = asyncio.run(crowd(ports, lambda: once_busy(1, signal.SIGKILL, one), ranks={0: 1, 1: 1}))
+        killed = asyncio.run(crowd(ports, lambda: once_busy(1, one.kill), ranks={0: 1, 1: 1}))
         assert killed == undisturbed, "those that had asked for instance 1 included"
         assert "requests of instance 1 go on elsewhere" in command.log
         assert "requests of instance 1 are back after" in command.log
         wait_until(lambda: ranks(ports) == [0, 2], 10)
 
         try:
-            stopped = asyncio.run(crowd(ports, lambda: once_busy(2, signal.SIGSTOP, two)))
+            stopped = asyncio.run(crowd(ports, lambda: once_busy(2, two.suspend)))
             assert stopped == undisturbed, "its silence took it out, and its requests went on"
             assert ranks(ports) == [0]
         finally:
             two.resume()
         wait_until(lambda: ranks(ports) == [0, 2], 20, "it is back")
         assert asyncio.run(crowd(ports, count=6)) == undisturbed[:6], "and says nothing of what it had before"
+
+        frozen: list[FrozenThread] = []
+
+        def hang() -> None:
+            frozen.append(FrozenThread(two.pid, lambda: stalled_for(ports, 2) > 1.0))
+
+        assert asyncio.run(crowd(ports, lambda: once_busy(2, hang))) == undisturbed
+        assert frozen[0].status == process.EXIT_HUNG, "its signs of life went on, so it had to know by itself"
+        assert "a step has not ended after" in command.log
+        command.wait_for(f"Engine_2 (pid {two.pid}) ended with status {process.EXIT_HUNG}")
         assert command.stop() == 0
+
+
+def stalled_for(ports: Ports, rank: int) -> float:
+    """Seconds since the last step of an instance that has work."""
+    return sum(member.load.stalled_for for member in ports.view().members if member.rank == rank)
 
 
 def ranks(ports: Ports) -> list[int]:

@@ -53,6 +53,7 @@ def test_what_all_others_need_is_back_at_once_and_never_given_up(role: str) -> N
     [
         ("engine", -signal.SIGKILL, True, True),
         ("engine", process.EXIT_FAILED, True, True),
+        ("engine", process.EXIT_HUNG, True, True),
         ("engine", -signal.SIGKILL, False, False),
         ("engine", 0, True, False),
         ("engine", process.EXIT_USAGE, True, False),

@@ -1,0 +1,81 @@
+"""One thread of a process stands still, while the others go on: what a hang in native code looks like.
+
+A signal stops all threads; ptrace stops one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+
+PTRACE_CONT, PTRACE_SEIZE, PTRACE_INTERRUPT = 7, 0x4206, 0x4207
+PTRACE_O_EXITKILL = 0x100000
+"""The process ends with us."""
+WALL = 0x40000000
+"""Also for what is no child."""
+
+TRIES = 30
+LOOK_SECONDS = 3.0
+"""In which a process whose other threads go on says so."""
+
+
+class FrozenThread:
+    """The main thread of a process, stopped for good."""
+
+    def __init__(self, pid: int, lives: Callable[[], bool]) -> None:
+        """Returns when it stands. ``lives``: whether the others are seen to go on without it, which they do
+        not if it was stopped with Python's lock in its hands: then it is let go, and stopped again."""
+        self._pid = pid
+        self._lives = lives
+        self._stands = threading.Event()
+        self._problem: Exception | None = None
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._trace, name="tracer", daemon=True)
+        self._thread.start()  # all calls must come from one thread
+        assert self._stands.wait(TRIES * LOOK_SECONDS)
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def status(self) -> int:
+        """The process's, when it has ended, as subprocess has it."""
+        self._thread.join(60)
+        assert self._status is not None, "it has not ended"
+        return self._status
+
+    def _trace(self) -> None:
+        try:
+            self._freeze()
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            self._problem = error
+        self._stands.set()
+        if self._problem is None:
+            _, status = os.waitpid(self._pid, WALL)  # its parent hears of its end when we have
+            self._status = os.waitstatus_to_exitcode(status)
+
+    def _freeze(self) -> None:
+        _ptrace(PTRACE_SEIZE, self._pid, PTRACE_O_EXITKILL)
+        for _ in range(TRIES):
+            _ptrace(PTRACE_INTERRUPT, self._pid)
+            _, status = os.waitpid(self._pid, WALL)
+            assert os.WIFSTOPPED(status), "it has ended"
+            deadline = time.monotonic() + LOOK_SECONDS
+            while time.monotonic() < deadline:
+                if self._lives():
+                    return
+                time.sleep(0.1)
+            _ptrace(PTRACE_CONT, self._pid)
+            time.sleep(0.01)
+        raise AssertionError(f"process {self._pid} has Python's lock whenever it is stopped")
+
+
+def _ptrace(request: int, pid: int, data: int = 0) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    library.ptrace.restype = ctypes.c_long
+    if library.ptrace(request, pid, None, data) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace request {request:#x}: {os.strerror(number)}")
