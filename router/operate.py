@@ -24,6 +24,13 @@ ASK_TIMEOUT = 10.0
 """Seconds to wait for the coordinator's answer."""
 LOOK_INTERVAL = 0.3
 """Seconds between two looks at the world while the command waits."""
+WAIT_TIMEOUT = 600.0
+"""Seconds that a command waits, where nothing tells how long it takes: much more than any instance needs by
+default."""
+LEAVE_TIMEOUT = 60.0
+"""Seconds that an instance may take to leave when its requests have moved."""
+STALLED = 5.0
+"""Seconds without a step, though there is work, after which an instance is said to stand still."""
 
 
 class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,10 +46,26 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
     wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when it was told.")] = True
+    wait_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        flag(
+            help=f"Seconds to wait for that at most; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
+            f"{WAIT_TIMEOUT:g} without one."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.rank is None:
             raise ValueError("give the RANK of an instance (lockstep status lists them)")
+        if not self.wait and self.wait_timeout is not None:
+            raise ValueError("--no-wait waits for nothing: drop it, or --wait-timeout")
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait at most."""
+        if self.wait_timeout is not None:
+            return self.wait_timeout
+        return WAIT_TIMEOUT if self.timeout is None else self.timeout + LEAVE_TIMEOUT
 
 
 class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +77,7 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wait: Annotated[
         bool, flag(help="Return when it is so; --no-wait: when instances were started or told to go.")
     ] = True
-    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = 600.0
+    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = WAIT_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.size is None:
@@ -71,7 +94,7 @@ def main_drain(argv: list[str] | None = None) -> int:
     )
     assert config.rank is not None
     wish = Drain(command=uuid.uuid4().hex, rank=config.rank, timeout=config.timeout, force=config.force)
-    return asyncio.run(_carry_out("drain", config.mesh, wish, config.wait, float("inf")))
+    return asyncio.run(_carry_out("drain", config.mesh, wish, config.wait, config.patience))
 
 
 def main_scale(argv: list[str] | None = None) -> int:
@@ -115,15 +138,43 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
             print(f"done after {took:.1f} s: {_ranks(view.members)}")
             break
         if took > timeout:
-            return _fail(name, f"not done after {took:.0f} s: {_ranks(view.members)}")
+            stays = (
+                _why_it_stays(before, view, wish.rank) if isinstance(wish, Drain) else _ranks(view.members)
+            )
+            return _fail(name, f"not done after {took:.1f} s: {stays}")
         await asyncio.sleep(LOOK_INTERVAL)
     return 0
 
 
 def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
-    """Another instance may take the rank meanwhile."""
+    return lambda view: _still(before, view, rank) is None
+
+
+def _still(before: View, view: View, rank: int) -> Member | None:
+    """Who had this rank, as it is now. Another instance may take the rank meanwhile."""
     names = {member.instance for member in before.members if member.rank == rank}
-    return lambda view: not any(member.instance in names for member in view.members)
+    return next((member for member in view.members if member.instance in names), None)
+
+
+def _why_it_stays(before: View, view: View, rank: int) -> str:
+    """What an instance that was told to go still does, and what helps."""
+    member = _still(before, view, rank)
+    if member is None:
+        return f"instance {rank} is gone by now"
+    load, state = member.load, member.state
+    what = f"instance {rank} is {state}, {load.running} requests run and {load.waiting} wait there"
+    if load.stalled_for > STALLED:
+        return (
+            f"{what}, and no step has ended for {load.stalled_for:.0f} s. If it hangs, it ends after its "
+            f"--execute-model-timeout; to end it now: kill -9 {member.pid} on {member.host}"
+        )
+    if load.running + load.waiting:
+        return (
+            f"{what}. It goes on with them: give more time with --wait-timeout, or have them move to the "
+            f"others at once: lockstep drain {rank} --timeout 0"
+        )
+    place = f"process {member.pid} on {member.host}"
+    return f"{what}. It goes on leaving; its log says what it waits for ({place})"
 
 
 def _has_size(size: int) -> Callable[[View], bool]:

@@ -222,6 +222,10 @@ def test_scaling_and_draining_under_load_cost_no_token(operated: Operated) -> No
     assert "starting instance 2" in outputs[0]
 
     def shrink() -> None:
+        given_up = operated.lockstep("drain", "2", "--wait-timeout", "0.001")
+        assert given_up.returncode == 1
+        assert "lockstep drain: error: not done after 0." in given_up.stderr
+        assert "instance 2 is " in given_up.stderr
         drained = operated.lockstep("drain", "2", "--timeout", "0")
         assert drained.returncode == 0, drained.stderr
         outputs.append(drained.stdout)

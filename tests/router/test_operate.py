@@ -1,0 +1,58 @@
+"""How long ``lockstep drain`` waits, and what it says of an instance that stays."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from coordinator.messages import Load, Member, State, View
+from router.operate import LEAVE_TIMEOUT, WAIT_TIMEOUT, DrainConfig, _is_gone, _why_it_stays
+
+
+def view(*members: Member) -> View:
+    return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
+
+
+def member(name: str, rank: int, state: State, load: Load) -> Member:
+    return Member(
+        instance=name, rank=rank, state=state, phase="", address="", host="alpha", pid=77, load=load
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, WAIT_TIMEOUT),
+        ({"timeout": 5.0}, 5.0 + LEAVE_TIMEOUT),
+        ({"timeout": 5.0, "wait_timeout": 2.0}, 2.0),
+    ],
+)
+def test_it_never_waits_without_end(given: dict[str, float], seconds: float) -> None:
+    assert DrainConfig(rank=1, **given).patience == seconds  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--no-wait waits for nothing"):
+        DrainConfig(rank=1, wait=False, wait_timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (Load(running=2, waiting=1), "2 requests run and 1 wait there.* lockstep drain 1 --timeout 0"),
+        (Load(running=2, stalled_for=9.0), "no step has ended for 9 s.* kill -9 77 on alpha"),
+        (Load(), "0 requests run and 0 wait there.* its log says what it waits for"),
+    ],
+)
+def test_what_still_runs_is_said(load: Load, says: str) -> None:
+    before = view(member("a", 0, State.READY, Load()), member("b", 1, State.READY, load))
+    now = view(member("a", 0, State.READY, Load()), member("b", 1, State.DRAINING, load))
+    assert not _is_gone(before, 1)(now)
+    said = _why_it_stays(before, now, 1)
+    assert said.startswith("instance 1 is draining, ")
+    assert re.search(says, said)
+
+
+def test_another_instance_of_its_rank_is_not_the_one_that_was_told() -> None:
+    before = view(member("b", 1, State.READY, Load()))
+    successor = view(member("c", 1, State.READY, Load(running=1)))
+    assert _is_gone(before, 1)(successor)
+    assert "gone by now" in _why_it_stays(before, successor, 1)
