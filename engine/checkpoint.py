@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
 
+GENERATION_CONFIG = "generation_config.json"
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In transformers' modelling code, the mark of experts that can be spread."""
 
@@ -141,7 +142,7 @@ def read_model_info(directory: Path) -> ModelInfo:
     text = config.get("text_config") or config
     if not isinstance(text, dict):
         raise CheckpointError(f"{directory}/config.json has a text_config that is no object")
-    generation = _read_json(directory / "generation_config.json")
+    generation = _read_json(directory / GENERATION_CONFIG)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
@@ -277,7 +278,7 @@ def fingerprint(directory: Path) -> str:
 @_as_said()
 def default_sampling(directory: Path) -> dict[str, Any]:
     """Sampling defaults that the model's authors recommend (generation_config.json), vLLM's keys only."""
-    generation = _read_json(directory / "generation_config.json")
+    generation = _read_json(directory / GENERATION_CONFIG)
     keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
     found = {key: generation[key] for key in keys if generation.get(key) is not None}
     if generation.get("max_new_tokens") is not None:
@@ -292,7 +293,7 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")

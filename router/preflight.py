@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 from coordinator.tracing import TracingMissing, check_installed
+from engine.checkpoint import CheckpointError
 from engine.cluster import why_not
 from parallel.topology import usable_cores, visible_cuda_devices
-from router.config import ServeConfig
+from router.config import HttpConfig, ServeConfig
+from router.sampling_defaults import sampling_defaults
 from router.scaling import Machine, Refused, check_cores
 
 
@@ -54,12 +56,25 @@ class _TokenizerFile(msgspec.Struct):
     model: msgspec.Raw
 
 
-def tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
-    """Why the router could not turn text into tokens, None if it can."""
+def text_problem(config: ServeConfig, model_directory: str) -> str | None:
+    """Why the router could not make tokens and sampling parameters of a request, None if it can."""
+    if config.mesh.headless or config.engine.nodes.node_rank:
+        return None  # there is no router here
+    return defaults_problem(config.http, model_directory) or _tokenizer_problem(config, model_directory)
+
+
+def defaults_problem(config: HttpConfig, model_directory: str) -> str | None:
+    """Why the sampling defaults cannot be used, None if they can."""
+    try:
+        sampling_defaults(config, model_directory)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
     directory = Path(config.http.tokenizer or model_directory)
     file = directory / "tokenizer.json"
-    if config.mesh.headless:
-        return None
     try:
         msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
         return None

@@ -34,7 +34,7 @@ from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_
 from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.preflight import machine_of, problem_with, tokenizer_problem
+from router.preflight import machine_of, problem_with, text_problem
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
 
@@ -80,8 +80,7 @@ def _serve(argv: list[str] | None) -> int:
         except CheckpointError as error:
             print(f"serve: error: {error}", file=sys.stderr)
             return process.EXIT_USAGE
-        problem = None if config.engine.nodes.node_rank else tokenizer_problem(config, info.directory)
-        if problem is not None:
+        if (problem := text_problem(config, info.directory)) is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
         model_type = info.model_type

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import CheckpointError, default_sampling
 from router.chat_template import ChatTemplateError, ChatTemplates, load_chat_templates
 from router.config import HttpConfig
 from router.mesh import ServedModel
+from router.sampling_defaults import sampling_defaults
 from router.tokens import Tokenizer, TokenizerError, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,18 +63,7 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
             raise TokenizerError(f"--chat-template cannot be used: {error}") from error
         logger.error("chat requests will be refused: %s", error)
         templates = ChatTemplates({})
-    return TextModel(served, tokenizer, templates, _defaults(served, config), config.template_kwargs)
-
-
-def _defaults(served: ServedModel, config: HttpConfig) -> dict[str, Any]:
-    """``auto`` reads the model's generation_config.json, ``vllm`` none; else the directory named has it."""
-    if config.generation_config == "vllm":
-        return {}
-    directory = served.directory if config.generation_config == "auto" else config.generation_config
-    defaults = default_sampling(Path(directory).expanduser())
-    for key, value in defaults.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"generation_config.json has {key} = {value!r}, which is no number")
+    defaults = sampling_defaults(config, served.directory)
     if defaults:
         logger.info("sampling defaults from the model: %s", defaults)
-    return defaults
+    return TextModel(served, tokenizer, templates, defaults, config.template_kwargs)

@@ -57,10 +57,10 @@ class TextModels:
         try:
             return await asyncio.to_thread(load_text_model, served, self._config)
         except (TokenizerError, CheckpointError, OSError) as error:
-            logger.error("the tokenizer of %s cannot be used: %s", served.names[0], error)
+            logger.error("the text files of %s cannot be used: %s", served.names[0], error)
             raise ApiError(
                 500,
-                "The model's tokenizer cannot be used; the router's log says why.",
+                "The model's tokenizer or sampling defaults cannot be used; the router's log says why.",
                 headers={"x-should-retry": "false"},
             ) from error
 

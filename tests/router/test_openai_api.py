@@ -18,6 +18,7 @@ from router.errors import ApiError
 from router.mesh import Prompt, ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.parameters import sampling_params
+from router.preflight import defaults_problem
 from router.prompts import chat_prompt, completion_prompts
 from router.rules import check_chat, check_completion
 from router.text_model import TextModel, load_text_model
@@ -290,9 +291,37 @@ def test_generation_config(loads: Loads, tmp_path_factory: pytest.TempPathFactor
     other = tmp_path_factory.mktemp("other")
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
     assert loads(generation_config=str(other)).defaults == {"top_p": 0.5}
-    file.write_text('{"temperature": "hot"}')
-    with pytest.raises(ValueError, match="temperature = 'hot'"):
-        loads()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"temperature": "hot"}', "temperature = 'hot' is no number"),
+        ('{"temperature": -1}', "temperature must be a finite number at least 0, got -1"),
+        ('{"temperature": NaN}', "temperature must be a finite number"),
+        ('{"min_p": 1' + 400 * "0" + "}", "min_p is larger than"),
+        ('{"top_k": 2.5}', "top_k = 2.5 is no whole number"),
+        ('{"top_k": Infinity}', "top_k = inf is no whole number"),
+        ('{"top_p": true}', "top_p = True is no number"),
+        ('{"max_new_tokens": 0}', "max_new_tokens must be at least 1, got 0"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("\xff", "is not valid JSON"),
+        (None, "has no generation_config.json"),
+    ],
+)
+def test_sampling_defaults_that_cannot_be_used(text: str | None, says: str, tmp_path: Path) -> None:
+    """Told to whoever starts the router, not to clients."""
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text, encoding="latin-1")
+    config = HttpConfig(generation_config=str(tmp_path))
+    problem = defaults_problem(config, "")
+    assert problem is not None
+    assert f"{tmp_path}" in problem
+    assert says in problem
+    assert "or give --generation-config another directory" in problem
+    assert defaults_problem(HttpConfig(), str(tmp_path)) == (None if text is None else problem)
 
 
 def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:
