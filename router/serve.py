@@ -30,6 +30,7 @@ from engine.forked import ForkServer
 from engine.settings import resolve
 from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
+from router.entry import INTERRUPTED
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind, wait_for_health
 from router.node import run_node
@@ -45,8 +46,6 @@ Command = Callable[[list[str]], int]
 
 HEALTH_TIMEOUT = 10.0
 """Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it, of what does not end in a way of its own."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about what is waited for."""
 

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from coordinator.commands import REFUSED_PATIENCE, find_view
+from router.entry import INTERRUPTED
 from router.operate import main_drain, main_scale
-from router.serve import INTERRUPTED, main
+from router.serve import main
 from tests.mesh.harness import free_port
 
 
