@@ -220,6 +220,17 @@ class MeshClient:
         if address is not None and address[0] in self._links:
             self._links[address[0]].send(Abort([address[1]]))
 
+    def give_up_all(self, why: str) -> int:
+        """End every request in flight with a 503; how many there were."""
+        entries = list(self._streams)
+        self._orphans.clear()
+        for entry in entries:
+            address = entry.address
+            if address is not None and address[0] in self._links:
+                self._links[address[0]].send(Abort([address[1]]))
+            self._give_up(entry, unavailable(why))
+        return len(entries)
+
     # ---- choosing
 
     def _choose(self, entry: Entry) -> Instance:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -42,6 +43,8 @@ from router.shelf import Shelf
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+ERROR_TIMEOUT = 1.0
+"""Seconds in which clients must take the error that ends their requests, or their connections are cut."""
 COMMAND_TIMEOUT = 5.0
 """Seconds that the coordinator gets to answer a command of the admin API."""
 
@@ -50,10 +53,20 @@ class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
     With a tally, shares its sockets evenly with other front ends."""
 
-    def __init__(self, config: uvicorn.Config, tally: Tally | None, feed: Feed | None) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        tally: Tally | None,
+        feed: Feed | None,
+        mesh: MeshClient,
+        patience: float,
+    ) -> None:
+        """``patience``: seconds that requests may still run once this ends."""
         super().__init__(config)
         self._tally = tally
         self._feed = feed
+        self._mesh = mesh
+        self._patience = patience
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +78,21 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._feed is not None:  # nobody waits for those who only look
             self._feed.close()
-        await super().shutdown(sockets)
+        late = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _give_up(self) -> None:
+        """Clients hear why, which those of a connection that just breaks do not."""
+        given_up = self._mesh.give_up_all("the server ends, and the answer with it")
+        if given_up:
+            logger.warning(
+                "%d requests have not ended within --shutdown-timeout (%g s): they end with an error",
+                given_up,
+                self._patience,
+            )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._tally is None:
@@ -106,7 +133,9 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         policy=Policy(http.load_balancing_policy),
     )
     PatientProtocol.head_timeout = http.request_timeout
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are said here
+    uvicorn_log = logging.getLogger("uvicorn.error")
+    uvicorn_log.setLevel(logging.WARNING)  # its start and end are said here
+    uvicorn_log.addFilter(lambda record: not _was_cut_off(record))  # it says how many in a line of its own
     if unlogged := http.disable_access_log_for_endpoints.split(","):
         logging.getLogger("uvicorn.access").addFilter(lambda record: _path_of(record) not in unlogged)
     directory = config.counts_directory
@@ -140,7 +169,8 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
             listener.close()
         logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
         return process.EXIT_FAILED
-    server = _Server(settings, _tally(config), dashboard.feed if dashboard else None)
+    feed = dashboard.feed if dashboard else None
+    server = _Server(settings, _tally(config), feed, mesh, http.shutdown_timeout)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
     if shelf is not None:
@@ -230,6 +260,11 @@ def _open_doors(config: RouterConfig) -> list[socket.socket]:
     return doors
 
 
+def _was_cut_off(record: logging.LogRecord) -> bool:
+    """Whether an entry in uvicorn's log is a request that it cancelled itself, at its end."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 def _path_of(record: logging.LogRecord) -> str:
     """Of an entry in uvicorn's access log: client, method, path with query, version, status."""
     args = record.args
@@ -246,7 +281,7 @@ def _settings(app: ASGIApp, http: HttpConfig) -> uvicorn.Config:
         access_log=not http.disable_access_log,
         backlog=BACKLOG,
         timeout_keep_alive=http.timeout_keep_alive,
-        timeout_graceful_shutdown=max(1, round(http.shutdown_timeout)),
+        timeout_graceful_shutdown=math.ceil(http.shutdown_timeout + ERROR_TIMEOUT),
         ssl_keyfile=http.ssl_keyfile,
         ssl_certfile=http.ssl_certfile,
         ssl_ca_certs=http.ssl_ca_certs,

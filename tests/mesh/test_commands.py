@@ -11,6 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 
 import openai
@@ -142,18 +145,40 @@ def test_multi_node_forms(head_flags: list[str], node_flags: list[str], tmp_path
         assert head.stop() == 0
 
 
+def streaming(ports: Ports) -> HTTPResponse:
+    """An answer that goes on for long."""
+    body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{ports.url}/v1/completions", json.dumps(body).encode(), headers)
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=30)
+    return answer
+
+
 def test_one_command_ends_cleanly_and_leaves_no_orphan(tmp_path: Path) -> None:
     """`serve` alone; the tree is printed; Ctrl-C ends all; a killed parent takes its children along."""
     ports = Ports()
-    with serve(tmp_path / "serve.log", *ports.head(), *SMALL) as command:
+    with serve(tmp_path / "serve.log", *ports.head(), *SMALL, "--shutdown-timeout", "1") as command:
         command.wait_for("1 instance ready")
         for name in ("Coordinator", "Engine_0", "Router", "rank 0", "thread", ports.url):
             assert name in command.log.split("INFO")[0], "the tree comes before anything is started"
         family = command.family()
         titles = {" ".join(member.cmdline()).split()[1] for member in family}
         assert titles - {"ForkServer"} == {"Coordinator", "Engine_0", "Router"}
-        command.child("Engine_0").kill()
-        assert command.end(30) != 0, "the only instance is gone"
+        with ThreadPoolExecutor(1) as thread, streaming(ports) as answer:
+            answer.readline()
+            rest = thread.submit(answer.read)
+            half = socket.create_connection(("127.0.0.1", ports.http))
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            command.child("Engine_0").kill()
+            assert command.end(30) != 0, "the only instance is gone"
+            half.close()
+            events = rest.result(30).decode().strip().split("\n\n")
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503, "clients hear of it"
+        assert (
+            "1 requests have not ended within --shutdown-timeout (1 s): they end with an error" in command.log
+        )
+        assert "Cancel 1 running task(s)" in command.log, "the one whose body never came"
+        assert "Traceback" not in command.log
         assert "Engine_0" in command.log
         assert "was killed by signal 9" in command.log
         psutil.wait_procs(family, timeout=10)
@@ -235,6 +260,13 @@ def with_half_a_tokenizer(path: Path) -> Path:
     return path
 
 
+def with_hot_defaults(path: Path) -> Path:
+    copy_of_shipped(path)
+    (path / "generation_config.json").unlink()
+    (path / "generation_config.json").write_text('{"temperature": "hot"}')
+    return path
+
+
 def without_weights(path: Path) -> Path:
     copy_of_shipped(path)
     os.unlink(path / "model.safetensors")
@@ -254,6 +286,8 @@ def without_weights(path: Path) -> Path:
         ([unsupported], 1, "NoSuchForCausalLM"),
         ([without_tokenizer], 2, "has no tokenizer.json: name a directory that has one with --tokenizer"),
         ([with_half_a_tokenizer], 2, "tokenizer.json is broken"),
+        ([with_hot_defaults], 2, "generation_config.json: temperature = 'hot' is no number: mend that, or"),
+        (["--generation-config", "/nowhere"], 2, "/nowhere has no generation_config.json: mend that, or"),
         ([without_weights], 2, "It has pytorch_model.bin, a pickle format, which is never loaded"),
     ],
     ids=[
@@ -266,6 +300,8 @@ def without_weights(path: Path) -> Path:
         "architecture",
         "tokenizer",
         "half a tokenizer",
+        "sampling defaults",
+        "named defaults",
         "weights",
     ],
 )
