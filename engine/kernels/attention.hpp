@@ -73,7 +73,7 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
 template <class T>
 void qkv(const Operation& op, const Step& step, int member, int size) {
     using E = typename T::Element;
-    int64_t heads = op.a, kv_heads = op.b, dim = op.c, half = dim / 2, width = (heads + 2 * kv_heads) * dim;
+    int64_t heads = op.a, kv_heads = op.b, dim = op.c, half = dim / 2, pitch = pitch_of<T>((heads + 2 * kv_heads) * dim);
     auto* norms = static_cast<const float*>(op.more);
     auto* all_keys = static_cast<uint32_t*>(const_cast<void*>(op.extra));
     auto* all_values = static_cast<uint32_t*>(op.out);
@@ -93,7 +93,7 @@ void qkv(const Operation& op, const Step& step, int member, int size) {
     if (begin < end) fetch_places(begin);
     for (int64_t token = begin; token < end; ++token) {
         if (token + 1 < end) fetch_places(token + 1);
-        E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * width;
+        E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * pitch;
         const float *c = step.cosines + token * half, *s = step.sines + token * half;
         for (int64_t head = 0; head < heads; ++head) turn<T>(row + head * dim, dim, norms, float(op.number), c, s);
         int64_t slot = step.slots[token], lane = slot % LANES;
@@ -279,7 +279,7 @@ void attend_task(const Operation& op, const Step& step, const int32_t* task, int
     using E = typename T::Element;
     thread_local Room score_room, query_room, place_room;
     int64_t heads = op.a, kv_heads = op.b, dim = op.c, window = op.d, group = heads / kv_heads;
-    int64_t width = (heads + 2 * kv_heads) * dim, row = task[0], first = task[1], queries = task[2];
+    int64_t pitch = pitch_of<T>((heads + 2 * kv_heads) * dim), row = task[0], first = task[1], queries = task[2];
     int64_t position = step.starts[row] + first, last = position + queries - 1;
     Tile tile;
     tile.dim = dim;
@@ -300,8 +300,8 @@ void attend_task(const Operation& op, const Step& step, const int32_t* task, int
         for (int i = 0; i < tile.count; ++i) {
             int64_t query = (base + i) / group, head = kv_head * group + (base + i) % group;
             int64_t token = step.offsets[row] + first + query;
-            tile.queries[i] = static_cast<const E*>(op.in) + token * width + head * dim;
-            tile.outputs[i] = static_cast<E*>(op.out) + (token * heads + head) * dim;
+            tile.queries[i] = static_cast<const E*>(op.in) + token * pitch + head * dim;
+            tile.outputs[i] = static_cast<E*>(op.out) + token * pitch_of<T>(heads * dim) + head * dim;
             tile.at[i] = position + query;
         }
         tile.cold = base == 0;

@@ -8,8 +8,8 @@ import torch
 
 from engine.kernels.decoder import Decoder, Mlp, Moe
 from engine.kernels.exchange import Exchange
-from engine.kernels.packing import SLACK
 from engine.kernels.pages import Arena
+from engine.kernels.rows import SLACK, pitch_of
 
 MIN_TOKENS = 64
 """Room that is made at first; it doubles as steps grow."""
@@ -42,19 +42,22 @@ class Buffers:
         """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""
         attentions = [layer.attention for layer in decoder.layers]
         dtype, arena = decoder.dtype, Arena()
-        self.stream = arena.zeros((room.own, decoder.hidden), dtype)
+
+        def rows(number: int, width: int) -> torch.Tensor:
+            """[number, pitch]: see :func:`engine.kernels.rows.pitch_of`."""
+            return arena.zeros((number, pitch_of(width, dtype)), dtype)
+
+        self.stream = rows(room.own, decoder.hidden)
         """[tokens, hidden]: what each part of a layer adds to."""
-        self.normed = arena.zeros((room.own, decoder.hidden), dtype)
-        self.last = arena.zeros((room.selected, decoder.hidden), dtype)
+        self.normed = rows(room.own, decoder.hidden)
+        self.last = rows(room.selected, decoder.hidden)
         """The selected rows of the stream."""
-        self.projected = arena.zeros(
-            (room.own, max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions)), dtype
+        self.projected = rows(
+            room.own, max((each.heads + 2 * each.kv_heads) * each.dim for each in attentions)
         )
         """Queries, keys and values."""
-        self.attended = arena.zeros((room.own, max(each.heads * each.dim for each in attentions)), dtype)
-        self.middle = arena.zeros(
-            (room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0)), dtype
-        )
+        self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
+        self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         if exchange is None:
             return
@@ -68,7 +71,7 @@ class Buffers:
         self.gathered = exchange.make_room(room.total)
         """Rows of all members that go through the experts here."""
         widest = max(moe.width for moe in _mlps(decoder, Moe))
-        self.expert_middle = arena.zeros((room.total * shape.top_k + SLACK, widest), dtype)
+        self.expert_middle = rows(room.total * shape.top_k + SLACK, widest)
 
 
 def _mlps(decoder: Decoder, kind: type[_Mlp]) -> list[_Mlp]:

@@ -43,8 +43,9 @@ struct Compressed {
 constexpr bool CAN_COMPRESS = true;
 
 // Words (two weights each) of a tile, as they were. 64 lower bytes are those of two lines in turns; a word of codes is
-// one weight each of four lines: of the third, the fourth, the first, the second, from its lowest bits on.
-inline void decompress(const Compressed& from, int64_t tile, uint32_t* to) {
+// one weight each of four lines: of the third, the fourth, the first, the second, from its lowest bits on. Asks for the lines of
+// a tile that will be wanted next, `ahead`.
+inline void decompress(const Compressed& from, int64_t tile, uint32_t* to, const char* ahead) {
     const uint8_t* bytes = from.tiles + tile * TILE_BYTES;
     const __m512i uppers = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from.uppers)));
     auto put = [&](int line, __m512i codes, __m512i lower) {  // of a code, the upper two bits of six do not matter
@@ -53,7 +54,7 @@ inline void decompress(const Compressed& from, int64_t tile, uint32_t* to) {
     };
     for (int group = 0; group < 4; ++group) {
         for (int line = 0; line < 3; ++line)
-            _mm_prefetch(reinterpret_cast<const char*>(bytes + AHEAD * TILE_BYTES + 64 * (3 * group + line)), _MM_HINT_T0);
+            _mm_prefetch(ahead + 64 * (3 * group + line), _MM_HINT_T0);
         __m512i codes = _mm512_loadu_si512(bytes + CODES_AT + 64 * group);
         __m512i one = _mm512_loadu_si512(bytes + 128 * group), two = _mm512_loadu_si512(bytes + 128 * group + 64);
         put(4 * group, codes, one);
@@ -160,7 +161,7 @@ void compress(const uint16_t* weights, int64_t tiles, const uint8_t* uppers, con
 #else
 
 constexpr bool CAN_COMPRESS = false;
-void decompress(const Compressed&, int64_t, uint32_t*) {}
+void decompress(const Compressed&, int64_t, uint32_t*, const char*) {}
 int64_t survey(const uint16_t*, int64_t, uint8_t*, uint32_t*, int) { return 0; }
 void compress(const uint16_t*, int64_t, const uint8_t*, const uint32_t*, uint32_t*, uint8_t*, int) {}
 
@@ -171,7 +172,15 @@ struct Panel {
     const uint32_t* words;
     const Compressed* compressed = nullptr;
     int64_t tile = 0;
+
+    int64_t tile_bytes() const { return compressed != nullptr ? TILE_BYTES : 4 * TILE_WORDS; }
+    const char* bytes(int64_t number) const {  // of one of its tiles
+        auto* all = compressed != nullptr ? reinterpret_cast<const char*>(compressed->tiles) : reinterpret_cast<const char*>(words);
+        return all + (tile + number) * tile_bytes();
+    }
 };
+
+struct Panels { Panel a, b; };
 
 // The weights of an operation, `steps` words along the inputs.
 class Weights {
@@ -185,6 +194,7 @@ class Weights {
         if (!compressed()) return {op.weights + number * steps * TILE};
         return {nullptr, reinterpret_cast<const Compressed*>(op.weights), number * (steps / TILE)};
     }
+    int64_t panel_bytes() const { return compressed() ? steps / TILE * TILE_BYTES : 4 * steps * TILE; }
 };
 
 // Memory of this thread for so many words, until it asks again.

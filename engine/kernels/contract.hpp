@@ -19,6 +19,12 @@ constexpr int SPINS = 1000;    // before a waiting thread offers its core to oth
 constexpr long TEAM_SLEEP = 10'000'000;  // nanoseconds, should a wake be lost
 constexpr int SHARES = 8;      // that a thread takes of an operation, one after the other
 
+struct Share {
+    int64_t begin, end;
+    int64_t size() const { return std::max<int64_t>(0, end - begin); }
+};
+Share share(int64_t total, int member, int size) { return {total * member / size, total * (member + 1) / size}; }
+
 struct Team {
     int size;
     std::atomic<int> arrived{0};
@@ -55,12 +61,20 @@ struct Team {
     }
     int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
 
-    // body(first, stop) for parts of 0 ... total, of at most `most`: every thread takes some and comes back for more, so
-    // that one which has to share its core with another process holds up no more than those.
+    // body(part, next) for parts of 0 ... total, of at most `most`: every thread takes some and comes back for more, so
+    // that one which has to share its core with another process holds up no more than those. It takes the next part, which
+    // may have nothing in it, before it begins with one: what that needs can be asked for.
     template <class Body>
     void share_out(int64_t total, int64_t most, Body body) {
         int64_t count = std::clamp<int64_t>(total / (size == 1 ? 1 : SHARES * size), 1, std::max<int64_t>(1, most));
-        for (int64_t first = take(count); first < total; first = take(count)) body(first, std::min(first + count, total));
+        auto part = [&] {
+            int64_t first = take(count);
+            return Share{first, std::min(first + count, total)};
+        };
+        for (Share now = part(), next; now.size() > 0; now = next) {
+            next = part();
+            body(now, next);
+        }
     }
 
    private:
@@ -69,9 +83,6 @@ struct Team {
         syscall(SYS_futex, &phase, what, value, at_most, nullptr, 0);
     }
 };
-
-struct Share { int64_t begin, end; };
-Share share(int64_t total, int member, int size) { return {total * member / size, total * (member + 1) / size}; }
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,

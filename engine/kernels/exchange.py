@@ -18,7 +18,7 @@ import torch
 
 from engine.kernels.library import Library
 from engine.kernels.operations import EXCHANGE
-from engine.kernels.packing import SLACK
+from engine.kernels.rows import SLACK, pitch_of
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement
 
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, rows: int) -> Layout:
-        row_bytes = shape.hidden * shape.dtype.itemsize
+        row_bytes = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
         parts = ((rows + SLACK) * row_bytes, rows * shape.top_k * 8, rows * shape.top_k * 8)
         ends = [_WORDS_BYTES]
         for part in (*parts, (rows * shape.top_k + SLACK) * row_bytes):
@@ -93,7 +93,8 @@ class Exchange:
         """Scratch for steps of so many rows over all members; returns the gathered rows."""
         pairs = rows * self.shape.top_k
         self.keep("sources", np.zeros(pairs, dtype=np.int64))
-        gathered = torch.zeros(pairs + SLACK, self.shape.hidden, dtype=self.shape.dtype)
+        pitch = pitch_of(self.shape.hidden, self.shape.dtype)
+        gathered = torch.zeros(pairs + SLACK, pitch, dtype=self.shape.dtype)
         self._kept["gathered"] = gathered
         self.record["gathered"] = gathered.data_ptr()
         return gathered

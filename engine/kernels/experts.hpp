@@ -91,7 +91,7 @@ template <class T>
 void sort_pairs(const Operation& op, Team& team, int member, int size) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    int64_t *begins = exchange.begins, k = exchange.top_k;
+    int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden);
     auto for_pairs = [&](auto body) {
         int64_t number = 0;
         for (int64_t home = 0; home < exchange.size; ++home) {
@@ -113,22 +113,31 @@ void sort_pairs(const Operation& op, Team& team, int member, int size) {
         for_pairs([&](int64_t home, int64_t pair, int64_t number, int64_t expert) {
             int64_t place = next[exchange.numbers[expert]]++;
             places[number] = place;
-            exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * exchange.hidden * sizeof(E);
+            exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * pitch * sizeof(E);
         });
     }
     if (size > 1) team.wait();
     auto [begin, end] = share(begins[exchange.num_local], member, size);
     for (int64_t pair = begin; pair < end; ++pair)
-        std::memcpy(static_cast<E*>(exchange.gathered) + pair * exchange.hidden, exchange.sources[pair], exchange.hidden * sizeof(E));
+        std::memcpy(static_cast<E*>(exchange.gathered) + pair * pitch, exchange.sources[pair], exchange.hidden * sizeof(E));
 }
 
-// Calls body(expert, panel, first row, rows) for all experts that have any, shared out among the threads.
+// Some panels of an expert, and the rows that go through them.
+struct ExpertTask { int64_t expert, part, first, rows; };
+
+// Calls body(task, next) for all parts of experts that have rows, shared out among the threads. There is no next if it has no rows.
 template <class Body>
-void for_experts(const int64_t* begins, int64_t num_experts, int64_t panels, Team& team, Body body) {
-    int64_t total = num_experts * panels;
-    for (int64_t task = team.take(1); task < total; task = team.take(1)) {
-        int64_t expert = task / panels, rows = begins[expert + 1] - begins[expert];
-        if (rows > 0) body(expert, task % panels, begins[expert], rows);
+void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Team& team, Body body) {
+    auto take = [&] {
+        for (;;) {
+            int64_t number = team.take(1), expert = number / parts;
+            if (expert >= num_experts) return ExpertTask{};
+            if (int64_t rows = begins[expert + 1] - begins[expert]; rows > 0) return ExpertTask{expert, number % parts, begins[expert], rows};
+        }
+    };
+    for (ExpertTask now = take(), next; now.rows > 0; now = next) {
+        next = take();
+        body(now, next);
     }
 }
 
@@ -137,16 +146,24 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t panels, Tea
 template <class T>
 void experts_up(const Operation& op, Team& team) {
     using E = typename T::Element;
-    int64_t steps = op.k / T::PACK, panels = (op.n + LANES - 1) / LANES;
+    constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
+    int64_t panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
-    Weights weights(op, steps);
-    for_experts(static_cast<const int64_t*>(op.extra), op.a, panels, team,
-                [&](int64_t expert, int64_t panel, int64_t first, int64_t rows) {
-        int64_t column = panel * LANES, gate = expert * 2 * panels + panel;
-        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(gate),
-                          weights.panel(gate + panels), true,
-                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))},
-                          room_for<T>(weights, op.k, rows, 1));
+    Weights weights(op, op.k / T::PACK);
+    auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
+    auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, team,
+                [&](const ExpertTask& now, const ExpertTask& next) {
+        auto count_of = [&](const ExpertTask& task) { return std::min(TOGETHER, panels - TOGETHER * task.part); };
+        int64_t gate = gate_of(now), then = next.rows > 0 ? gate_of(next) : gate, count = count_of(now);
+        products.want(weights, {then, then + panels}, next.rows > 0 ? count_of(next) : 0, warm_tiles<T>(op.k, now.rows) * count);
+        for (int64_t panel = 0; panel < count; ++panel) {
+            int64_t column = (TOGETHER * now.part + panel) * LANES;
+            products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(gate + panel),
+                              panels_at(panel + 1 < count ? gate + panel + 1 : then), true,
+                              {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
+                              room_for<T>(weights, op.k, now.rows, 1));
+        }
     });
     products.finish();
 }
@@ -160,19 +177,22 @@ void experts_down(const Operation& op, Team& team) {
         E* out;
         __mmask16 low, high;
     };
-    auto products = products_into<T, Columns>([n = op.n](const Columns& to, int64_t row, __m512 one, __m512 two) {
-        T::store(to.out + row * n, one, to.low);
-        T::store(to.out + row * n + LANES, two, to.high);
-    });
+    auto place = [pitch = pitch_of<T>(op.n)](const Columns& to, int64_t row) { return to.out + row * pitch; };
+    auto products = products_into<T, Columns>([place](const Columns& to, int64_t row, __m512 one, __m512 two) {
+        T::store(place(to, row), one, to.low);
+        T::store(place(to, row) + LANES, two, to.high);
+    }, place);
     Weights weights(op, op.k / T::PACK);
-    for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team,
-                [&](int64_t expert, int64_t pair, int64_t first, int64_t rows) {
-        int64_t column = 2 * pair * LANES, panel = (expert * pairs + pair) * 2;
-        products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(panel),
-                          weights.panel(panel + 1), true,
-                          {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column)),
+    auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
+    auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team, [&](const ExpertTask& now, const ExpertTask& next) {
+        int64_t column = 2 * now.part * LANES, panel = panel_of(now), then = next.rows > 0 ? panel_of(next) : panel;
+        products.want(weights, {then}, next.rows > 0 ? 2 : 0, warm_tiles<T>(op.k, now.rows));
+        products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
+                          panels_at(then), true,
+                          {static_cast<E*>(op.out) + now.first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column)),
                            lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
-                          room_for<T>(weights, op.k, rows, 1));
+                          room_for<T>(weights, op.k, now.rows, 1));
     });
     products.finish();
 }
@@ -185,7 +205,7 @@ void combine(const Operation& op, const Step& step, int member, int size) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
-    int64_t before = 0;
+    int64_t before = 0, pitch = pitch_of<T>(op.n);
     for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
     auto [begin, end] = share(step.tokens, member, size);
     thread_local std::vector<const E*> rows;
@@ -195,14 +215,14 @@ void combine(const Operation& op, const Step& step, int member, int size) {
             int64_t pair = token * op.k + choice;
             const char* arena = exchange.arenas[exchange.owners[ids[pair]]];
             int64_t place = reinterpret_cast<const int64_t*>(arena + exchange.places_at)[before + pair];
-            rows[choice] = reinterpret_cast<const E*>(arena + exchange.results_at) + place * op.n;
+            rows[choice] = reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch;
         }
         for (int64_t i = 0; i < op.n; i += LANES) {
             __mmask16 lanes = lanes_of(int(op.n - i));
             __m512 sum = _mm512_setzero_ps();
             for (int64_t choice = 0; choice < op.k; ++choice)
                 sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
-            E* to = static_cast<E*>(op.out) + token * op.n + i;
+            E* to = static_cast<E*>(op.out) + token * pitch + i;
             T::store(to, _mm512_add_ps(sum, T::load(to, lanes)), lanes);
         }
     }

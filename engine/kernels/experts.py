@@ -12,7 +12,8 @@ import torch
 
 from engine.kernels.library import Library
 from engine.kernels.operations import Kind, Operations, StepArguments
-from engine.kernels.packing import SLACK, Laid, Packer
+from engine.kernels.packing import Laid, Packer
+from engine.kernels.rows import SLACK, pitch_of, spaced
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class PackedExperts:
 
     def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
         """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from
-        ``begins[i]`` on, through ``middle`` [n, width] to ``out`` [n, hidden]. Rows and middle can be read
-        ``SLACK`` rows beyond."""
+        ``begins[i]`` on, through ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as
+        :mod:`engine.kernels.rows` says; rows and middle can be read ``SLACK`` rows beyond."""
         shared = {"extra": begins, "a": self.count}
         operations.add(
             Kind.EXPERTS_UP, into=rows, out=middle, weights=self.up, n=self.width, k=self.hidden, **shared
@@ -69,11 +70,9 @@ class NativeExperts:
         number = len(rows)
         begins = np.zeros(packed.count + 1, dtype=np.int64)
         np.cumsum(counts, out=begins[1:])
-        inputs = rows.new_empty(number + SLACK, packed.hidden)
-        inputs[:number] = rows
-        middle = rows.new_empty(number + SLACK, packed.width)
-        result = rows.new_empty(number, packed.hidden)
+        middle = rows.new_empty(number + SLACK, pitch_of(packed.width, rows.dtype))
+        result = rows.new_empty(number, pitch_of(packed.hidden, rows.dtype))
         operations = Operations(2)
-        packed.write(operations, inputs, middle, result, begins)
+        packed.write(operations, spaced(rows), middle, result, begins)
         operations.run(self._library, StepArguments(), rows.dtype)
-        return result
+        return result[:, : packed.hidden].contiguous()

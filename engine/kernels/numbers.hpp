@@ -54,6 +54,14 @@ struct BFloat16 {
     }
 };
 
+// Numbers from one row that operations hand on to the next: whole lines of a cache, so that two threads do not write to the
+// same one, and an odd number of them. With 1024 bytes, say, the 16 rows of a tile would all be in four sets of the first cache.
+template <class T>
+int64_t pitch_of(int64_t width) {
+    constexpr int64_t LINE = 64 / sizeof(typename T::Element);
+    return ((width + LINE - 1) / LINE | 1) * LINE;
+}
+
 __mmask16 lanes_of(int count) { return count >= LANES ? __mmask16(0xffff) : __mmask16((1u << count) - 1); }
 
 __m512 exp_ps(__m512 x) {  // 2^n * 2^f with |f| <= 1/2; the series of 2^f ends below the precision of a float

@@ -18,8 +18,6 @@ Laid: TypeAlias = "torch.Tensor | Compressed"
 LANES = 16
 PACK = {torch.float32: 1, torch.bfloat16: 2}
 """Numbers per word."""
-SLACK = 16
-"""Rows by which inputs of products can be read beyond their end: products take 16 rows at a time."""
 
 
 def panels(weight: torch.Tensor, multiple: int = LANES) -> torch.Tensor:

@@ -98,18 +98,23 @@ struct TileScope {
 
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums. Calls aside() before the tiles of each step. NARROW: all words are also left
+// out: [ROW_TILES][2] blocks of 16 x 16 sums. next: whose weights are wanted after these. Calls aside() before the tiles of each step. NARROW: all words are also left
 // in `keep`, a's and then b's, if there is one.
 template <int ROW_TILES, Source SOURCE, class Aside>
-void multiply_tiles(const char* in, int64_t pitch, Panel a, Panel b, int64_t steps, uint32_t* keep, float* out, Aside aside) {
+void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, uint32_t* keep, float* out, Aside aside) {
+    const auto [a, b] = now;
     alignas(64) uint32_t widened[SOURCE == NARROW ? 4 * LEAD * TILE_WORDS : 1];  // tiles of some steps
     auto words_of = [&](const Panel& panel, int64_t side, int64_t step) -> const uint32_t* {
         if (SOURCE != NARROW) return panel.words + step * LANES;
         return keep != nullptr ? keep + (side * steps + step) * LANES : widened + (step / TILE % (2 * LEAD) * 2 + side) * TILE_WORDS;
     };
+    auto ahead = [tiles = steps / TILE](const Panel& panel, const Panel& then, int64_t tile) {
+        return tile + AHEAD < tiles ? panel.bytes(tile + AHEAD) : then.bytes(tile + AHEAD - tiles);
+    };
     auto widen = [&](int64_t step) {
-        decompress(*a.compressed, a.tile + step / TILE, const_cast<uint32_t*>(words_of(a, 0, step)));
-        decompress(*b.compressed, b.tile + step / TILE, const_cast<uint32_t*>(words_of(b, 1, step)));
+        int64_t tile = step / TILE;
+        decompress(*a.compressed, a.tile + tile, const_cast<uint32_t*>(words_of(a, 0, step)), ahead(a, next.a, tile));
+        decompress(*b.compressed, b.tile + tile, const_cast<uint32_t*>(words_of(b, 1, step)), ahead(b, next.b, tile));
         asm volatile("" ::: "memory");  // loads of tiles are not known to read this
     };
     _tile_zero(0);
@@ -123,9 +128,9 @@ void multiply_tiles(const char* in, int64_t pitch, Panel a, Panel b, int64_t ste
     for (int64_t step = 0; step < steps; step += TILE) {
         aside();
         if (SOURCE == COLD)
-            for (int64_t line = AHEAD * TILE; line < (AHEAD + 1) * TILE; ++line) {
-                _mm_prefetch(reinterpret_cast<const char*>(a.words + (step + line) * LANES), _MM_HINT_T0);
-                _mm_prefetch(reinterpret_cast<const char*>(b.words + (step + line) * LANES), _MM_HINT_T0);
+            for (int64_t line = 0; line < TILE; ++line) {
+                _mm_prefetch(ahead(a, next.a, step / TILE) + 64 * line, _MM_HINT_T0);
+                _mm_prefetch(ahead(b, next.b, step / TILE) + 64 * line, _MM_HINT_T0);
             }
         _tile_loadd(4, in + 4 * step, pitch);
         _tile_loadd(6, words_of(a, 0, step), 64);
@@ -154,25 +159,56 @@ struct TileUse {
     explicit TileUse(bool) {}
 };
 template <int ROW_TILES, Source SOURCE, class Aside>
-void multiply_tiles(const char*, int64_t, Panel, Panel, int64_t, uint32_t*, float*, Aside) {}
+void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, uint32_t*, float*, Aside) {}
 
 #endif
+
+// Memory that will be wanted soon, asked for a few lines at a time while something else is computed. What a thread goes on with
+// is known; what the hardware would guess is what another one has taken.
+class Wanted {
+    static constexpr int MOST = 2, LINE = 64;
+    struct Piece { const char *at, *end; };
+    Piece pieces[MOST];
+    int piece = 0, count = 0;
+    int64_t each = 0;
+
+   public:
+    // Nothing that was wanted is any more.
+    void clear() { piece = count = 0, each = 0; }
+    void add(const char* from, int64_t bytes) { pieces[count++] = {from, from + bytes}; }
+    // All of it is asked for within so many calls of ask().
+    void spread(int64_t times) {
+        int64_t lines = 0;
+        for (int i = 0; i < count; ++i) lines += (pieces[i].end - pieces[i].at + LINE - 1) / LINE;
+        each = times > 0 ? (lines + times - 1) / times : 0;
+    }
+    void ask() {
+        for (int64_t lines = each; lines > 0 && piece < count; --lines) {
+            _mm_prefetch(pieces[piece].at, _MM_HINT_T1);
+            if ((pieces[piece].at += LINE) >= pieces[piece].end) ++piece;
+        }
+    }
+};
 
 bool tiles_allowed = false;
 
 template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
-// Multiplies rows with pairs of panels; body(tag, row, one, two) gets each row's 16 + 16 sums. With tiles that is
-// while the next rows are multiplied: storing (and the activation) takes as many cycles as the tiles do, and other units.
-template <class T, class Tag, class Body>
+// Multiplies rows with pairs of panels; body(tag, row, one, two) gets each row's 16 + 16 sums, to be stored from place(tag, row)
+// on. With tiles that is while the next rows are multiplied: storing (and the activation) takes as many cycles as the tiles
+// do, and other units. The lines that are stored to are asked for one pass earlier: a store that waits for its line holds up all
+// that come after it.
+template <class T, class Tag, class Body, class Place>
 class Products {
     using E = typename T::Element;
     Body body;
+    Place place;
     alignas(64) float sums[2][4 * TILE * LANES];
     Tag waiting{};                        // whose sums wait in sums[side]: rows next ... count, from row first on
     int64_t first = 0;
     int side = 0, next = 0, count = 0;
+    Wanted wanted;
 
     void finish(int rows) {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
@@ -181,51 +217,56 @@ class Products {
         }
     }
 
-    // Up to ROW_TILES tiles of rows from `begin` on, while sums that wait are stored.
+    // Rows begin ... stop, up to ROW_TILES tiles of them, while sums that wait are stored.
     template <int ROW_TILES>
-    void multiply_some(Source source, const E* in, int64_t k, int64_t begin, Panel a, Panel b, uint32_t* keep) {
-        auto* from = reinterpret_cast<const char*>(in + begin * k);
-        int64_t pitch = k * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
-        auto aside = [this, some = int((count + tiles - 1) / tiles)] { finish(some); };
+    void multiply_some(Source source, const E* in, int64_t k, int64_t begin, int64_t stop, Panels now, Panels then, const Tag& tag, uint32_t* keep) {
+        int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
+        auto* from = reinterpret_cast<const char*>(in) + begin * pitch;
+        auto store = [this, some = int((count + tiles - 1) / tiles), claim = int((2 * TILE + tiles - 1) / tiles), tag, row = begin, stop]() mutable {
+            finish(some);
+            for (int64_t last = std::min(stop, row + claim); row < last; ++row) __builtin_prefetch(place(tag, row), 1);
+        };
+        auto store_and_ask = [this, &store] { store(), wanted.ask(); };
         float* to = sums[1 - side];
         switch (source) {
-            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, a, b, steps, keep, to, aside);
-            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, a, b, steps, keep, to, aside);
-            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, a, b, steps, keep, to, aside);
+            case COLD: return multiply_tiles<ROW_TILES, COLD>(from, pitch, now, then, steps, keep, to, store);
+            case WARM: return multiply_tiles<ROW_TILES, WARM>(from, pitch, now, then, steps, keep, to, store_and_ask);
+            case NARROW: return multiply_tiles<ROW_TILES, NARROW>(from, pitch, now, then, steps, keep, to, store);
         }
     }
 
    public:
-    explicit Products(Body with) : body(with) {}
+    Products(Body with, Place at) : body(with), place(at) {}
 
-    // `rows` rows of `in` [rows, k] with panels a and b. `in` can be read up to a multiple of 16 rows; what lies there
-    // does not matter. cold: nobody has seen these panels in this step. keep: room for the words of both, where they are
+    // `rows` rows of `in` [rows, k] (see pitch_of) with panels a and b. `in` can be read up to a multiple of 16 rows; what lies there
+    // does not matter. then: the panels that come next. cold: nobody has seen these panels in this step. keep: room for the words of both, where they are
     // compressed and more rows come than one pass takes, in this call or the next.
-    void multiply(const E* in, int64_t k, int64_t rows, Panel a, Panel b, bool cold, Tag tag, uint32_t* keep) {
+    void multiply(const E* in, int64_t k, int64_t rows, Panels now, Panels then, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
+        auto& [a, b] = now;
         if (use_tiles<T>() && steps % TILE == 0) {
             if (keep != nullptr) a.words = keep, b.words = keep + steps * LANES;  // for those after the first
             for (int64_t begin = 0; begin < rows; begin += 2 * TILE) {
-                int now = int(std::min<int64_t>(2 * TILE, rows - begin));
+                int some = int(std::min<int64_t>(2 * TILE, rows - begin));
                 Source source = !cold ? WARM : a.compressed != nullptr ? NARROW : COLD;
-                if (now > TILE) multiply_some<2>(source, in, k, begin, a, b, keep);
-                else multiply_some<1>(source, in, k, begin, a, b, keep);
-                waiting = tag, first = begin, next = 0, count = now, side = 1 - side, cold = false;
+                if (some > TILE) multiply_some<2>(source, in, k, begin, begin + some, now, then, tag, keep);
+                else multiply_some<1>(source, in, k, begin, begin + some, now, then, tag, keep);
+                waiting = tag, first = begin, next = 0, count = some, side = 1 - side, cold = false;
             }
             return;
         }
         if (a.compressed != nullptr) {
             uint32_t* words = scratch(2 * steps * LANES);
             for (int64_t tile = 0; tile < steps / TILE; ++tile) {
-                decompress(*a.compressed, a.tile + tile, words + tile * TILE_WORDS);
-                decompress(*b.compressed, b.tile + tile, words + steps * LANES + tile * TILE_WORDS);
+                decompress(*a.compressed, a.tile + tile, words + tile * TILE_WORDS, a.bytes(tile + AHEAD));
+                decompress(*b.compressed, b.tile + tile, words + steps * LANES + tile * TILE_WORDS, b.bytes(tile + AHEAD));
             }
             a.words = words, b.words = words + steps * LANES;
         }
         for (int64_t begin = 0; begin < rows; begin += MAX_ROWS) {
             int now = int(std::min<int64_t>(MAX_ROWS, rows - begin));
             const uint32_t* inputs[MAX_ROWS];
-            for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * k);
+            for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * pitch_of<T>(k));
             __m512 sum[MAX_ROWS][2];
             clear(sum);
             ::multiply<T>(now, sum, a.words, b.words, LANES, inputs, 0, steps);
@@ -233,16 +274,30 @@ class Products {
         }
     }
 
+    // While weights that were seen before are multiplied, by so many tiles of rows, ask for these panels.
+    void want(const Weights& weights, std::initializer_list<int64_t> firsts, int64_t panels, int64_t times) {
+        wanted.clear();
+        if (panels == 0 || times <= 0) return;
+        for (int64_t panel : firsts) wanted.add(weights.panel(panel).bytes(0), panels * weights.panel_bytes());
+        wanted.spread(times);
+    }
+
     // What still waits.
     void finish() { finish(count); }
 };
 
-template <class T, class Tag, class Body>
-Products<T, Tag, Body> products_into(Body body) { return Products<T, Tag, Body>(body); }
+template <class T, class Tag, class Body, class Place>
+auto products_into(Body body, Place place) { return Products<T, Tag, Body, Place>(body, place); }
 
 // Bytes of weights that rows go through together, a block of rows after the other: they stay in a core's own cache,
 // and so do the inputs of a block.
 constexpr int64_t CACHED_BYTES = 512 << 10;
+
+// How often tiles of so many rows are multiplied along k inputs with weights that were seen before.
+template <class T>
+int64_t warm_tiles(int64_t k, int64_t rows) {
+    return std::max<int64_t>(0, (rows - 1) / (2 * TILE)) * (k / T::PACK / TILE);
+}
 
 // Calls body(first, count) for blocks of rows, or once for all where a row's inputs are read by vectors.
 template <class T, class Body>
@@ -266,9 +321,10 @@ struct GatedColumns {
 
 template <class T>
 auto gated_products(int64_t n) {
-    return products_into<T, GatedColumns<T>>([n](const GatedColumns<T>& to, int64_t row, __m512 gate, __m512 up) {
-        T::store(to.out + row * n, _mm512_mul_ps(silu_ps(gate), up), to.lanes);
-    });
+    auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
+    return products_into<T, GatedColumns<T>>([place](const GatedColumns<T>& to, int64_t row, __m512 gate, __m512 up) {
+        T::store(place(to, row), _mm512_mul_ps(silu_ps(gate), up), to.lanes);
+    }, place);
 }
 
 }  // namespace

@@ -213,10 +213,10 @@ class Program:
         buffers, pairs = self._buffers, tokens * layer.top_k
         ids = buffers.ids[:pairs].view(tokens, layer.top_k)
         weights = buffers.scores[:pairs].view(tokens, layer.top_k)
-        result = self._experts.forward(
-            layer.experts, buffers.normed[:tokens], ids, weights.to(self._decoder.dtype)
-        )
-        buffers.stream[:tokens] += result
+        hidden = self._decoder.hidden
+        rows = buffers.normed[:tokens, :hidden].contiguous()
+        result = self._experts.forward(layer.experts, rows, ids, weights.to(self._decoder.dtype))
+        buffers.stream[:tokens, :hidden] += result
 
     def _make_room(self, wanted: Room) -> None:
         """Buffers for that many tokens; lists that were written use others."""

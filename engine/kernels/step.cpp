@@ -27,7 +27,7 @@ void embed(const Operation& op, const Step& step, int member, int size) {
     using E = typename T::Element;
     auto [begin, end] = share(step.tokens, member, size);
     for (int64_t token = begin; token < end; ++token)
-        std::memcpy(static_cast<E*>(op.out) + token * op.k, static_cast<const E*>(op.in) + step.ids[token] * op.k,
+        std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), static_cast<const E*>(op.in) + step.ids[token] * op.k,
                     op.k * sizeof(E));
 }
 
@@ -35,8 +35,9 @@ template <class T>
 void select(const Operation& op, const Step& step, int member, int size) {
     using E = typename T::Element;
     auto [begin, end] = share(step.selected, member, size);
+    int64_t pitch = pitch_of<T>(op.k);
     for (int64_t row = begin; row < end; ++row)
-        std::memcpy(static_cast<E*>(op.out) + row * op.k, static_cast<const E*>(op.in) + step.chosen[row] * op.k,
+        std::memcpy(static_cast<E*>(op.out) + row * pitch, static_cast<const E*>(op.in) + step.chosen[row] * pitch,
                     op.k * sizeof(E));
 }
 
@@ -44,8 +45,9 @@ template <class T>
 void norm(const Operation& op, const Step& step, int member, int size) {
     using E = typename T::Element;
     auto [begin, end] = share(op.flags & SELECTED ? step.selected : step.tokens, member, size);
+    int64_t pitch = pitch_of<T>(op.k);
     for (int64_t row = begin; row < end; ++row)
-        norm_row<T>(static_cast<const E*>(op.in) + row * op.k, static_cast<E*>(op.out) + row * op.k,
+        norm_row<T>(static_cast<const E*>(op.in) + row * pitch, static_cast<E*>(op.out) + row * pitch,
                     static_cast<const float*>(op.more), op.k, float(op.number));
 }
 
@@ -55,34 +57,39 @@ void linear(const Operation& op, const Step& step, Team& team) {
     using E = typename T::Element;
     int64_t rows = op.flags & SELECTED ? step.selected : step.tokens;
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
+    int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.n);
     auto* bias = static_cast<const float*>(op.more);
     struct Columns {
         int64_t first, column;  // of rows and columns
         __mmask16 low, high;
     };
-    auto put = [&](int64_t place, __m512 value, __mmask16 lanes, int64_t column) {
+    auto put = [&](void* out, __m512 value, __mmask16 lanes, int64_t column) {
         if (bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, bias + column));
-        if (op.flags & AS_FLOAT) return _mm512_mask_storeu_ps(static_cast<float*>(op.out) + place, lanes, value);
-        E* to = static_cast<E*>(op.out) + place;
+        if (op.flags & AS_FLOAT) return _mm512_mask_storeu_ps(static_cast<float*>(out) + column, lanes, value);
+        E* to = static_cast<E*>(out) + column;
         if (op.flags & ADD) value = _mm512_add_ps(value, T::load(to, lanes));
         T::store(to, value, lanes);
     };
+    const int64_t size = op.flags & AS_FLOAT ? sizeof(float) : sizeof(E);
+    auto line = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + (to.first + row) * pitch * size; };
+    auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
     auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, __m512 one, __m512 two) {
-        int64_t place = (to.first + row) * op.n + to.column;
-        put(place, one, to.low, to.column);
-        put(place + LANES, two, to.high, to.column + LANES);
-    });
+        put(line(to, row), one, to.low, to.column);
+        put(line(to, row), two, to.high, to.column + LANES);
+    }, place);
     Weights weights(op, op.k / T::PACK);
-    team.share_out(pairs, CACHED_BYTES / (8 * panel), [&](int64_t begin, int64_t end) {
-        uint32_t* room = room_for<T>(weights, op.k, rows, end - begin);
+    auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
+    team.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
+        uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
+        products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<T>(op.k, rows) * now.size());
         row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
-            for (int64_t pair = begin; pair < end; ++pair) {
-                int64_t column = 2 * pair * LANES;
-                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, count, weights.panel(2 * pair),
-                                  weights.panel(2 * pair + 1), first == 0,
+            for (int64_t pair = now.begin; pair < now.end; ++pair) {
+                int64_t column = 2 * pair * LANES, then = pair + 1 < now.end ? pair + 1 : next.size() > 0 ? next.begin : pair;
+                products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, count, panels_of(pair),
+                                  panels_of(then), first == 0,
                                   {first, column, lanes_of(int(op.n - column)),
                                    lanes_of(int(std::max<int64_t>(0, op.n - column - LANES)))},
-                                  room == nullptr ? nullptr : room + (pair - begin) * 2 * panel);
+                                  room == nullptr ? nullptr : room + (pair - now.begin) * 2 * panel);
             }
         });
     });
@@ -96,15 +103,17 @@ void gated(const Operation& op, const Step& step, Team& team) {
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
     Weights weights(op, op.k / T::PACK);
-    team.share_out(panels, CACHED_BYTES / (8 * words), [&](int64_t begin, int64_t end) {
-        uint32_t* room = room_for<T>(weights, op.k, step.tokens, end - begin);
+    auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
+    team.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
+        uint32_t* room = room_for<T>(weights, op.k, step.tokens, now.size());
+        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, step.tokens) * now.size());
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
-            for (int64_t panel = begin; panel < end; ++panel) {
-                int64_t column = panel * LANES;
-                products.multiply(static_cast<const E*>(op.in) + first * op.k, op.k, rows, weights.panel(panel),
-                                  weights.panel(panels + panel), first == 0,
-                                  {static_cast<E*>(op.out) + first * op.n + column, lanes_of(int(op.n - column))},
-                                  room == nullptr ? nullptr : room + (panel - begin) * 2 * words);
+            for (int64_t panel = now.begin; panel < now.end; ++panel) {
+                int64_t column = panel * LANES, then = panel + 1 < now.end ? panel + 1 : next.size() > 0 ? next.begin : panel;
+                products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, rows, panels_of(panel),
+                                  panels_of(then), first == 0,
+                                  {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
+                                  room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);
             }
         });
     });

@@ -19,7 +19,8 @@ from engine.kernels.compression import (
 )
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
-from engine.kernels.packing import SLACK, Packer, gate_and_up, panels
+from engine.kernels.packing import Packer, gate_and_up, panels
+from engine.kernels.rows import pitch_of, spaced
 from engine.kernels.pages import Arena
 from tests.engine.test_kernels import random
 
@@ -54,10 +55,8 @@ def narrow(kernels: library.Library, words: torch.Tensor) -> Compressed:
 
 
 def run(kernels: library.Library, kind: Kind, x: torch.Tensor, out: torch.Tensor, **fields: object) -> None:
-    rows = torch.full((len(x) + SLACK, x.shape[1]), float("nan"), dtype=x.dtype)
-    rows[: len(x)] = x
     operations = Operations(1)
-    operations.add(kind, into=rows, out=out, **fields)
+    operations.add(kind, into=spaced(x), out=out, **fields)
     operations.run(kernels, StepArguments(tokens=len(x)), x.dtype)
 
 
@@ -72,7 +71,7 @@ def test_products_have_the_same_bits(kernels: library.Library, rows: int, output
     x, words = random(rows, inputs, dtype=torch.bfloat16), panels(weights(outputs, inputs), 32)
     before = random(rows, outputs, dtype=torch.bfloat16)
     wide = [torch.empty(rows, outputs) for _ in range(2)]
-    added = [before.clone() for _ in range(2)]
+    added = [spaced(before) for _ in range(2)]
     for number, form in enumerate((words, narrow(kernels, words))):
         shape = {"weights": form, "n": outputs, "k": inputs}
         run(kernels, Kind.LINEAR, x, wide[number], flags=AS_FLOAT, **shape)
@@ -84,7 +83,7 @@ def test_products_have_the_same_bits(kernels: library.Library, rows: int, output
 @pytest.mark.parametrize("rows", [3, 40])
 def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) -> None:
     x, words = random(rows, 128, dtype=torch.bfloat16), gate_and_up(weights(2 * 176, 128))
-    outs = [torch.empty(rows, 176, dtype=torch.bfloat16) for _ in range(2)]
+    outs = [torch.zeros(rows, pitch_of(176, torch.bfloat16), dtype=torch.bfloat16) for _ in range(2)]
     for out, form in zip(outs, (words, narrow(kernels, words)), strict=True):
         run(kernels, Kind.GATED, x, out, weights=form, n=176, k=128)
     assert same_bits(*outs)

@@ -18,7 +18,8 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
-from engine.kernels.packing import SLACK, gate_and_up, panels
+from engine.kernels.packing import gate_and_up, panels
+from engine.kernels.rows import SLACK, pitch_of
 from engine.kernels.program import Program
 from engine.weights import LoadedModel, load_model
 from tests.engine.tiny_models import make_tiny_model
@@ -35,11 +36,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def with_slack(x: torch.Tensor) -> torch.Tensor:
-    """The same, with what the kernels may read beyond its end."""
-    longer = torch.full((len(x) + SLACK, x.shape[1]), float("nan"), dtype=x.dtype)
-    longer[: len(x)] = x
-    return longer[: len(x)]
+def spaced(x: torch.Tensor) -> torch.Tensor:
+    """The same rows as they lie between operations; what is not theirs must not matter."""
+    rows = torch.full((len(x) + SLACK, pitch_of(x.shape[1], x.dtype)), float("nan"), dtype=x.dtype)
+    rows[: len(x), : x.shape[1]] = x
+    return rows
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -62,21 +63,23 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     bias, before = random(outputs), random(tokens, outputs, dtype=dtype)
     expected = x.float() @ weight.float().T + bias
     wide = torch.empty(tokens, outputs)
-    shared = {"into": with_slack(x), "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
+    shared = {"into": spaced(x), "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
     run(Kind.LINEAR, tokens, dtype, out=wide, flags=AS_FLOAT, **shared)
     close(wide, expected, torch.float32)
-    added = before.clone()
+    added = spaced(before)
     run(Kind.LINEAR, tokens, dtype, out=added, flags=ADD, **shared)
-    close(added, before.float() + expected, dtype)
+    close(added[:tokens, :outputs], before.float() + expected, dtype)
+    assert added[:, outputs:].isnan().all()
+    assert added[tokens:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 192, 200])
 def test_norm(width: int, dtype: torch.dtype) -> None:
     x, weight = random(5, width, dtype=dtype), random(width)
-    out = torch.empty_like(x)
-    run(Kind.NORM, 5, dtype, into=x, out=out, more=weight, k=width, number=1e-5)
-    close(out, torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), dtype)
+    out = spaced(x)
+    run(Kind.NORM, 5, dtype, into=spaced(x), out=out, more=weight, k=width, number=1e-5)
+    close(out[:5, :width], torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,24 @@
+"""How the rows that operations hand on to each other lie, as ``pitch_of`` of ``numbers.hpp`` has it."""
+
+from __future__ import annotations
+
+import torch
+
+LINE = 64
+"""Bytes of a line of the cache."""
+SLACK = 16
+"""Rows by which inputs of products can be read beyond their end: products take 16 rows at a time."""
+
+
+def pitch_of(width: int, dtype: torch.dtype) -> int:
+    """Numbers from one row of ``width`` numbers to the next: whole lines of the cache, an odd number of them."""
+    lines = -(-width * dtype.itemsize // LINE) | 1
+    return lines * LINE // dtype.itemsize
+
+
+def spaced(rows: torch.Tensor, slack: int = SLACK) -> torch.Tensor:
+    """Rows [n, width] as operations read them: [n + slack, pitch], what was added being 0."""
+    number, width = rows.shape
+    laid = rows.new_zeros(number + slack, pitch_of(width, rows.dtype))
+    laid[:number, :width] = rows
+    return laid
