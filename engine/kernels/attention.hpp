@@ -149,14 +149,14 @@ struct Attended {
     E* weights;                          // [MOST, length]
     const int64_t* places;               // [blocks] where the words of each block begin
     const uint32_t *keys, *values;       // of the whole cache
-    bool cold;                           // these queries are the first to see the blocks
+    int64_t cold;                        // blocks from this one on have neither been seen nor asked for
+    Wanted* wanted;                      // by the next task
 
     // Before the scores of two blocks: the keys of the next two, and the values of these.
     void fetch_around(int64_t block) const {
-        if (!cold) return;
         for (int64_t i = block; i < std::min(block + 2, blocks); ++i) {
-            fetch(values + places[i], LANES * dim / T::PACK);
-            if (i + 2 < blocks) fetch(keys + places[i + 2], LANES * dim / T::PACK);
+            if (i >= cold) fetch(values + places[i], LANES * dim / T::PACK);
+            if (i + 2 >= cold && i + 2 < blocks) fetch(keys + places[i + 2], LANES * dim / T::PACK);
         }
     }
 
@@ -166,6 +166,7 @@ struct Attended {
         for (int64_t block = 0; block < blocks; block += 2) {
             int64_t next = std::min(block + 1, blocks - 1);
             fetch_around(block);
+            wanted->ask();
             __m512 sum[MAX_ROWS][2];
             clear(sum);
             multiply<T>(count, sum, keys + places[block], keys + places[next], LANES, inputs, 0, dim / T::PACK);
@@ -178,6 +179,7 @@ struct Attended {
 
     void softmax(float factor, int64_t window) {
         for (int i = 0; i < count; ++i) {
+            wanted->ask();
             float* line = scores + i * length;
             E* weight_line = weights + i * length;
             int64_t seen = at[i] + 1 - begin, hidden = window > 0 ? std::max<int64_t>(0, at[i] - window + 1 - begin) : 0;
@@ -210,6 +212,7 @@ struct Attended {
             clear(sum);
             for (int64_t block = 0; block < blocks; ++block) {
                 const uint32_t* panel = values + places[block] + column;
+                wanted->ask();
                 multiply<T>(count, sum, panel, column + LANES < dim ? panel + LANES : panel, dim, inputs, block * LANES / T::PACK, LANES / T::PACK);
             }
             for (int i = 0; i < count; ++i)
@@ -234,6 +237,7 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
         for (int64_t block = 0; block < blocks; block += 2) {
             const uint32_t *one = keys + places[block], *two = keys + places[std::min(block + 1, blocks - 1)];
             fetch_around(block);
+            wanted->ask();
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t step = 0; step < dim / 2; step += TILE) {
@@ -255,6 +259,7 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
             _tile_zero(1);
             for (int64_t block = 0; block < blocks; ++block) {
                 const uint32_t* panel = values + places[block] + column;
+                wanted->ask();
                 _tile_loadd(5, weights + block * LANES, length * 2);
                 _tile_loadd(7, panel, dim * 4);
                 _tile_dpbf16ps(0, 5, 7);
@@ -274,60 +279,95 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
 
 #endif
 
-template <class T, class Tile, int MOST>
-void attend_task(const Operation& op, const Step& step, const int32_t* task, int64_t kv_head) {
-    using E = typename T::Element;
-    thread_local Room score_room, query_room, place_room;
-    int64_t heads = op.a, kv_heads = op.b, dim = op.c, window = op.d, group = heads / kv_heads;
-    int64_t pitch = pitch_of<T>((heads + 2 * kv_heads) * dim), row = task[0], first = task[1], queries = task[2];
-    int64_t position = step.starts[row] + first, last = position + queries - 1;
-    Tile tile;
-    tile.dim = dim;
-    tile.begin = window > 0 ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
-    tile.blocks = (last - tile.begin) / LANES + 1, tile.length = tile.blocks * LANES;
-    const int32_t* table = step.tables + row * step.table_width;
-    auto* places = reinterpret_cast<int64_t*>(place_room.of(2 * tile.blocks));
-    for (int64_t block = 0; block < tile.blocks; ++block) {
-        int64_t key = tile.begin + block * LANES;
+// Some queries of a row, which follow one another, and a KV head.
+struct AttentionTask {
+    int64_t row = 0, first = 0, queries = 0, kv_head = 0;  // no queries: there is no such task
+    int64_t begin = 0;                                      // the first key that they look at
+    std::vector<int64_t> places;                            // where the words of each block of keys from there on begin
+    int64_t asked = 0;                                      // blocks that were asked for before the task begins
+
+    int64_t blocks() const { return int64_t(places.size()); }
+    bool same_keys(const AttentionTask& other) const { return row == other.row && kv_head == other.kv_head; }
+};
+
+// The task of this number of those of a step.
+template <class T>
+void look_up(const Operation& op, const Step& step, int64_t number, AttentionTask& task) {
+    int64_t kv_heads = op.b, window = op.d;
+    task.queries = task.asked = 0;
+    if (number >= step.num_tasks * kv_heads) return;
+    const int32_t* described = step.tasks + 3 * (number / kv_heads);
+    task.row = described[0], task.first = described[1], task.queries = described[2], task.kv_head = number % kv_heads;
+    int64_t position = step.starts[task.row] + task.first, last = position + task.queries - 1;
+    task.begin = window > 0 ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
+    const int32_t* table = step.tables + task.row * step.table_width;
+    task.places.clear();
+    for (int64_t key = task.begin; key <= last; key += LANES) {
         int64_t slot = int64_t(table[key / step.block_size]) * step.block_size + key % step.block_size;
-        places[block] = block_words<T>(slot, kv_head, kv_heads, dim, step.block_size);
+        task.places.push_back(block_words<T>(slot, task.kv_head, kv_heads, op.c, step.block_size));
     }
-    tile.places = places, tile.keys = static_cast<const uint32_t*>(op.extra), tile.values = op.weights;
+}
+
+// While a task is computed, memory is asked for what the next one reads and this step has not written.
+template <class T, class Tile, int MOST>
+void attend_to(const Operation& op, const Step& step, const AttentionTask& task, AttentionTask& next, Wanted& wanted) {
+    using E = typename T::Element;
+    thread_local Room score_room, query_room;
+    int64_t heads = op.a, kv_heads = op.b, dim = op.c, window = op.d, group = heads / kv_heads;
+    int64_t pitch = pitch_of<T>((heads + 2 * kv_heads) * dim), position = step.starts[task.row] + task.first;
+    Tile tile;
+    tile.dim = dim, tile.begin = task.begin, tile.blocks = task.blocks(), tile.length = tile.blocks * LANES;
+    tile.places = task.places.data(), tile.keys = static_cast<const uint32_t*>(op.extra), tile.values = op.weights;
     tile.scores = reinterpret_cast<float*>(score_room.of(2 * MOST * tile.length));
     tile.weights = reinterpret_cast<E*>(tile.scores + MOST * tile.length);
-    for (int64_t base = 0; base < queries * group; base += MOST) {
-        tile.count = int(std::min<int64_t>(MOST, queries * group - base));
+    tile.wanted = &wanted;
+    wanted.clear();
+    int64_t cached = next.queries == 0 || next.same_keys(task) ? 0 : (step.starts[next.row] - next.begin + LANES - 1) / LANES;
+    for (next.asked = 0; next.asked < std::min(cached, next.blocks()) && !wanted.full(); ++next.asked) {
+        wanted.add(tile.keys + next.places[next.asked], LANES * dim / T::PACK * 4);
+        wanted.add(tile.values + next.places[next.asked], LANES * dim / T::PACK * 4);
+    }
+    int64_t all = task.queries * group, passes = (all + MOST - 1) / MOST;
+    wanted.spread(passes * (tile.blocks / 2 + tile.blocks * dim / (2 * LANES)) + all);
+    for (int64_t base = 0; base < all; base += MOST) {
+        tile.count = int(std::min<int64_t>(MOST, all - base));
         for (int i = 0; i < tile.count; ++i) {
-            int64_t query = (base + i) / group, head = kv_head * group + (base + i) % group;
-            int64_t token = step.offsets[row] + first + query;
+            int64_t query = (base + i) / group, head = task.kv_head * group + (base + i) % group;
+            int64_t token = step.offsets[task.row] + task.first + query;
             tile.queries[i] = static_cast<const E*>(op.in) + token * pitch + head * dim;
             tile.outputs[i] = static_cast<E*>(op.out) + token * pitch_of<T>(heads * dim) + head * dim;
             tile.at[i] = position + query;
         }
-        tile.cold = base == 0;
+        tile.cold = base == 0 ? task.asked : tile.blocks;
         tile.score(query_room);
         tile.softmax(float(op.number), window);
         tile.weigh();
     }
 }
 
+// All tasks, shared out among the threads.
+template <class T, class Tile, int MOST>
+void attend_to_all(const Operation& op, const Step& step, Team& team) {
+    thread_local AttentionTask now, next;
+    thread_local Wanted wanted;
+    for (look_up<T>(op, step, team.take(1), now); now.queries > 0; std::swap(now, next)) {
+        look_up<T>(op, step, team.take(1), next);
+        attend_to<T, Tile, MOST>(op, step, now, next, wanted);
+    }
+}
+
 // in: what qkv left; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
 template <class T>
 void attend(const Operation& op, const Step& step, Team& team) {
-    int64_t total = step.num_tasks * op.b;
-    auto tasks = [&](auto body) {
-        for (int64_t task = team.take(1); task < total; task = team.take(1)) body(step.tasks + 3 * (task / op.b), task % op.b);
-    };
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     if constexpr (T::PACK == 2) {
         if (AttendedInTiles::fits(op.c)) {
             TileScope shapes(AttendedInTiles::SHAPES);
-            tasks([&](auto* task, int64_t head) { attend_task<T, AttendedInTiles, TILE>(op, step, task, head); });
-            return;
+            return attend_to_all<T, AttendedInTiles, TILE>(op, step, team);
         }
     }
 #endif
-    tasks([&](auto* task, int64_t head) { attend_task<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, step, task, head); });
+    attend_to_all<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, step, team);
 }
 
 }  // namespace

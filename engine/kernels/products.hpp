@@ -13,6 +13,7 @@
 
 #include "compressed.hpp"
 #include "numbers.hpp"
+#include "wanted.hpp"
 
 namespace {
 
@@ -162,33 +163,6 @@ template <int ROW_TILES, Source SOURCE, class Aside>
 void multiply_tiles(const char*, int64_t, Panels, Panels, int64_t, uint32_t*, float*, Aside) {}
 
 #endif
-
-// Memory that will be wanted soon, asked for a few lines at a time while something else is computed. What a thread goes on with
-// is known; what the hardware would guess is what another one has taken.
-class Wanted {
-    static constexpr int MOST = 2, LINE = 64;
-    struct Piece { const char *at, *end; };
-    Piece pieces[MOST];
-    int piece = 0, count = 0;
-    int64_t each = 0;
-
-   public:
-    // Nothing that was wanted is any more.
-    void clear() { piece = count = 0, each = 0; }
-    void add(const char* from, int64_t bytes) { pieces[count++] = {from, from + bytes}; }
-    // All of it is asked for within so many calls of ask().
-    void spread(int64_t times) {
-        int64_t lines = 0;
-        for (int i = 0; i < count; ++i) lines += (pieces[i].end - pieces[i].at + LINE - 1) / LINE;
-        each = times > 0 ? (lines + times - 1) / times : 0;
-    }
-    void ask() {
-        for (int64_t lines = each; lines > 0 && piece < count; --lines) {
-            _mm_prefetch(pieces[piece].at, _MM_HINT_T1);
-            if ((pieces[piece].at += LINE) >= pieces[piece].end) ++piece;
-        }
-    }
-};
 
 bool tiles_allowed = false;
 
