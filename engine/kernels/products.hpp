@@ -79,6 +79,7 @@ void shape_tiles(const TileShapes& shapes) {
         uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; ++tile) config.bytes[tile] = shapes.bytes[tile], config.rows[tile] = shapes.rows[tile];
+    asm volatile("" : : "r"(&config) : "memory");  // gcc takes the instruction for one that reads its first bytes only
     _tile_loadconfig(&config);
 }
 
