@@ -18,7 +18,6 @@ prompt that came alone over the time to its first token. Each point is the media
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -34,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 sys.path.insert(0, str(Path(__file__).parent))
 
+import uvloop
 from bench_lockstep import print_table
 from machine_limits import calibrate
 
@@ -78,7 +78,7 @@ class Load:
                 outcomes, seconds = await send_all(http, target, asks, concurrency=at_once)
             return summary(outcomes, seconds, described={})
 
-        found = asyncio.run(measured())
+        found = uvloop.run(measured())
         if found["failed"]:
             raise SystemExit(f"{found['failed']} failed: {next(filter(None, found['errors']))}")
         gap = found["p50_itl_ms"]  # none in answers of one token

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from soak import by_rank, metrics
 
 from router.bench.client import Target
@@ -141,13 +142,13 @@ def bench_model(name: str, args: Args, save: Callable[[dict[str, Any]], None]) -
             flags = f"{path} {VARIANTS[variant]} {args.serve_flags}"
             meshes[variant] = stack.enter_context(mesh(flags))
         for base_url in meshes.values():  # what is made at first use is made now
-            asyncio.run(measure(base_url, path, args, 8, 0))
+            uvloop.run(measure(base_url, path, args, 8, 0))
         for number in range(args.repeats):
             for cell in cells:
                 began = time.monotonic()
                 prompts = 1000 * (number + 1) + cell.concurrency  # nothing in any prefix cache
                 measured = measure(meshes[cell.variant], path, args, cell.concurrency, prompts)
-                cell.runs.append(asyncio.run(measured))
+                cell.runs.append(uvloop.run(measured))
                 tell(name, number, cell, time.monotonic() - began)
             save(page_of(name, cells))
     print_throughput(name, cells, args)

@@ -31,7 +31,6 @@ matrix products are measured: compare runs only where these agree, and numbers o
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -49,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installe
 sys.path.insert(0, str(Path(__file__).parent))
 
 import psutil
+import uvloop
 from machine_limits import calibrate
 from peer_systems import ROOT, SYSTEMS, NotReady, started, until_ready
 from peer_tables import plot, print_model
@@ -159,7 +159,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
                 continue
             urls[system] = url
             at_once = min(WARM, SYSTEMS[system].most)  # what is made at first use is made now
-            asyncio.run(load.run(system, url, "plain", at_once, -1))
+            uvloop.run(load.run(system, url, "plain", at_once, -1))
         model_page["cells"] = [
             {"system": system, "workload": workload, "concurrency": concurrency, "runs": []}
             for workload in args.workloads
@@ -171,7 +171,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
             for cell in model_page["cells"]:
                 which = (cell["workload"], cell["concurrency"])
                 come_to_rest()
-                run = asyncio.run(load.run(cell["system"], urls[cell["system"]], *which, number))
+                run = uvloop.run(load.run(cell["system"], urls[cell["system"]], *which, number))
                 cell["runs"].append(run)
                 save()
                 what = f"{name} {number + 1}: {which[0]} {which[1]}: {cell['system']}"

@@ -11,9 +11,9 @@ SLACK = 16
 
 
 def pitch_of(width: int, dtype: torch.dtype) -> int:
-    """Numbers from one row of ``width`` numbers to the next: whole lines of the cache, an odd number of them."""
-    lines = -(-width * dtype.itemsize // LINE) | 1
-    return lines * LINE // dtype.itemsize
+    """Numbers from one row of ``width`` to the next: whole lines of the cache, an odd number of them."""
+    per_line = LINE // int(dtype.itemsize)
+    return (-(-width // per_line) | 1) * per_line
 
 
 def spaced(rows: torch.Tensor, slack: int = SLACK) -> torch.Tensor:

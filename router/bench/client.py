@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import sys
@@ -21,6 +20,8 @@ from router.bench.report import Outcome
 
 READ_TIMEOUT = 600.0
 """Seconds without a byte after which a request has failed."""
+MAX_LINE = 4 << 20
+"""Bytes of a line of a stream."""
 RETRY_INTERVAL = 0.5
 FOR_GOOD = (
     aiohttp.ClientSSLError,
@@ -41,6 +42,45 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0
     ignore_eos: bool = False
     extra_body: dict[str, Any] = {}
+
+
+class Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    delta: Delta | None = None
+    text: str | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
+    """What is looked at of a chunk. A load generator shares the machine with what it measures, so it must
+    cost little: decoding only this takes a microsecond."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it carries a token: the chunk with the role and the one with usage alone do not."""
+        deltas = [choice.delta or Delta() for choice in self.choices or ()]
+        return any(delta.content or not delta.role for delta in deltas)
+
+    @property
+    def text(self) -> str:
+        """Of its first choice; call it for those that say something."""
+        choice = (self.choices or [Choice()])[0]
+        return (choice.delta.content if choice.delta else None) or choice.text or ""
+
+
+_EVENTS = msgspec.json.Decoder(Event)
 
 
 class Unmeasurable(Exception):
@@ -98,24 +138,23 @@ async def send(http: aiohttp.ClientSession, target: Target, ask: Ask, said: Sequ
             if response.status != 200:
                 outcome.error = f"HTTP {response.status}: {await response.text()}"
                 return outcome
-            async for line in response.content:
-                data = line.removeprefix(b"data:").strip()
+            async for data in _events(response.content):
                 is_done |= data == b"[DONE]"
-                if is_done or not data or not line.startswith(b"data:"):
+                if is_done:
                     continue
-                now, event = time.perf_counter(), json.loads(data)
-                outcome.error = str(event.get("error") or outcome.error)
-                if usage := event.get("usage"):
-                    outcome.input_len = usage["prompt_tokens"]
-                    outcome.output_len = usage["completion_tokens"]
-                if _says_something(event):
-                    text.append(_text(event))
+                now, event = time.perf_counter(), _EVENTS.decode(data)
+                outcome.error = str(event.error or outcome.error)
+                if event.usage:
+                    outcome.input_len = event.usage.prompt_tokens
+                    outcome.output_len = event.usage.completion_tokens
+                if event.says_something:
+                    text.append(event.text)
                     if num_chunks:
                         outcome.itl.append(now - latest)
                     else:
                         outcome.ttft = now - began
                     num_chunks, latest = num_chunks + 1, now
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
+    except (aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.latency = latest - began
     outcome.output_len = outcome.output_len or num_chunks
@@ -141,15 +180,26 @@ def _body(target: Target, ask: Ask, said: Sequence[str]) -> dict[str, Any]:
     return body | ({"ignore_eos": True} if target.ignore_eos else {}) | target.extra_body
 
 
-def _says_something(event: dict[str, Any]) -> bool:
-    """Whether a chunk carries a token: the one with the role and the one with usage alone do not."""
-    deltas = [choice.get("delta", {}) for choice in event.get("choices") or ()]
-    return any(delta.get("content") or not delta.get("role") for delta in deltas)
+async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each event of a stream of server-sent events that have one line each.
+
+    Raises:
+        ValueError: a line is too long.
+    """
+    rest = b""
+    async for received in stream.iter_any():
+        *lines, rest = (rest + received).split(b"\n")
+        if len(rest) > MAX_LINE:
+            raise ValueError(f"a line of the stream has more than {MAX_LINE} bytes")
+        for line in lines:
+            if data := _data(line):
+                yield data
+    if data := _data(rest):
+        yield data
 
 
-def _text(event: dict[str, Any]) -> str:
-    choice = event["choices"][0]
-    return str(choice.get("delta", {}).get("content") or choice.get("text") or "")
+def _data(line: bytes) -> bytes:
+    return line[5:].strip() if line.startswith(b"data:") else b""
 
 
 async def run(

@@ -9,7 +9,6 @@ between such chunks; token counts are those that the server reports as usage.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import errno
 import json
@@ -58,13 +57,15 @@ def main(argv: list[str]) -> int:
     except ImportError:
         print(f"{PROG}: error: this needs aiohttp: pip install 'lockstep[bench]'", file=sys.stderr)
         return process.EXIT_USAGE
+    import uvloop
+
     from router.bench.client import Unmeasurable
 
     server = contextlib.nullcontext(args.base_url) if args.serve is None else mesh(args.serve)
     try:
         _check_places(args)
         with server as args.base_url:
-            return asyncio.run(bench(args))
+            return uvloop.run(bench(args))
     except KeyboardInterrupt:
         return 130
     except (Unmeasurable, ValueError, OSError) as error:

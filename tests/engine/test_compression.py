@@ -20,8 +20,8 @@ from engine.kernels.compression import (
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
 from engine.kernels.packing import Packer, gate_and_up, panels
-from engine.kernels.rows import pitch_of, spaced
 from engine.kernels.pages import Arena
+from engine.kernels.rows import pitch_of, spaced
 from tests.engine.test_kernels import random
 
 KERNELS = library.load()

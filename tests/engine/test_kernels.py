@@ -19,8 +19,8 @@ from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
-from engine.kernels.rows import SLACK, pitch_of
 from engine.kernels.program import Program
+from engine.kernels.rows import SLACK, pitch_of
 from engine.weights import LoadedModel, load_model
 from tests.engine.tiny_models import make_tiny_model
 
