@@ -47,10 +47,13 @@ class _Slot:
     admit: Admit
     token_ids: Int64s
     """Tokens by position, with room for more."""
+    picks_best: bool
+    """See :attr:`SamplingParams.picks_best`."""
 
     @classmethod
     def of(cls, admit: Admit) -> _Slot:
-        slot = cls(admit, np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64))
+        room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
+        slot = cls(admit, room, admit.params.picks_best)
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
 
@@ -147,12 +150,20 @@ class ModelRunner:
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
             wanted = self._wanted(step.rows, packed)
+            if self._program is not None and self._picks_best(step):
+                tokens = self._program.choose(packed, input_ids, wanted.tokens)
+                self.spans.append((began, time.monotonic()))
+                return self._result(step.rows, wanted, tokens, {}, {})
             output = self._forward(packed, input_ids, wanted.tokens, hidden)
             result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
             self.spans.append((began, time.monotonic()))
             if not self._shard.is_last:
                 self._send(output)
             return result
+
+    def _picks_best(self, step: Step) -> bool:
+        """Whether each row gets its most likely token, and nothing is told about others."""
+        return step.masks is None and all(self._slots[row.slot].picks_best for row in step.rows)
 
     def _pack(self, rows: Sequence[Row]) -> tuple[PackedRows, Int64s]:
         slots = np.array([row.slot for row in rows], dtype=np.int64)

@@ -94,7 +94,7 @@ void qkv(const Operation& op, const Step& step, int member, int size) {
     for (int64_t token = begin; token < end; ++token) {
         if (token + 1 < end) fetch_places(token + 1);
         E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * pitch;
-        const float *c = step.cosines + token * half, *s = step.sines + token * half;
+        const float *c = step.cosines + step.positions[token] * half, *s = step.sines + step.positions[token] * half;
         for (int64_t head = 0; head < heads; ++head) turn<T>(row + head * dim, dim, norms, float(op.number), c, s);
         int64_t slot = step.slots[token], lane = slot % LANES;
         for (int64_t head = 0; head < kv_heads; ++head) {

@@ -59,6 +59,8 @@ class Buffers:
         self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
         self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
+        self.best = arena.zeros((room.selected,), torch.int64)
+        """The most likely token of each row of logits."""
         if exchange is None:
             return
         shape = exchange.shape

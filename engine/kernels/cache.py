@@ -47,6 +47,9 @@ class NativeCache:
         arena = Arena()
         self.keys = [arena.zeros(shape, dtype) for shape in shapes]
         self.values = [arena.zeros(shape, dtype) for shape in shapes]
+        self._numbers = np.zeros(0, dtype=np.int64)
+        self._single_tasks = np.zeros((0, 3), dtype=np.int32)
+        """Of as many rows."""
 
     def __repr__(self) -> str:
         return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"
@@ -57,6 +60,8 @@ class NativeCache:
 
     def plan(self, rows: PackedRows) -> NativePlan:
         """Where the tokens of a step go, and how its attention is cut into tasks."""
+        if rows.num_single == len(rows.starts):
+            return self._plan_of_singles(rows)
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
         blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + rows.positions % self.block_size
@@ -71,3 +76,16 @@ class NativeCache:
             np.ascontiguousarray(tasks[::-1]),  # the long ones, which come last, are begun first
             np.ascontiguousarray(rows.block_tables),
         )
+
+    def _plan_of_singles(self, rows: PackedRows) -> NativePlan:
+        """The same where each row has one token, as in most steps."""
+        number = len(rows.starts)
+        if number > len(self._numbers):
+            self._numbers = np.arange(2 * number)
+            self._single_tasks = np.zeros((2 * number, 3), dtype=np.int32)
+            self._single_tasks[:, 0] = self._numbers
+            self._single_tasks[:, 2] = 1
+        every = self._numbers[:number]
+        block, within = np.divmod(rows.positions, self.block_size)
+        slots = rows.block_tables[every, block] * np.int64(self.block_size) + within
+        return NativePlan(slots, every, self._single_tasks[:number], np.ascontiguousarray(rows.block_tables))

@@ -86,7 +86,7 @@ struct Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME
+    OFFER, MEET, RETURN, HOME, BEST
 };
 
 struct Operation {
@@ -108,7 +108,8 @@ struct Step {
     const int64_t* ids;
     const int64_t* slots;        // [tokens] where each token's key and value go
     const int64_t* chosen;       // [selected] tokens whose logits are wanted
-    const float* cosines;        // [tokens, half]
+    const int64_t* positions;    // [tokens]
+    const float* cosines;        // [positions, half]
     const float* sines;
     const int64_t* starts;       // [rows] position of a row's first token
     const int64_t* counts;       // [rows]
@@ -116,6 +117,7 @@ struct Step {
     const int32_t* tables;       // [rows, table_width]
     const int32_t* tasks;        // [num_tasks, 3] row, first query, queries
     double* seconds;             // [kinds] time spent is added here, if given
+    int64_t choose;              // whether BEST is wanted
 };
 
 }  // namespace

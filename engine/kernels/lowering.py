@@ -49,7 +49,7 @@ class Lowering:
         self._cache = cache
         self._buffers = buffers
         self._exchange = exchange
-        self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + 4)
+        self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + 5)
 
     def write(self, *, exchanges: bool) -> StepList:
         """``exchanges``: with the exchange of experts; once only."""
@@ -84,6 +84,7 @@ class Lowering:
             k=self._hidden,
             flags=SELECTED | AS_FLOAT,
         )
+        self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=decoder.vocab)
         return StepList(self._list, [*cuts, (len(self._list), None)])
 
     def _norm(

@@ -23,8 +23,8 @@ _OPERATION = np.dtype(
 )  # fmt: skip
 _STEP = np.dtype(
     [(name, np.int64) for name in (
-        "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "cosines",
-        "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds"
+        "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
+        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose"
     )]
 )  # fmt: skip
 EXCHANGE = np.dtype(
@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     MEET = 13
     RETURN = 14
     HOME = 15
+    BEST = 16
 
 
 class StepArguments:

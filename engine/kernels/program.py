@@ -110,17 +110,25 @@ class Program:
 
     def forward(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> torch.Tensor:
         """Logits [wanted, vocabulary] in float32. They are valid until the next call."""
+        return self._compute(packed, input_ids, wanted, choose=False).logits[: len(wanted)]
+
+    def choose(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> list[int]:
+        """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads."""
+        found: list[int] = self._compute(packed, input_ids, wanted, choose=True).best[: len(wanted)].tolist()
+        return found
+
+    def _compute(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, *, choose: bool) -> Buffers:
         assert self._cache is not None
         plan = self._cache.plan(packed)
-        tokens, selected = len(input_ids), len(wanted)
-        self._make_room(Room(tokens, selected, self._total(tokens)))
-        cosines, sines = self._angles(packed.positions)
-        step = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), cosines, sines)
+        tokens = len(input_ids)
+        self._make_room(Room(tokens, len(wanted), self._total(tokens)))
+        self._make_angles(int(packed.positions.max()) + 1)
+        step = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), choose)
         self._run(step, tokens)
         self.attention.calls += len(self._packed.layers)
         self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
         assert self._buffers is not None
-        return self._buffers.logits[:selected]
+        return self._buffers
 
     def _exchanges(self) -> bool:
         """Whether the exchange of this step is part of the list."""
@@ -171,8 +179,7 @@ class Program:
         packed: PackedRows,
         input_ids: Int64s,
         wanted: Int64s,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
+        choose: bool,
     ) -> StepArguments:
         assert self._cache is not None
         return StepArguments(
@@ -184,27 +191,26 @@ class Program:
             ids=input_ids,
             slots=plan.slots,
             chosen=wanted,
-            cosines=cosines,
-            sines=sines,
+            positions=packed.positions,
+            cosines=self._cosines,
+            sines=self._sines,
             starts=packed.starts,
             counts=packed.counts,
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
             seconds=self.seconds,
+            choose=int(choose),
         )
 
-    def _angles(self, positions: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [tokens, dim / 2] of the positions, from the model's own rotary embedding."""
-        longest = int(positions.max()) + 1
-        if longest > len(self._cosines):
-            ids = torch.arange(max(MIN_POSITIONS, 1 << (longest - 1).bit_length())).unsqueeze(0)
+    def _make_angles(self, length: int) -> None:
+        """Cosines and sines [positions, dim / 2] for so many, from the model's own rotary embedding."""
+        if length > len(self._cosines):
+            ids = torch.arange(max(MIN_POSITIONS, 1 << (length - 1).bit_length())).unsqueeze(0)
             cosines, sines = self._decoder.rotary(torch.zeros(1), ids)
             half = cosines.shape[-1] // 2
             self._cosines = cosines[0, :, :half].float().contiguous()
             self._sines = sines[0, :, :half].float().contiguous()
-        index = torch.from_numpy(positions)
-        return self._cosines.index_select(0, index), self._sines.index_select(0, index)
 
     def _exchange_through_python(self, layer: Moe, tokens: int) -> None:
         """The experts of a layer, wherever they are."""

@@ -120,6 +120,31 @@ void gated(const Operation& op, const Step& step, Team& team) {
     products.finish();
 }
 
+// out [selected] int64: where each row of in [selected, n], float, is greatest: the first such place; the first of no number
+// (nan), if there is one.
+void best(const Operation& op, const Step& step, int member, int size) {
+    if (!step.choose) return;
+    auto [begin, end] = share(step.selected, member, size);
+    for (int64_t row = begin; row < end; ++row) {
+        const float* from = static_cast<const float*>(op.in) + row * op.n;
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), place = lane;
+        __mmask16 nan = 0;
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            __mmask16 lanes = lanes_of(int(op.n - i));
+            __m512 x = _mm512_mask_loadu_ps(most, lanes, from + i);
+            nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+            __mmask16 greater = _mm512_cmp_ps_mask(x, most, _CMP_GT_OQ);
+            most = _mm512_mask_mov_ps(most, greater, x);
+            place = _mm512_mask_mov_epi32(place, greater, _mm512_add_epi32(lane, _mm512_set1_epi32(int(i))));
+        }
+        auto& out = static_cast<int64_t*>(op.out)[row];
+        __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
+        out = _mm512_mask_reduce_min_epi32(equal, place);
+        if (nan != 0) out = std::find_if(from, from + op.n, [](float x) { return std::isnan(x); }) - from;
+    }
+}
+
 // False if the step did not come to its end.
 template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
@@ -146,6 +171,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case MEET: if (member == 0) meet(op, OFFERED, team); break;
                 case RETURN: if (member == 0) publish(op, RETURNED); break;
                 case HOME: if (member == 0) meet(op, RETURNED, team); break;
+                case BEST: best(op, step, member, threads); break;
             }
             team.wait();
             if (team.failed.load(std::memory_order_relaxed)) return;

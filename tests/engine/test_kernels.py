@@ -82,6 +82,23 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
     close(out[:5, :width], torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), dtype)
 
 
+@pytest.mark.parametrize("width", [5, 16, 50, 1000])
+def test_the_best_is_what_numpy_finds(width: int) -> None:
+    assert KERNELS is not None
+    logits = random(7, width).round()  # with equal ones
+    logits[1] = -torch.inf
+    logits[2, width // 2 :] = torch.nan
+    logits[3, -1] = torch.inf
+    logits[4, 0], logits[4, 1:] = -0.0, 0.0
+    found = torch.full((7,), -1)
+    operations = Operations(1)
+    operations.add(Kind.BEST, into=logits, out=found, n=width)
+    operations.run(KERNELS, StepArguments(selected=7), torch.float32)
+    assert found.tolist() == [-1] * 7, "nobody wants to know"
+    operations.run(KERNELS, StepArguments(selected=7, choose=1), torch.float32)
+    assert found.tolist() == logits.numpy().argmax(axis=1).tolist()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_compute_each_row_with_its_own(dtype: torch.dtype) -> None:
     assert KERNELS is not None
@@ -193,6 +210,7 @@ def test_a_step_can_run_again(model: LoadedModel) -> None:
         packed, ids = packed_rows(rows)
         first = program.forward(packed, ids, everything(ids)).clone()
         assert torch.equal(program.forward(packed, ids, everything(ids)), first)
+        assert program.choose(packed, ids, everything(ids)) == first.argmax(dim=1).tolist()
 
 
 def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -> None:
