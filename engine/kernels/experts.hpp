@@ -132,7 +132,8 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Team
         for (;;) {
             int64_t number = team.take(1), expert = number / parts;
             if (expert >= num_experts) return ExpertTask{};
-            if (int64_t rows = begins[expert + 1] - begins[expert]; rows > 0) return ExpertTask{expert, number % parts, begins[expert], rows};
+            int64_t first = begins[expert], rows = begins[expert + 1] - first;
+            if (rows > 0) return ExpertTask{expert, number % parts, first, rows};
         }
     };
     for (ExpertTask now = take(), next; now.rows > 0; now = next) {

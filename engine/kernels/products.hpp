@@ -100,10 +100,11 @@ struct TileScope {
 
 constexpr int64_t LEAD = 2;   // tiles that are widened before they are needed: what was just stored cannot be loaded yet
 
-// out: [ROW_TILES][2] blocks of 16 x 16 sums. next: whose weights are wanted after these. Calls aside() before the tiles of each step. NARROW: all words are also left
-// in `keep`, a's and then b's, if there is one.
+// out: [ROW_TILES][2] blocks of 16 x 16 sums. next: whose weights are wanted after these. Calls aside() before the tiles of each
+// step. NARROW: all words are also left in `keep`, a's and then b's, if there is one.
 template <int ROW_TILES, Source SOURCE, class Aside>
-void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, uint32_t* keep, float* out, Aside aside) {
+void multiply_tiles(const char* in, int64_t pitch, Panels now, Panels next, int64_t steps, uint32_t* keep, float* out,
+                    Aside aside) {
     const auto [a, b] = now;
     alignas(64) uint32_t widened[SOURCE == NARROW ? 4 * LEAD * TILE_WORDS : 1];  // tiles of some steps
     auto words_of = [&](const Panel& panel, int64_t side, int64_t step) -> const uint32_t* {
@@ -194,10 +195,12 @@ class Products {
 
     // Rows begin ... stop, up to ROW_TILES tiles of them, while sums that wait are stored.
     template <int ROW_TILES>
-    void multiply_some(Source source, const E* in, int64_t k, int64_t begin, int64_t stop, Panels now, Panels then, const Tag& tag, uint32_t* keep) {
+    void multiply_some(Source source, const E* in, int64_t k, int64_t begin, int64_t stop, Panels now, Panels then,
+                       const Tag& tag, uint32_t* keep) {
         int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E)), steps = k / T::PACK, tiles = steps / TILE;
         auto* from = reinterpret_cast<const char*>(in) + begin * pitch;
-        auto store = [this, some = int((count + tiles - 1) / tiles), claim = int((2 * TILE + tiles - 1) / tiles), tag, row = begin, stop]() mutable {
+        int some = int((count + tiles - 1) / tiles), claim = int((2 * TILE + tiles - 1) / tiles);
+        auto store = [this, &tag, some, claim, row = begin, stop]() mutable {
             finish(some);
             for (int64_t last = std::min(stop, row + claim); row < last; ++row) __builtin_prefetch(place(tag, row), 1);
         };
@@ -213,9 +216,9 @@ class Products {
    public:
     Products(Body with, Place at) : body(with), place(at) {}
 
-    // `rows` rows of `in` [rows, k] (see pitch_of) with panels a and b. `in` can be read up to a multiple of 16 rows; what lies there
-    // does not matter. then: the panels that come next. cold: nobody has seen these panels in this step. keep: room for the words of both, where they are
-    // compressed and more rows come than one pass takes, in this call or the next.
+    // `rows` rows of `in` [rows, k] (see pitch_of) with two panels. `in` can be read up to a multiple of 16 rows; what lies
+    // there does not matter. then: the panels that come next. cold: nobody has seen these panels in this step. keep: room for
+    // the words of both, where they are compressed and more rows come than one pass takes, in this call or the next.
     void multiply(const E* in, int64_t k, int64_t rows, Panels now, Panels then, bool cold, Tag tag, uint32_t* keep) {
         int64_t steps = k / T::PACK;
         auto& [a, b] = now;
