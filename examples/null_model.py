@@ -31,6 +31,9 @@ class NullModel:
     def forward(self, _packed: Any, _ids: Any, wanted: Any) -> Any:
         return self._logits[: len(wanted)]
 
+    def choose(self, packed: Any, ids: Any, wanted: Any) -> Any:
+        return self.forward(packed, ids, wanted).numpy().argmax(axis=1).tolist()
+
 
 class NullExecutor:
     """The part of an executor that an instance without shards or spread experts uses."""
