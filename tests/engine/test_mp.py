@@ -73,7 +73,10 @@ def pids() -> dict[str, int]:
     """Worker processes of this one, by name."""
     found = {}
     for child in psutil.Process().children(recursive=True):
-        title = " ".join(child.cmdline()).strip()
+        try:
+            title = " ".join(child.cmdline()).strip()
+        except psutil.NoSuchProcess:  # it has ended, or is what is left of another test's child
+            continue
         if title.startswith("lockstep: Worker_"):
             found[title.removeprefix("lockstep: ")] = child.pid
     return found
