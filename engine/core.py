@@ -88,7 +88,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         kept = self._unfinished is not None or self._again or self._handouts
-        return self.scheduler.has_work or bool(kept) or any(step.rows for step, _ in self._steps)
+        return self.scheduler.has_work or bool(kept) or any(step.slots for step, _ in self._steps)
 
     @property
     def is_empty(self) -> bool:
@@ -165,8 +165,8 @@ class EngineCore:
         """
         if self._executor.in_flight > 1:
             return self._step_of_pipeline(meanwhile)
-        step = self._unfinished or self._schedule() or Step([], [])
-        self._unfinished = step if step.rows else None
+        step = self._unfinished or self._schedule() or Step()
+        self._unfinished = step if step.slots else None
         agreement = self._agree(step)
         if not agreement.runs:
             self._split.slept(agreement)
@@ -213,10 +213,10 @@ class EngineCore:
         """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all
         agree on it, some without any rows of this instance. Returns whether no further one follows."""
         while len(self._steps) < self._executor.in_flight:
-            step = self._again.popleft() if self._again else self._schedule() or Step([], [])
+            step = self._again.popleft() if self._again else self._schedule() or Step()
             agreement = self._agree(step)
             if not agreement.runs:
-                if step.rows:
+                if step.slots:
                     self._again.appendleft(step)
                 if agreement.pauses:
                     self._split.slept(agreement)
@@ -229,12 +229,12 @@ class EngineCore:
 
     def _agree(self, step: Step) -> Agreement:
         if isinstance(self.pace, Alone):
-            return Agreement(runs=bool(step.rows))  # nobody wants to know the rest
+            return Agreement(runs=bool(step.slots))  # nobody wants to know the rest
         return self.pace.agree(
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
-            longest=max((row.start + row.count for row in step.rows), default=0),
-            in_flight=sum(bool(under_way.rows) for under_way, _ in self._steps),
+            longest=max(step.ends, default=0),
+            in_flight=sum(bool(under_way.slots) for under_way, _ in self._steps),
         )
 
     def _finish_oldest(self) -> dict[Peer, Handout]:
@@ -259,10 +259,12 @@ class EngineCore:
 
     def _masked(self, step: Step) -> Step:
         """The step, with masks for the rows that follow a grammar."""
+        if not self.scheduler.has_grammars:
+            return step
         rows, bits = [], []
-        for index, row in enumerate(step.rows):
-            request = self.scheduler.holder(row.slot)  # nobody: aborted, and the answer will be dropped
-            if row.sample and request is not None and request.grammar is not None:
+        for index, slot in enumerate(step.slots):
+            request = self.scheduler.holder(slot)  # nobody: aborted, and the answer will be dropped
+            if request is not None and request.grammar is not None and index not in step.partial:
                 mask = request.grammar.mask(request.num_output)
                 if mask is not None:
                     rows.append(index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from engine.sampler import (
     sample,
     sample_shard,
 )
-from engine.step import Admit, Row, Sampled, Step, StepResult
+from engine.step import Admit, Step, StepResult
 from engine.trace import MOST_SPANS, Span
 from engine.transfer import fetch, upload
 from engine.weights import LoadedModel
@@ -57,10 +57,12 @@ class _Slot:
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
 
-    def put(self, position: int, token_id: int) -> None:
-        if position == len(self.token_ids):
+    def put(self, position: int, *token_ids: int) -> None:
+        """These tokens stand there and behind."""
+        end = position + len(token_ids)
+        while end > len(self.token_ids):
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
-        self.token_ids[position] = token_id
+        self.token_ids[position:end] = token_ids
 
 
 class _BlockTables:
@@ -77,17 +79,17 @@ class _BlockTables:
             self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
         self._admitted.add(slot)
 
-    def extend(self, rows: Sequence[Row]) -> None:
+    def extend(self, step: Step) -> None:
         """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
-        for row in rows:
-            if row.new_blocks:
-                begin = 0 if row.slot in self._admitted else -(-row.start // self._block_size)
-                end = begin + len(row.new_blocks)
-                while end > self.blocks.shape[1]:
-                    self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
-                self.blocks[row.slot, begin:end] = row.new_blocks
+        for index, new_blocks in step.new_blocks.items():
+            slot, start = step.slots[index], step.starts[index]
+            begin = 0 if slot in self._admitted else -(-start // self._block_size)
+            end = begin + len(new_blocks)
+            while end > self.blocks.shape[1]:
+                self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
+            self.blocks[slot, begin:end] = new_blocks
         if self._admitted:
-            self._admitted.difference_update(row.slot for row in rows)
+            self._admitted.difference_update(step.slots)
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,49 @@ class _Wanted:
 
     tokens: Int64s
     """[logits] indices into the packed tokens: first one per sampled row, then those of prompt tokens."""
-    sampled: list[int]
+    sampled: Sequence[int]
     """Indices of the rows that sample."""
     prompt_rows: list[tuple[int, int, int]]
     """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
+
+
+class _Continuing:
+    """Rows of one token, each of which gets its most likely next one: as long as steps only take them on,
+    nothing is packed anew, and the tokens are kept here."""
+
+    MOST = 64
+    """Steps whose tokens are kept before they go to their slots."""
+
+    def __init__(self, step: Step) -> None:
+        self._slots, self._counts = step.slots, step.counts
+        self._expected = step.ends
+        """Where the rows of the next step begin."""
+        self._tokens: list[list[int]] = []
+
+    def goes_on_with(self, step: Step) -> bool:
+        """Whether this step is the next one of the same rows."""
+        return (
+            step.starts == self._expected
+            and step.slots == self._slots
+            and step.counts == self._counts
+            and not (step.admits or step.partial or step.tokens)
+            and step.masks is None
+        )
+
+    def keep(self, step: Step, tokens: list[int]) -> None:
+        """A step gave these."""
+        self._expected = step.ends
+        self._tokens.append(tokens)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tokens) == self.MOST
+
+    def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(slot, position, tokens from there on) of what was kept; nothing is, then."""
+        kept, self._tokens = self._tokens, []
+        for slot, end, tokens in zip(self._slots, self._expected, zip(*kept, strict=True), strict=False):
+            yield slot, end + 1 - len(tokens), tokens
 
 
 class ModelRunner:
@@ -124,6 +165,7 @@ class ModelRunner:
         """When steps were computed here, waiting for other stages not included."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
+        self._continuing: _Continuing | None = None
         shard = model.stage.shard
         self._shard = shard
         self._vocabulary: VocabularyShard | None = None
@@ -137,43 +179,74 @@ class ModelRunner:
 
     def run(self, step: Step) -> StepResult:
         """Compute one step. Running it again gives the same result and leaves the same state."""
+        result = self._go_on(step)
+        if result is not None:
+            return result
         for admit in step.admits:
             self._slots[admit.slot] = _Slot.of(admit)
             self._tables.clear(admit.slot)
-        if not step.rows:
+        if not step.slots:
             return StepResult([])
-        for row in step.rows:
-            if row.token is not None:
-                self._slots[row.slot].put(row.start, row.token)
+        for slot, start, token in zip(step.slots, step.starts, step.tokens, strict=False):
+            self._slots[slot].put(start, token)
         with torch.inference_mode():
-            packed, input_ids = self._pack(step.rows)
+            packed, input_ids = self._pack(step)
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
-            wanted = self._wanted(step.rows, packed)
+            wanted = self._wanted(step, packed)
             if self._program is not None and self._picks_best(step):
                 tokens = self._program.choose(packed, input_ids, wanted.tokens)
-                self.spans.append((began, time.monotonic()))
-                return self._result(step.rows, wanted, tokens, {}, {})
-            output = self._forward(packed, input_ids, wanted.tokens, hidden)
-            result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
+                result = self._result(step, wanted, tokens, {}, {})
+                if packed.num_single == len(wanted.sampled) == len(step.slots):
+                    self._continuing = _Continuing(step)
+            else:
+                output = self._forward(packed, input_ids, wanted.tokens, hidden)
+                result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
             self.spans.append((began, time.monotonic()))
             if not self._shard.is_last:
                 self._send(output)
             return result
 
+    def _go_on(self, step: Step) -> StepResult | None:
+        """Compute a step that only takes the rows of the last one on; None if it is not such a step."""
+        continuing = self._continuing
+        if continuing is None:
+            return None
+        if continuing.is_full or not continuing.goes_on_with(step):
+            self._settle(continuing)
+        if continuing.goes_on_with(step):
+            assert self._program is not None
+            began = time.monotonic()
+            self._tables.extend(step)
+            tokens = self._program.go_on(step.new_blocks)
+            if tokens is not None:
+                continuing.keep(step, tokens)
+                self.spans.append((began, time.monotonic()))
+                return StepResult([*tokens])
+            self._settle(continuing)
+        self._continuing = None
+        return None
+
+    def _settle(self, continuing: _Continuing) -> None:
+        for slot, position, tokens in continuing.take():
+            self._slots[slot].put(position, *tokens)
+
     def _picks_best(self, step: Step) -> bool:
         """Whether each row gets its most likely token, and nothing is told about others."""
-        return step.masks is None and all(self._slots[row.slot].picks_best for row in step.rows)
+        return step.masks is None and all(self._slots[slot].picks_best for slot in step.slots)
 
-    def _pack(self, rows: Sequence[Row]) -> tuple[PackedRows, Int64s]:
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int64)
-        self._tables.extend(rows)
+    def _pack(self, step: Step) -> tuple[PackedRows, Int64s]:
+        slots = np.array(step.slots, dtype=np.int64)
+        starts = np.array(step.starts, dtype=np.int64)
+        counts = np.array(step.counts, dtype=np.int64)
+        self._tables.extend(step)
         longer = counts != 1
-        num_single = int(longer.argmax()) if longer.any() else len(rows)
+        num_single = int(longer.argmax()) if longer.any() else len(counts)
         input_ids = np.concatenate(
-            [self._slots[row.slot].token_ids[row.start : row.start + row.count] for row in rows]
+            [
+                self._slots[slot].token_ids[start:end]
+                for slot, start, end in zip(step.slots, step.starts, step.ends, strict=True)
+            ]
         )
         offsets = np.cumsum(counts) - counts
         positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
@@ -181,16 +254,18 @@ class ModelRunner:
         tables = self._tables.blocks[slots, :width]
         return PackedRows(starts, counts, tables, positions, num_single), input_ids
 
-    def _wanted(self, rows: Sequence[Row], packed: PackedRows) -> _Wanted:
+    def _wanted(self, step: Step, packed: PackedRows) -> _Wanted:
         ends = np.cumsum(packed.counts)
-        sampled = [index for index, row in enumerate(rows) if row.sample]
+        sampled: Sequence[int] = range(len(step.slots))
+        if step.partial:
+            sampled = [index for index in sampled if index not in step.partial]
         prompt_rows = []
-        for index, row in enumerate(rows):
-            admit = self._slots[row.slot].admit
+        for index, (slot, start, end) in enumerate(zip(step.slots, step.starts, step.ends, strict=True)):
+            admit = self._slots[slot].admit
             if admit.params.prompt_logprobs is not None:
-                count = min(row.start + row.count, admit.num_prompt - 1) - row.start
+                count = min(end, admit.num_prompt - 1) - start
                 if count > 0:
-                    prompt_rows.append((index, row.start + 1, count))
+                    prompt_rows.append((index, start + 1, count))
         tokens = [ends[sampled] - 1]
         for index, _, count in prompt_rows:
             first = ends[index] - packed.counts[index]
@@ -234,14 +309,14 @@ class ModelRunner:
 
     def _finish(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> StepResult:
         """Sample, fetch everything from the device at once, and keep the new tokens."""
-        rows, masks = step.rows, _masks_by_row(step)
+        masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
-        sample_rows = [self._sample_row(rows[index], masks.get(index)) for index in wanted.sampled]
+        sample_rows = [self._sample_row(step, index, masks.get(index)) for index in wanted.sampled]
         chosen = self._sample(logits[:num_sampled], sample_rows)
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
-            return self._result(rows, wanted, fetch(chosen).tolist(), {}, {})
-        table = self._logprob_table(rows, wanted, logits, chosen, with_logprobs)
+            return self._result(step, wanted, fetch(chosen).tolist(), {}, {})
+        table = self._logprob_table(step, wanted, logits, chosen, with_logprobs)
         fetched = fetch(torch.cat([chosen.double(), table.flatten()]))
         tokens = [int(token) for token in fetched[:num_sampled]]
         lines = fetched[num_sampled:].reshape(table.shape)
@@ -250,10 +325,10 @@ class ModelRunner:
             logprobs[wanted.sampled[place]] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
         prompt_logprobs, begin = {}, len(with_logprobs)
         for index, _, count in wanted.prompt_rows:
-            num_top = self._slots[rows[index].slot].admit.params.prompt_logprobs or 0
+            num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
             prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
             begin += count
-        return self._result(rows, wanted, tokens, logprobs, prompt_logprobs)
+        return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         if not rows:
@@ -262,9 +337,9 @@ class ModelRunner:
             return sample(logits, rows)
         return sample_shard(logits, rows, self._vocabulary)
 
-    def _sample_row(self, row: Row, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
-        slot = self._slots[row.slot]
-        end = row.start + row.count
+    def _sample_row(self, step: Step, index: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
+        slot = self._slots[step.slots[index]]
+        end = step.starts[index] + step.counts[index]
         admit = slot.admit
         return SampleRow(
             admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.stop_ids, mask
@@ -272,7 +347,7 @@ class ModelRunner:
 
     def _logprob_table(
         self,
-        rows: Sequence[Row],
+        step: Step,
         wanted: _Wanted,
         logits: torch.Tensor,
         chosen: torch.Tensor,
@@ -282,9 +357,10 @@ class ModelRunner:
         num_sampled, device = len(wanted.sampled), logits.device
         num_top, targets = 0, []
         for place in with_logprobs:
-            num_top = max(num_top, self._slots[rows[wanted.sampled[place]].slot].admit.params.logprobs or 0)
+            slot = self._slots[step.slots[wanted.sampled[place]]]
+            num_top = max(num_top, slot.admit.params.logprobs or 0)
         for index, first, count in wanted.prompt_rows:
-            slot = self._slots[rows[index].slot]
+            slot = self._slots[step.slots[index]]
             num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
             targets.append(slot.token_ids[first : first + count])
         places = upload(np.array(with_logprobs, dtype=np.int64), device)
@@ -302,20 +378,18 @@ class ModelRunner:
 
     def _result(
         self,
-        rows: Sequence[Row],
+        step: Step,
         wanted: _Wanted,
         tokens: list[int],
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> StepResult:
-        token_of = dict(zip(wanted.sampled, tokens, strict=True))
-        sampled = []
-        for index, row in enumerate(rows):
-            token = token_of.get(index)
-            if token is not None:
-                self._slots[row.slot].put(row.start + row.count, token)
-            sampled.append(Sampled(row.slot, token, logprobs.get(index), prompt_logprobs.get(index)))
-        return StepResult(sampled)
+        by_row: list[int | None] = [None] * len(step.slots)
+        ends = step.ends
+        for index, token in zip(wanted.sampled, tokens, strict=True):
+            by_row[index] = token
+            self._slots[step.slots[index]].put(ends[index], token)
+        return StepResult(by_row, logprobs, prompt_logprobs)
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -18,7 +18,7 @@ from engine.blocks import BlockPool
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.promises import Promises
 from engine.request import Request, RequestKey, Status
-from engine.step import Admit, Row, Sampled, Step, StepResult
+from engine.step import CRUMBS, Admit, Step, StepResult
 from engine.totals import Totals
 from engine.waiting import WaitingQueue
 
@@ -58,6 +58,59 @@ class _UnderWay(msgspec.Struct, frozen=True):
     """Their blocks: also of those that are aborted meanwhile."""
 
 
+class _Rows:
+    """The rows of a step in the making."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._new_blocks: dict[int, list[int]] = {}
+        self._partial: list[int] = []
+        self._in_order = True
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
+        """The next ``count`` tokens of a request."""
+        index, start = len(self.requests), request.num_computed
+        if new_blocks:
+            self._new_blocks[index] = new_blocks
+        if start + count < len(request.token_ids):
+            self._partial.append(index)
+        if count == 1 and index and self._counts[-1] > 1:
+            self._in_order = False
+        self.requests.append(request)
+        self._starts.append(start)
+        self._counts.append(count)
+
+    def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
+        """Those of one token come first."""
+        if not self._in_order:
+            self._sort()
+        requests, starts, counts = self.requests, self._starts, self._counts
+        singles = zip(requests, starts, counts, strict=True) if tells_tokens else ()
+        return Step(
+            admits,
+            [request.slot for request in requests if request.slot is not None],
+            starts,
+            counts,
+            self._new_blocks,
+            self._partial,
+            [request.token_ids[start] for request, start, count in singles if count == 1],
+        )
+
+    def _sort(self) -> None:
+        order = sorted(range(len(self)), key=lambda index: self._counts[index] > 1)
+        place = {index: new for new, index in enumerate(order)}
+        self.requests = [self.requests[index] for index in order]
+        self._starts = [self._starts[index] for index in order]
+        self._counts = [self._counts[index] for index in order]
+        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
+        self._partial = sorted(place[index] for index in self._partial)
+
+
 class Scheduler:
     """Owns the requests of an instance and the block pool."""
 
@@ -70,6 +123,7 @@ class Scheduler:
         self._by_slot: dict[int, Request] = {}
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[_UnderWay] = deque()
+        self._num_grammars = 0
         self._promises = Promises(pool, rules.block_size)
         self._totals = Totals()
 
@@ -124,6 +178,11 @@ class Scheduler:
         """The request in a slot."""
         return self._by_slot.get(slot)
 
+    @property
+    def has_grammars(self) -> bool:
+        """Whether the output of any request here must follow one."""
+        return self._num_grammars > 0
+
     def knows(self, key: RequestKey) -> bool:
         """Whether this request is here, waiting or running."""
         return key in self._requests
@@ -162,6 +221,7 @@ class Scheduler:
         """Queue a request that :meth:`problem_with` has nothing against."""
         assert request.key not in self._requests, f"{request!r} was added twice"
         self._requests[request.key] = request
+        self._num_grammars += request.grammar is not None
         self._enqueue(request)
 
     def abort(self, key: RequestKey) -> bool:
@@ -189,40 +249,32 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose the rows of the next step; None if nothing can run. Steps may be under way: a request is not
         in the next one before its token is there, but a prompt's next chunk may follow the one before."""
-        budget = self._rules.max_num_batched_tokens
+        budget, block_size = self._rules.max_num_batched_tokens, self._rules.block_size
         most_rows = self._rows_per_step()
-        rows: list[Row] = []
-        scheduled: set[int] = set()
+        rows = _Rows()
         preempted = False
         for request in self._decodes_then_prefills():
-            if len(rows) == most_rows:
+            if len(rows) == most_rows or budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # preempted by one before it
             count = self._chunk(request, budget)
             if count == 0:
                 continue
-            new_blocks, victims = self._grow(request, request.num_computed + count, scheduled)
-            preempted |= victims > 0
+            new_blocks: list[int] | None = []
+            if request.num_computed + count > len(request.blocks) * block_size:
+                new_blocks, victims = self._grow(request, request.num_computed + count, rows)
+                preempted |= victims > 0
             if new_blocks is None:
                 continue
-            assert request.slot is not None
-            scheduled.add(request.slot)
-            rows.append(self._row(request, count, new_blocks))
+            self._fill(rows, request, count, new_blocks)
             budget -= count
-        admits: list[Admit] = []
-        if not preempted:
-            for admit, row in self._admissions(budget, most_rows - len(rows)):
-                admits.append(admit)
-                rows.append(row)
+        admits = [] if preempted else self._admit_waiting(rows, budget, most_rows)
         if not rows:
             return None
-        rows.sort(key=lambda row: row.count > 1)
-        step = Step(admits=admits, rows=rows)
+        step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
         self._totals.on_step(step.num_tokens)
-        requests = [self._by_slot[row.slot] for row in rows]
-        for request in requests:
-            request.num_in_flight += 1
+        requests = rows.requests
         self._in_flight.append(_UnderWay(step, requests, [request.blocks for request in requests]))
         return step
 
@@ -236,20 +288,26 @@ class Scheduler:
     def update(self, step: Step, result: StepResult) -> list[Outcome]:
         """Take in what the oldest step under way sampled; returns the requests that got a token."""
         outcomes: list[Outcome] = []
-        if not step.rows:
+        if not step.slots:
             return outcomes
         oldest = self._in_flight.popleft()
-        assert oldest.step.rows is step.rows, "steps are answered in order"
-        for request in oldest.requests:
+        assert oldest.step.slots is step.slots, "steps are answered in order"
+        if result.prompt_logprobs:
+            self._note_prompt_logprobs(oldest, result.prompt_logprobs)
+        logprobs = result.logprobs
+        for index, (slot, request, token_id) in enumerate(
+            zip(step.slots, oldest.requests, result.tokens, strict=True)
+        ):
             request.num_in_flight -= 1
-        for row, request, sampled in zip(step.rows, oldest.requests, result.sampled, strict=True):
-            if request.slot != row.slot:
-                continue  # aborted while the step ran; its slot may be another's by now
-            if sampled.prompt_logprobs and request.prompt_logprobs is not None:
-                request.prompt_logprobs.extend(sampled.prompt_logprobs)
-            if sampled.token_id is not None:
-                outcomes.append(self._append(request, sampled, sampled.token_id))
+            if token_id is not None and request.slot == slot:  # else it was aborted while the step ran
+                outcomes.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
         return outcomes
+
+    def _note_prompt_logprobs(self, under_way: _UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
+        for index, found in by_row.items():
+            request = under_way.requests[index]
+            if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(found)
 
     # ---- helpers of schedule
 
@@ -269,37 +327,32 @@ class Scheduler:
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """Tokens of this request that fit into what is left of the budget."""
-        count = min(request.num_uncomputed, budget)
-        threshold = self._rules.long_prefill_token_threshold
-        if threshold:
-            count = min(count, threshold)
+        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`."""
+        uncomputed = len(request.token_ids) - request.num_computed
+        if uncomputed <= 1:
+            return uncomputed
+        rules, count = self._rules, min(uncomputed, budget)
+        if not rules.enable_chunked_prefill:
+            return count if count == uncomputed else 0
+        if uncomputed <= budget + rules.max_num_batched_tokens // CRUMBS:
+            count = uncomputed
+        if rules.long_prefill_token_threshold:
+            count = min(count, rules.long_prefill_token_threshold)
         if request.prompt_logprobs is not None and request.num_computed < request.num_prompt:
             count = min(count, PROMPT_LOGPROBS_CHUNK)
-        if not self._rules.enable_chunked_prefill and count < request.num_uncomputed:
-            return 0
         return count
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._rules.block_size)
 
-    def _grow(self, request: Request, num_tokens: int, scheduled: set[int]) -> tuple[list[int] | None, int]:
+    def _grow(self, request: Request, num_tokens: int, rows: _Rows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
-        and are not yet in this step if need be. None if it must wait; it may be preempted itself."""
+        and are in no step if need be. None if it must wait; it may be preempted itself."""
         needed = self._blocks_for(num_tokens) - len(request.blocks)
-        if needed <= 0:
-            return [], 0
         victims = 0
         while (new_blocks := self._pool.take(needed)) is None:
-            victim = next(
-                (
-                    other
-                    for other in reversed(self._running)
-                    if other.slot not in scheduled and not other.num_in_flight
-                ),
-                request,
-            )
-            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and scheduled)):
+            victim = next((other for other in reversed(self._running) if not other.num_in_flight), request)
+            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
                 return None, victims  # those under way will end or give way; keep what is computed
             self._preempt(victim)
             victims += 1
@@ -308,36 +361,26 @@ class Scheduler:
         request.blocks += new_blocks
         return new_blocks, victims
 
-    def _row(self, request: Request, count: int, new_blocks: list[int]) -> Row:
-        assert request.slot is not None
-        row = Row(
-            slot=request.slot,
-            start=request.num_computed,
-            count=count,
-            new_blocks=new_blocks,
-            sample=count == request.num_uncomputed,
-            token=request.token_ids[request.num_computed]
-            if count == 1 and self._rules.tells_tokens
-            else None,
-        )
+    def _fill(self, rows: _Rows, request: Request, count: int, new_blocks: list[int]) -> None:
+        rows.add(request, count, new_blocks)
+        request.num_in_flight += 1
         request.num_computed += count
-        self._name_full_blocks(request)
-        return row
+        if request.num_computed >= (request.num_named + 1) * self._rules.block_size:
+            self._name_full_blocks(request)
 
     def _name_full_blocks(self, request: Request) -> None:
         """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
         before it reads any, so another row of the same step may already share them."""
         num_full = request.num_computed // self._rules.block_size
-        if num_full <= request.num_named:
-            return
         hashes = request.hashes_up_to(num_full, self._rules.block_size)
         for index in range(request.num_named, num_full):
             self._pool.name(request.blocks[index], hashes[index])
         request.num_named = num_full
 
-    def _admissions(self, budget: int, most: int) -> Iterator[tuple[Admit, Row]]:
-        """At most so many waiting requests that fit, in order; the first that does not fit ends it."""
-        while self._waiting and self._free_slots and budget > 0 and most > 0:
+    def _admit_waiting(self, rows: _Rows, budget: int, most_rows: int) -> list[Admit]:
+        """Waiting requests that fit, in order; the first that does not fit ends it."""
+        admits: list[Admit] = []
+        while self._waiting and self._free_slots and budget > 0 and len(rows) < most_rows:
             request = self._waiting.first
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
             request.num_computed = len(known) * self._rules.block_size
@@ -345,13 +388,14 @@ class Scheduler:
             in_all = self._blocks_for(len(request.token_ids))
             if count == 0 or self._pool.num_free_beside(known) < in_all - len(known):
                 request.num_computed = 0
-                return
+                break
             self._pool.hold(known)
             taken = self._pool.take(self._blocks_for(request.num_computed + count) - len(known))
             assert taken is not None
-            yield self._admit(request, known, taken), self._row(request, count, request.blocks[:])
+            admits.append(self._admit(request, known, taken))
+            self._fill(rows, request, count, request.blocks[:])
             budget -= count
-            most -= 1
+        return admits
 
     def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
         self._waiting.remove(request)
@@ -398,22 +442,23 @@ class Scheduler:
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
-    def _append(self, request: Request, sampled: Sampled, token_id: int) -> Outcome:
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Outcome:
         grammar = request.grammar
         if grammar is not None and (problem := grammar.take(token_id)) is not None:
             request.error = problem
             self._finish(request, FinishReason.ERROR)
             return Outcome(request, None, None)
         request.token_ids.append(token_id)
-        self._promises.keep(request)
+        if request.promised:
+            self._promises.keep(request)
         self._totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
             request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
             self._finish(request, FinishReason.STOP)
-        elif request.num_output >= request.max_output:
+        elif len(request.token_ids) - request.num_prompt >= request.max_output:
             self._finish(request, FinishReason.LENGTH)
-        return Outcome(request, token_id, sampled.logprobs)
+        return Outcome(request, token_id, logprobs)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
@@ -423,6 +468,7 @@ class Scheduler:
             self._promises.keep(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
+        self._num_grammars -= request.grammar is not None
 
 
 def _admit(request: Request, slot: int) -> Admit:
@@ -438,12 +484,11 @@ def _admit(request: Request, slot: int) -> Admit:
 
 def _made_anew(under_way: _UnderWay) -> _UnderWay:
     """The same step, as if all its requests were admitted by it."""
-    rows = under_way.step.rows
-    step = Step(
-        admits=[_admit(request, row.slot) for row, request in zip(rows, under_way.requests, strict=True)],
-        rows=[
-            msgspec.structs.replace(row, new_blocks=table[:])
-            for row, table in zip(rows, under_way.tables, strict=True)
-        ],
+    old = under_way.step
+    step = msgspec.structs.replace(
+        old,
+        admits=[_admit(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
+        new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
+        masks=None,
     )
     return msgspec.structs.replace(under_way, step=step)

@@ -12,6 +12,15 @@ import msgspec
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 
+CRUMBS = 16
+"""The last tokens of a prompt, up to the budget divided by this, are computed beyond the budget: in a step of
+their own they would keep the first token back for as long as a whole one."""
+
+
+def most_tokens(budget: int) -> int:
+    """Of a step with this budget."""
+    return budget + budget // CRUMBS
+
 
 class Admit(msgspec.Struct, frozen=True):
     """A request takes a slot: new, resumed, or back after preemption. Whatever the slot held is gone."""
@@ -27,22 +36,6 @@ class Admit(msgspec.Struct, frozen=True):
     """Tokens that may not be sampled before ``params.min_tokens`` output tokens."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """Compute positions [start, start + count) of the request in ``slot``."""
-
-    slot: int
-    start: int
-    count: int
-    new_blocks: list[int]
-    """Of an admitted slot: the whole table. Else those that its table lacks for this row, which stand behind
-    the ceil(start / block size) that it needed before; so a row that is run again puts them there again."""
-    sample: bool
-    """Whether the last position is the newest token, so that the next one is sampled. The worker
-    appends the sampled token to the slot's ids by itself."""
-    token: int | None = None
-    """The token at ``start`` of a row of one, for workers that did not sample it themselves."""
-
-
 class Masks(msgspec.Struct, frozen=True):
     """Which tokens some rows may sample. A part of the step, so that the step run again has the same ones."""
 
@@ -53,33 +46,47 @@ class Masks(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One forward pass. Rows of one sampled token each come first, then the longer ones."""
+    """One forward pass: row i computes positions [starts[i], starts[i] + counts[i]) of the request in slot
+    slots[i]. Rows of one token come first, then the longer ones.
 
-    admits: list[Admit]
-    rows: list[Row]
+    Columns, not one object a row: most steps are the one before with each row a token further, and what is
+    equal then is compared and passed on as a whole."""
+
+    admits: list[Admit] = []
+    slots: list[int] = []
+    starts: list[int] = []
+    counts: list[int] = []
+    new_blocks: dict[int, list[int]] = {}
+    """By row. Of an admitted slot: the whole table. Else those that its table lacks for this row, which stand
+    behind the ceil(start / block size) that it needed before; so a row that runs again puts them there again.
+    """
+    partial: list[int] = []
+    """Rows whose last position is not the newest token, so that none is sampled. Of the others, the worker
+    appends the sampled token to the slot's ids by itself."""
+    tokens: list[int] = []
+    """The tokens of the rows of one token, for workers that did not sample them themselves; else nothing."""
     masks: Masks | None = None
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(self.counts)
 
-
-class Sampled(msgspec.Struct, frozen=True):
-    """The outcome of one row."""
-
-    slot: int
-    token_id: int | None
-    """None if the row did not sample."""
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """For rows of requests with ``params.prompt_logprobs``: the entries of prompt positions
-    start + 1 ... min(start + count, num_prompt - 1), that is, of the tokens predicted by this row."""
+    @property
+    def ends(self) -> list[int]:
+        """Of each row, the position behind its last one."""
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """One :class:`Sampled` per row of the step, in the same order."""
+    """What the rows of a step gave, in the same order."""
 
-    sampled: list[Sampled]
+    tokens: list[int | None]
+    """None of rows that did not sample."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By row, where asked for."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """By row, of requests with ``params.prompt_logprobs``: the entries of prompt positions
+    start + 1 ... min(end, num_prompt - 1), that is, of the tokens predicted by this row."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):

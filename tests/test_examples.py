@@ -63,14 +63,14 @@ def test_an_example_imports_what_exists(path: Path) -> None:
 def test_a_null_model_stands_in_for_a_real_one() -> None:
     """Benchmarks of everything around a model run on it."""
     from engine.sampling import SamplingParams
-    from engine.step import Admit, Row, Step
+    from engine.step import Admit, Step
     from examples.null_model import NullExecutor
 
     executor = NullExecutor(vocabulary=50, block_size=16, most=4)
     kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1), SamplingParams()]
     for params in kinds:  # what the native list chooses itself, what it does not
         admit = Admit(slot=0, token_ids=[1, 2, 3], num_prompt=3, params=params, seed=0, stop_ids=())
-        result = executor.execute(Step([admit], [Row(0, 0, 3, [0], sample=True)]))
-        token = result.sampled[0].token_id
+        result = executor.execute(Step([admit], [0], [0], [3], {0: [0]}))
+        token = result.tokens[0]
         assert token is not None
         assert 0 <= token < 50

@@ -32,7 +32,7 @@ from engine.kernels.program import Program
 from engine.recovery import owned_by_rank
 from engine.runner import ModelRunner
 from engine.shard import WHOLE, Shard
-from engine.step import KVSpec, ModelFacts, Step, StepResult
+from engine.step import KVSpec, ModelFacts, Step, StepResult, most_tokens
 from engine.trace import Span
 from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import Communicator
@@ -181,7 +181,7 @@ class UniExecutor:
         """One prompt as long as the token budget, so that the allocator has seen its largest step."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None
-        length = min(self._config.scheduler.token_budget(), self._info.context_length)
+        length = min(most_tokens(self._config.scheduler.token_budget()), self._info.context_length)
         num_blocks = -(-length // block_size)
         cache = self._make_cache(num_blocks)
         positions = np.arange(length)
@@ -275,7 +275,7 @@ class UniExecutor:
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
-            if not step.rows and (self._program is None or not self._program.serve()):
+            if not step.slots and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
         return self._runner.run(step)
 

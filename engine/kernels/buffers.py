@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from engine.attention.base import Int64s
 from engine.kernels.decoder import Decoder, Mlp, Moe
 from engine.kernels.exchange import Exchange
 from engine.kernels.pages import Arena
@@ -59,7 +60,7 @@ class Buffers:
         self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
         self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
-        self.best = arena.zeros((room.selected,), torch.int64)
+        self.best: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
         """The most likely token of each row of logits."""
         if exchange is None:
             return

@@ -18,6 +18,8 @@ from engine.kernels.pages import Arena
 
 QUERIES_PER_TASK = 16
 """Tokens of a prompt whose attention one thread computes at a time."""
+SPARE_BLOCKS = 16
+"""Of a step of single tokens, columns of its tables for the steps that take the same rows on."""
 
 
 @dataclass(frozen=True)
@@ -88,4 +90,7 @@ class NativeCache:
         every = self._numbers[:number]
         block, within = np.divmod(rows.positions, self.block_size)
         slots = rows.block_tables[every, block] * np.int64(self.block_size) + within
-        return NativePlan(slots, every, self._single_tasks[:number], np.ascontiguousarray(rows.block_tables))
+        width = rows.block_tables.shape[1]
+        tables = np.zeros((number, width + SPARE_BLOCKS), dtype=np.int32)
+        tables[:, :width] = rows.block_tables
+        return NativePlan(slots, every, self._single_tasks[:number], tables)

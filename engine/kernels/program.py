@@ -7,6 +7,8 @@ does the exchange between two pieces.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,6 +20,7 @@ from engine.kernels.cache import NativeCache, NativePlan
 from engine.kernels.decoder import Decoder, Moe
 from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts
+from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Library
 from engine.kernels.lowering import Lowering, StepList
 from engine.kernels.operations import Kind, StepArguments
@@ -58,6 +61,8 @@ class Program:
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Of the buffers' room; None without expert layers."""
+        self._going_on: GoingOn | None = None
+        """From the last step, if the next one may."""
         self._lists: dict[bool, StepList] = {}
         """By whether the exchange is part of it."""
         self.seconds = np.zeros(len(Kind))
@@ -110,25 +115,50 @@ class Program:
 
     def forward(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> torch.Tensor:
         """Logits [wanted, vocabulary] in float32. They are valid until the next call."""
-        return self._compute(packed, input_ids, wanted, choose=False).logits[: len(wanted)]
+        self._compute(packed, input_ids, wanted, choose=False)
+        assert self._buffers is not None
+        return self._buffers.logits[: len(wanted)]
 
     def choose(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> list[int]:
-        """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads."""
-        found: list[int] = self._compute(packed, input_ids, wanted, choose=True).best[: len(wanted)].tolist()
+        """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads. The
+        arrays must not be used any more."""
+        arguments, plan = self._compute(packed, input_ids, wanted, choose=True)
+        assert self._buffers is not None
+        assert self._cache is not None
+        best = self._buffers.best[: len(wanted)]
+        if packed.num_single == len(packed.starts) == len(wanted):
+            self._going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
+            return self._going_on.chose(best)
+        found: list[int] = best.tolist()
         return found
 
-    def _compute(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, *, choose: bool) -> Buffers:
+    def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+        """The same rows as in the last step, if all of them got a token there that was chosen: :meth:`choose`
+        for each row's next position. ``new_blocks``: those of rows whose position begins one, by row. None,
+        and nothing done, if the rows must be given again."""
+        last, self._going_on = self._going_on, None
+        if last is None or not last.fits(len(self._cosines)):
+            return None
+        last.advance(new_blocks)
+        size = last.size
+        self._make_room(Room(size, size, self._total(size)))
+        self._run(last.arguments, size)
+        assert self._buffers is not None
+        self._going_on = last  # not if the step came to no end: it runs again, from where it stood
+        return last.chose(self._buffers.best[:size])
+
+    def _compute(
+        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, *, choose: bool
+    ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
+        self._going_on = None
         plan = self._cache.plan(packed)
         tokens = len(input_ids)
         self._make_room(Room(tokens, len(wanted), self._total(tokens)))
         self._make_angles(int(packed.positions.max()) + 1)
-        step = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), choose)
-        self._run(step, tokens)
-        self.attention.calls += len(self._packed.layers)
-        self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
-        assert self._buffers is not None
-        return self._buffers
+        arguments = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), choose)
+        self._run(arguments, tokens)
+        return arguments, plan
 
     def _exchanges(self) -> bool:
         """Whether the exchange of this step is part of the list."""
@@ -164,6 +194,9 @@ class Program:
             begin = end
         if before is not None:
             self._note(self.seconds - before)
+        if tokens:
+            self.attention.calls += len(self._packed.layers)
+            self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
 
     def _note(self, spent: Seconds) -> None:
         """What a step's expert layers took, by part, the way other transports tell it."""

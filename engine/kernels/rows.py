@@ -16,9 +16,9 @@ def pitch_of(width: int, dtype: torch.dtype) -> int:
     return (-(-width // per_line) | 1) * per_line
 
 
-def spaced(rows: torch.Tensor, slack: int = SLACK) -> torch.Tensor:
-    """Rows [n, width] as operations read them: [n + slack, pitch], what was added being 0."""
+def spaced(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, width] as operations read them: [n + SLACK, pitch], what was added being 0."""
     number, width = rows.shape
-    laid = rows.new_zeros(number + slack, pitch_of(width, rows.dtype))
+    laid = rows.new_zeros(number + SLACK, pitch_of(width, rows.dtype))
     laid[:number, :width] = rows
     return laid

@@ -20,7 +20,7 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.messages import Delta, Recall, Recalled, Refused, Report, Submit, Tokens
 from engine.sampling import SamplingParams
-from engine.step import Sampled, Step, StepResult
+from engine.step import Step, StepResult
 from examples.routing.baselines import BASELINES, Baseline
 from examples.routing.outcome import Outcome
 from examples.routing.workloads import Arrival, Conversation
@@ -51,8 +51,7 @@ class StepTime(msgspec.Struct, frozen=True):
         return StepTime(name, *(slowdown * part for part in parts))
 
     def of(self, step: Step) -> float:
-        context = sum(row.start + row.count for row in step.rows)
-        return self.base + self.per_token * step.num_tokens + self.per_context * context
+        return self.base + self.per_token * step.num_tokens + self.per_context * sum(step.ends)
 
 
 class Clocked:
@@ -70,7 +69,7 @@ class Clocked:
     def execute(self, step: Step, sizes: object = ()) -> StepResult:
         self.seconds = self._time.of(step)
         self.computed += step.num_tokens
-        return StepResult([Sampled(row.slot, 7 if row.sample else None) for row in step.rows])
+        return StepResult([None if row in step.partial else 7 for row in range(len(step.slots))])
 
     def expert_times(self) -> None:
         return None

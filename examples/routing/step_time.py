@@ -11,7 +11,7 @@ from engine.checkpoint import find_model, read_model_info
 from engine.config import EngineConfig, ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.sampling import SamplingParams
-from engine.step import Admit, Row, Step
+from engine.step import Admit, Step
 from examples.routing.cluster import StepTime
 
 BLOCK = 16
@@ -52,8 +52,8 @@ def _step(rows: int, count: int, start: int) -> Step:
         admits=[
             Admit(slot, [slot + 1] * (start + count), start + count, params, slot, ()) for slot in range(rows)
         ],
-        rows=[
-            Row(slot, start, count, list(range(slot * blocks, (slot + 1) * blocks)), sample=True)
-            for slot in range(rows)
-        ],
+        slots=list(range(rows)),
+        starts=[start] * rows,
+        counts=[count] * rows,
+        new_blocks={slot: list(range(slot * blocks, (slot + 1) * blocks)) for slot in range(rows)},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.messages import TokenLogprobs
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
-from engine.step import Admit, Row, Sampled, Step
+from engine.step import Admit, Step, StepResult
 
 
 @dataclass
@@ -57,10 +57,11 @@ class Driver:
         self.slots.append(request)
         return request
 
-    def step(self, counts: list[tuple[Driven, int]], stop_ids: tuple[int, ...] = ()) -> list[Sampled]:
+    def step(self, counts: list[tuple[Driven, int]], stop_ids: tuple[int, ...] = ()) -> StepResult:
         """Compute the next ``count`` tokens of each request, as one step."""
-        admits, rows = [], []
-        for request, count in sorted(counts, key=lambda pair: pair[1] > 1):
+        rows = sorted(counts, key=lambda pair: pair[1] > 1)
+        admits, new_blocks, partial = [], {}, []
+        for index, (request, count) in enumerate(rows):
             if not request.admitted:
                 request.admitted = True
                 admits.append(
@@ -77,25 +78,28 @@ class Driver:
             needed = -(-end // self.block_size) - request.num_blocks
             blocks = [self.free.pop() for _ in range(max(needed, 0))]
             request.num_blocks += len(blocks)
-            sample = end == len(request.token_ids)
-            rows.append(Row(request.slot, request.computed, count, blocks, sample))
-        step = Step(admits, rows)
+            if blocks:
+                new_blocks[index] = blocks
+            if end < len(request.token_ids):
+                partial.append(index)
+        step = Step(
+            admits,
+            [request.slot for request, _ in rows],
+            [request.computed for request, _ in rows],
+            [count for _, count in rows],
+            new_blocks,
+            partial,
+        )
         self.steps.append(step)
-        sampled = self.runner.run(step).sampled
-        for request, row, outcome in zip(
-            (next(each for each in self.slots if each.slot == row.slot) for row in rows),
-            rows,
-            sampled,
-            strict=True,
-        ):
-            assert outcome.slot == row.slot
-            request.computed += row.count
-            if outcome.token_id is not None:
-                request.token_ids.append(outcome.token_id)
-            if outcome.logprobs is not None:
-                request.logprobs.append(outcome.logprobs)
-            request.prompt_logprobs += outcome.prompt_logprobs or []
-        return sampled
+        result = self.runner.run(step)
+        for index, ((request, count), token) in enumerate(zip(rows, result.tokens, strict=True)):
+            request.computed += count
+            if token is not None:
+                request.token_ids.append(token)
+            if index in result.logprobs:
+                request.logprobs.append(result.logprobs[index])
+            request.prompt_logprobs += result.prompt_logprobs.get(index, [])
+        return result
 
     def generate(
         self, requests: list[Driven], num_new: int, *, chunk: int = 1 << 30, together: bool = True

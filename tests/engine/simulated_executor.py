@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.messages import TokenLogprobs
-from engine.step import Sampled, Step, StepResult
+from engine.step import Step, StepResult, most_tokens
 
 VOCAB = 50
 
@@ -43,7 +43,7 @@ class SimulatedExecutor:
         self,
         *,
         block_size: int,
-        max_tokens: int,
+        budget: int,
         max_rows: int,
         in_flight: int = 1,
         checks_reads: bool = True,
@@ -57,7 +57,7 @@ class SimulatedExecutor:
         self.computes_apart = computes_apart
         self._results: deque[StepResult] = deque()
         self._block_size = block_size
-        self._max_tokens = max_tokens
+        self._max_tokens = most_tokens(budget)
         self._max_rows = max_rows
         self._tokens: dict[int, list[int]] = {}
         self._prompts: dict[int, int] = {}
@@ -71,25 +71,33 @@ class SimulatedExecutor:
         self.num_steps += 1
         self.computed_tokens += step.num_tokens
         assert 0 < step.num_tokens <= self._max_tokens
-        assert 0 < len(step.rows) <= self._max_rows
-        assert len({row.slot for row in step.rows}) == len(step.rows)
-        assert [row.count > 1 for row in step.rows] == sorted(row.count > 1 for row in step.rows)
+        rows = list(zip(step.slots, step.starts, step.counts, strict=True))
+        assert 0 < len(rows) <= self._max_rows
+        assert len(set(step.slots)) == len(rows)
+        assert [count > 1 for count in step.counts] == sorted(count > 1 for count in step.counts)
+        admitted = {admit.slot for admit in step.admits}
         for admit in step.admits:
             self._tokens[admit.slot] = list(admit.token_ids)
             self._prompts[admit.slot] = admit.num_prompt
             self._tables[admit.slot] = []
             self._wants_prompt_logprobs[admit.slot] = admit.params.prompt_logprobs is not None
-        for row in step.rows:
-            table = self._tables[row.slot]
-            del table[-(-row.start // self._block_size) :]  # it is there if this row runs again
-            if row.slot in {admit.slot for admit in step.admits}:
+        for index, (slot, start, count) in enumerate(rows):
+            table = self._tables[slot]
+            del table[-(-start // self._block_size) :]  # it is there if this row runs again
+            if slot in admitted:
                 table.clear()
-            table += row.new_blocks
-            if row.sample:
-                del self._tokens[row.slot][row.start + row.count :]
-            assert row.token in (None, self._tokens[row.slot][row.start])
+            table += step.new_blocks.get(index, [])
+            if index not in step.partial:
+                del self._tokens[slot][start + count :]
+            if step.tokens and count == 1:
+                assert step.tokens[index] == self._tokens[slot][start]
         self._write(step)
-        return StepResult([self._sample(row.slot, row.start, row.count, row.sample) for row in step.rows])
+        tokens, prompt_logprobs = [], {}
+        for index, (slot, start, count) in enumerate(rows):
+            tokens.append(self._sample(slot, start, count, index not in step.partial))
+            if self._wants_prompt_logprobs[slot]:
+                prompt_logprobs[index] = self._prompt_logprobs(slot, start, count)
+        return StepResult(tokens, {}, prompt_logprobs)
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """Computed at once, answered later."""
@@ -119,15 +127,15 @@ class SimulatedExecutor:
     def _write(self, step: Step) -> None:
         """All rows write before any reads, as each layer does; a position builds on the one before it."""
         written: dict[tuple[int, int], int] = {}
-        for row in sorted(step.rows, key=lambda row: row.start):
-            for position in range(row.start, row.start + row.count):
-                before = 0 if position == 0 else self._cache[self._place(row.slot, position - 1)]
-                place = self._place(row.slot, position)
+        for start, end, slot in sorted(zip(step.starts, step.ends, step.slots, strict=True)):
+            for position in range(start, end):
+                before = 0 if position == 0 else self._cache[self._place(slot, position - 1)]
+                place = self._place(slot, position)
                 assert place not in written, "two rows write one place"
-                value = _digest(before, position, self._tokens[row.slot][position])
+                value = _digest(before, position, self._tokens[slot][position])
                 written[place] = self._cache[place] = value
 
-    def _sample(self, slot: int, start: int, count: int, sample: bool) -> Sampled:
+    def _sample(self, slot: int, start: int, count: int, sample: bool) -> int | None:
         ids = self._tokens[slot]
         assert sample == (start + count == len(ids))
         state = 0
@@ -136,11 +144,11 @@ class SimulatedExecutor:
             read = self._cache[self._place(slot, position)]
             assert read == state or not self._checks_reads, "a row reads what is not its context"
             state = read
-        prompt_logprobs = None
-        if self._wants_prompt_logprobs[slot]:
-            last = min(start + count, self._prompts[slot] - 1)
-            prompt_logprobs = [TokenLogprobs(ids[p], -1.0, 1, [], []) for p in range(start + 1, last + 1)]
-        token = state % VOCAB if sample else None
-        if token is not None:
-            ids.append(token)
-        return Sampled(slot=slot, token_id=token, prompt_logprobs=prompt_logprobs)
+        if not sample:
+            return None
+        ids.append(state % VOCAB)
+        return ids[-1]
+
+    def _prompt_logprobs(self, slot: int, start: int, count: int) -> list[TokenLogprobs]:
+        last = min(start + count, self._prompts[slot] - 1)
+        return [TokenLogprobs(self._tokens[slot][p], -1.0, 1, [], []) for p in range(start + 1, last + 1)]

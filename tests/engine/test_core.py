@@ -36,7 +36,7 @@ def core() -> EngineCore:
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_num_queued_reqs=3),
     )
-    executor = SimulatedExecutor(block_size=4, max_tokens=32, max_rows=4)
+    executor = SimulatedExecutor(block_size=4, budget=32, max_rows=4)
     return EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_a_queue_may_be_full_of_tokens() -> None:
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_num_queued_tokens=10),
     )
-    executor = SimulatedExecutor(block_size=4, max_tokens=32, max_rows=4)
+    executor = SimulatedExecutor(block_size=4, budget=32, max_rows=4)
     core = EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
     assert core.submit(PEER, submit(1, prompt_ids=[1] * 30)) is None, (
         "a long one finds room in an empty queue"
@@ -213,7 +213,7 @@ def test_steps_that_a_broken_group_cuts_short_change_nothing(depth: int, seed: i
     pipeline several steps are cut short at once, of which some may have run."""
     rng = random.Random(seed)
     executor = SimulatedExecutor(
-        block_size=4, max_tokens=16, max_rows=4, in_flight=depth, checks_reads=depth == 1
+        block_size=4, budget=16, max_rows=4, in_flight=depth, checks_reads=depth == 1
     )
     troubled = Troubled(rng, executor)
     config = EngineConfig(

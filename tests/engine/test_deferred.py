@@ -112,13 +112,13 @@ from engine.checkpoint import MODELS_DIRECTORY, read_model_info
 from engine.config import SHIPPED_MODEL, EngineConfig
 from engine.executor.uni import UniExecutor
 from engine.sampling import SamplingParams
-from engine.step import Admit, Row, Step
+from engine.step import Admit, Step
 executor = UniExecutor(EngineConfig(), read_model_info(MODELS_DIRECTORY / SHIPPED_MODEL), 1)
 executor.load(lambda phase: None)
 executor.allocate(8)
 params = SamplingParams(temperature=1.0, max_tokens=4, logprobs=2)
-step = Step([Admit(0, [5, 6, 7], 3, params, 1, ())], [Row(0, 0, 3, [1], True)])
-print(executor.execute(step).sampled[0].token_id)
+step = Step([Admit(0, [5, 6, 7], 3, params, 1, ())], [0], [0], [3], {0: [1]})
+print(executor.execute(step).tokens[0])
 unused = {"torch._dynamo.eval_frame", "torch._refs", "torch.distributed.tensor", "sympy"}
 print(*sorted(unused & set(sys.modules)))
 deferred.run_deferred()

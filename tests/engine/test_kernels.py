@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from engine.attention.base import PLAN_KEYWORD, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
+from engine.kernels import cache as cache_module
 from engine.kernels import library
+from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
@@ -21,7 +26,11 @@ from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArgum
 from engine.kernels.packing import gate_and_up, panels
 from engine.kernels.program import Program
 from engine.kernels.rows import SLACK, pitch_of
+from engine.runner import ModelRunner, _Continuing
+from engine.sampling import SamplingParams
+from engine.step import Step
 from engine.weights import LoadedModel, load_model
+from tests.engine.driver import Driver
 from tests.engine.tiny_models import make_tiny_model
 
 KERNELS = library.load()
@@ -30,6 +39,7 @@ pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX-512 with bfloat1
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
+P = TypeVar("P", bound=Program)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -139,9 +149,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def program_of(model: LoadedModel) -> Program:
+def program_of(model: LoadedModel, kind: type[P] = Program) -> P:  # type: ignore[assignment]
     assert KERNELS is not None
-    program = Program(KERNELS, recognise(model.module, model.layers, model.dtype))
+    program = kind(KERNELS, recognise(model.module, model.layers, model.dtype))
     program.use(NativeCache(model.layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=model.dtype))
     return program
 
@@ -211,6 +221,87 @@ def test_a_step_can_run_again(model: LoadedModel) -> None:
         first = program.forward(packed, ids, everything(ids)).clone()
         assert torch.equal(program.forward(packed, ids, everything(ids)), first)
         assert program.choose(packed, ids, everything(ids)) == first.argmax(dim=1).tolist()
+
+
+class Counted(Program):
+    """Says how many steps took the rows of the one before on; may refuse to."""
+
+    refuses = False
+    gone_on = 0
+
+    def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+        tokens = None if self.refuses else super().go_on(new_blocks)
+        self.gone_on += tokens is not None
+        return tokens
+
+
+def test_steps_that_go_on_equal_those_that_are_packed(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes between them: requests that begin, leave, sample, or take another's slot; a step that runs
+    twice; no room left in the tables or among the angles."""
+    monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
+    monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
+    monkeypatch.setattr(_Continuing, "MOST", 7)
+    programs = [program_of(model, Counted) for _ in range(2)]
+    programs[1].refuses = True
+    drivers = [
+        Driver(ModelRunner(model, None, BLOCK_SIZE, each), BLOCK_SIZE, NUM_BLOCKS) for each in programs
+    ]
+    numbers, kinds = Random(3), [{"temperature": 0.0}] * 4 + [{"seed": 1}]
+    steps = 0
+    for slot, kind in enumerate([*kinds, {"temperature": 0.0}]):  # the last one takes the first one's slot
+        prompt = [numbers.randrange(3, 300) for _ in range(numbers.randrange(1, 40))]
+        for driver in drivers:
+            driver.add(prompt, SamplingParams(**kind), seed=slot, slot=slot % len(kinds))
+    for turn in range(16):
+        crowd = [place for place in range(6) if numbers.random() < 0.7]
+        if turn < 8:
+            crowd = [place for place in crowd if place < 5]
+        else:
+            crowd = [place for place in crowd if place > 0]
+        if turn % 4:
+            crowd = [place for place in crowd if place != 4]  # of whom nobody knows the most likely tokens
+        for _ in range(numbers.randrange(1, 13) if crowd else 0):
+            steps += 1
+            for driver in drivers:
+                asked = [driver.slots[place] for place in crowd]
+                driver.step([(each, len(each.token_ids) - each.computed) for each in asked])
+                if steps % 11 == 0:
+                    again = driver.runner.run(driver.steps[-1])
+                    assert again.tokens == [
+                        next(each for each in asked if each.slot == slot).token_ids[-1]
+                        for slot in driver.steps[-1].slots
+                    ]
+    assert steps / 2 < programs[0].gone_on < steps
+    assert programs[1].gone_on == 0
+    for one, other in zip(*[driver.slots for driver in drivers], strict=True):
+        assert len(one.output_ids) > 10
+        assert one.token_ids == other.token_ids
+
+
+def test_a_step_that_came_to_no_end_is_packed_when_it_runs_again(model: LoadedModel) -> None:
+    program = program_of(model, Counted)
+    driver = Driver(ModelRunner(model, None, BLOCK_SIZE, program), BLOCK_SIZE, NUM_BLOCKS)
+    undisturbed = Driver(ModelRunner(model, None, BLOCK_SIZE, program_of(model)), BLOCK_SIZE, NUM_BLOCKS)
+    pairs = [each.add([5, 6, 7], SamplingParams(temperature=0.0)) for each in (driver, undisturbed)]
+    undisturbed.generate([pairs[1]], 8)
+    driver.generate([pairs[0]], 4)
+    before, run_list = program.gone_on, program._run
+
+    def lost(*_: object) -> None:
+        run_list(*_)  # type: ignore[arg-type]
+        raise OSError("a peer is lost")
+
+    program._run = lost  # type: ignore[method-assign]
+    step = Step([], [0], [pairs[0].computed], [1])
+    with pytest.raises(OSError, match="a peer"):
+        driver.runner.run(step)
+    program._run = run_list  # type: ignore[method-assign]
+    assert program.gone_on == before > 0
+    driver.generate([pairs[0]], 4)
+    assert pairs[0].token_ids == pairs[1].token_ids
+    assert program.gone_on == before + 3
 
 
 def test_what_an_earlier_owner_left_in_a_block_is_not_seen(model: LoadedModel) -> None:

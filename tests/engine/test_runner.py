@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample
 from engine.sampling import SamplingParams
-from engine.step import Admit, Row, Step
+from engine.step import Admit, Step
 from engine.weights import LoadedModel, load_model
 from tests.engine.driver import Driven, Driver
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
@@ -224,9 +224,9 @@ def test_a_step_can_be_run_again(directories: dict[str, Path]) -> None:
     outputs: dict[int, list[int]] = {0: [], 1: []}
     for step in plain.steps:
         again.runner.run(step)
-        for outcome in again.runner.run(step).sampled:
-            if outcome.token_id is not None:
-                outputs[outcome.slot].append(outcome.token_id)
+        for slot, token in zip(step.slots, again.runner.run(step).tokens, strict=True):
+            if token is not None:
+                outputs[slot].append(token)
     assert outputs == {request.slot: request.output_ids for request in expected}
 
 
@@ -237,14 +237,14 @@ def test_a_slot_is_reused_and_blocks_may_be_shared(directories: dict[str, Path])
     driver = make_driver(model)
     first = driver.add(prompt, GREEDY)
     driver.generate([first], 6)
-    table = [block for step in driver.steps for row in step.rows for block in row.new_blocks]
+    table = [block for step in driver.steps for blocks in step.new_blocks.values() for block in blocks]
     shared = 5  # blocks, 20 tokens
     fresh = [driver.free.pop() for _ in range(3)]
     admit = Admit(0, prompt, len(prompt), SamplingParams(temperature=0.0), 0, ())
-    step = Step([admit], [Row(0, shared * BLOCK_SIZE, 2, [*table[:shared], *fresh], True)])
-    output = [driver.runner.run(step).sampled[0].token_id]
+    step = Step([admit], [0], [shared * BLOCK_SIZE], [2], {0: [*table[:shared], *fresh]})
+    output = [driver.runner.run(step).tokens[0]]
     for position in range(len(prompt), len(prompt) + 5):
-        output.append(driver.runner.run(Step([], [Row(0, position, 1, [], True)])).sampled[0].token_id)
+        output.append(driver.runner.run(Step([], [0], [position], [1])).tokens[0])
     assert output == first.output_ids
 
 
@@ -256,15 +256,15 @@ def test_a_slot_is_taken_over_at_the_position_where_it_stood(directories: dict[s
     table = [
         block
         for step in driver.steps
-        for row in step.rows
-        if row.slot == other.slot
-        for block in row.new_blocks
+        for row, blocks in step.new_blocks.items()
+        if step.slots[row] == other.slot
+        for block in blocks
     ]
-    position = driver.steps[-1].rows[0].start
+    position = driver.steps[-1].starts[0]
     tokens = other.token_ids[: position + 1]
     admit = Admit(old.slot, tokens, len(tokens), SamplingParams(temperature=0.0), 0, ())
-    step = Step([admit], [Row(old.slot, position, 1, [*table, driver.free.pop()], True)])
-    assert driver.runner.run(step).sampled[0].token_id == other.token_ids[position + 1]
+    step = Step([admit], [old.slot], [position], [1], {0: [*table, driver.free.pop()]})
+    assert driver.runner.run(step).tokens[0] == other.token_ids[position + 1]
 
 
 def test_penalties_see_all_tokens_so_far(directories: dict[str, Path]) -> None:
@@ -322,7 +322,7 @@ def test_many_slots_and_long_contexts(directories: dict[str, Path]) -> None:
 
 def test_a_step_without_rows_admits_only(directories: dict[str, Path]) -> None:
     driver = make_driver(load(directories["llama"]))
-    assert driver.runner.run(Step([], [])).sampled == []
+    assert driver.runner.run(Step()).tokens == []
     assert "slots=0" in repr(driver.runner)
 
 

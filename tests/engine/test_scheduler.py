@@ -45,7 +45,7 @@ class Bench:
             self.pool,
         )
         self.executor = SimulatedExecutor(
-            block_size=block_size, max_tokens=budget, max_rows=max_seqs, in_flight=micro_batches
+            block_size=block_size, budget=budget, max_rows=max_seqs, in_flight=micro_batches
         )
         self.under_way: deque[Step] = deque()
         self.requests: dict[int, Request] = {}
@@ -131,6 +131,22 @@ def test_a_long_prompt_is_split_and_gives_the_same() -> None:
     assert outputs == [expected_output(prompt, 4)] * 3
 
 
+def test_the_last_crumbs_of_a_prompt_go_beyond_the_budget() -> None:
+    """As where others' tokens leave it a little too short for a prompt that would have fitted."""
+    bench = Bench(budget=32)
+    first = bench.add(tokens(1, 8), max_tokens=20)
+    bench.step()
+    second, third = (bench.add(tokens(seed, 33 if seed == 2 else 40), max_tokens=3) for seed in (2, 3))
+    assert bench.step() == 1 + 33, "one more than it has room for, and the budget has one more for each 16"
+    assert [len(bench.outputs[number]) for number in (first, second, third)] == [2, 1, 0]
+    assert bench.step() == 32
+    bench.finish()
+    for seed, number, count in ((1, first, 20), (2, second, 3), (3, third, 3)):
+        assert bench.outputs[number] == expected_output(
+            tokens(seed, 33 if seed == 2 else 8 if seed == 1 else 40), count
+        )
+
+
 def test_a_known_prefix_is_not_computed_again() -> None:
     bench = Bench(budget=200)
     prompt = tokens(4, 40)
@@ -205,8 +221,8 @@ def test_steps_under_way_are_of_different_requests() -> None:
     first, second = bench.scheduler.schedule(), bench.scheduler.schedule()
     assert first is not None
     assert second is not None
-    assert len(first.rows) == len(second.rows) == 2, "each takes its share of the requests"
-    assert not {row.slot for row in first.rows} & {row.slot for row in second.rows}
+    assert len(first.slots) == len(second.slots) == 2, "each takes its share of the requests"
+    assert not set(first.slots) & set(second.slots)
     assert bench.scheduler.schedule() is None, "nobody's token is there yet"
     bench.under_way.extend((first, second))
     for step in (first, second):
@@ -219,11 +235,7 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     bench = Bench(micro_batches=3, budget=8)
     number = bench.add(tokens(1, 30), max_tokens=2)
     steps = [bench.scheduler.schedule() for _ in range(3)]
-    assert [(row.start, row.count) for step in steps if step for row in step.rows] == [
-        (0, 8),
-        (8, 8),
-        (16, 8),
-    ]
+    assert [(step.starts, step.counts) for step in steps if step] == [([0], [8]), ([8], [8]), ([16], [8])]
     for step in steps:
         assert step is not None
         bench.under_way.append(step)

@@ -31,7 +31,7 @@ class Watched(SimulatedExecutor):
 
     def __init__(self, events: list[str], *, in_flight: int = 1, computes_apart: bool, lost_at: int = 0):
         super().__init__(
-            block_size=4, max_tokens=32, max_rows=4, in_flight=in_flight, computes_apart=computes_apart
+            block_size=4, budget=32, max_rows=4, in_flight=in_flight, computes_apart=computes_apart
         )
         self._events, self._lost_at, self._begun, self._done = events, lost_at, 0, 0
 

@@ -15,7 +15,7 @@ from engine import sampler
 from engine.messages import TokenLogprobs
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
-from engine.step import Admit, Masks, Row, Step
+from engine.step import Admit, Masks, Step
 from engine.transfer import fetch, upload
 from tests.engine.pretended_device import Indexing, Launches
 
@@ -67,8 +67,11 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     all_params = params_of_all_kinds()[kinds]
     step = Step(
         [Admit(i, [1, 2, 3, 4], 4, params, i, (7,)) for i, params in enumerate(all_params)],
-        [Row(i, 0, 4, [i], True) for i in range(len(all_params))],
-        Masks([0], bytes([255] * 7)),
+        list(range(len(all_params))),
+        [0] * len(all_params),
+        [4] * len(all_params),
+        {i: [i] for i in range(len(all_params))},
+        masks=Masks([0], bytes([255] * 7)),
     )
 
     class Computed(ModelRunner):
@@ -84,10 +87,10 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     with FakeTensorMode(), Launches(), Indexing():
         result = runner.run(step)
     assert device.fetched == 1
-    assert len(result.sampled) == len(all_params)
+    assert len(result.tokens) == len(all_params)
     if len(all_params) > 3:
-        assert isinstance(result.sampled[6].logprobs, TokenLogprobs)
-        assert len(result.sampled[7].prompt_logprobs or []) == 3
+        assert isinstance(result.logprobs.get(6), TokenLogprobs)
+        assert len(result.prompt_logprobs.get(7, [])) == 3
 
 
 def test_the_pretended_device_notices() -> None:

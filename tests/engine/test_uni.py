@@ -12,7 +12,7 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.uni import CPU_KV_LIMIT
 from engine.sampling import SamplingParams
-from engine.step import Admit, Row, Step
+from engine.step import Admit, Step
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 
 
@@ -34,13 +34,13 @@ def test_load_allocate_execute_close(tmp_path: Path) -> None:
     assert 0 < executor.free_kv_memory() <= CPU_KV_LIMIT
     executor.allocate(4)
     greedy = SamplingParams(temperature=0.0)
-    step = Step([Admit(0, [5, 6, 7], 3, greedy, 0, ())], [Row(0, 0, 3, [2], True)])
+    step = Step([Admit(0, [5, 6, 7], 3, greedy, 0, ())], [0], [0], [3], {0: [2]})
     first = executor.execute(step)
     assert executor.execute(step) == first
-    token = first.sampled[0].token_id
+    token = first.tokens[0]
     assert token is not None
     assert 0 <= token < VOCAB
-    assert len(executor.execute(Step([], [Row(0, 3, 1, [], True)])).sampled) == 1
+    assert len(executor.execute(Step([], [0], [3], [1])).tokens) == 1
     executor.close()
 
 
