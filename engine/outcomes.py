@@ -19,24 +19,19 @@ def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> 
     for outcome in outcomes:
         request, token_id = outcome.request, outcome.token_id
         peer, number = request.key
-        if token_id is not None and not _has_more_to_tell(outcome):
+        has_more = (  # to tell than its token: it is its first delta, or its last, or has log-probabilities
+            request.finish_reason is not None
+            or request.arrived_at
+            or outcome.logprobs is not None
+            or request.prompt_logprobs is not None
+        )
+        if token_id is not None and not has_more:
             handouts[peer].add_token(number, token_id)
             continue
         handouts[peer].add(_delta(outcome))
         if request.finish_reason is not None and tracing is not None:
             _trace(tracing, request)
     return handouts
-
-
-def _has_more_to_tell(outcome: Outcome) -> bool:
-    """Than its token: as in a first delta, a last one, or with log-probabilities."""
-    request = outcome.request
-    return bool(
-        request.finish_reason is not None
-        or request.arrived_at
-        or outcome.logprobs is not None
-        or request.prompt_logprobs is not None
-    )
 
 
 def _delta(outcome: Outcome) -> Delta:

@@ -188,11 +188,11 @@ class Server:
             return
         finally:
             self._hand_out()  # if no other step was begun
-        self._held = handouts
+        self._held, standing = handouts, self._core.standing
         if not (self._core.overlaps and self._core.has_work):
-            self._hand_out()
+            self._hand_out(standing)
         self._report_changes()
-        self.progress.stepped(self._core.standing)
+        self.progress.stepped(standing)
 
     # ---- in
 
@@ -265,11 +265,11 @@ class Server:
 
     # ---- out
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, standing: Standing | None = None) -> None:
         """Send the tokens that are held. They wait for the next step to begin, if that is at once."""
         if self._held:
             held, self._held = self._held, {}
-            standing, now = self._core.standing, time.monotonic()
+            standing, now = standing or self._core.standing, time.monotonic()
             for peer, handout in held.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
