@@ -30,9 +30,10 @@ def stream_seed(seed: int, sample_index: int) -> int:
     return (seed + sample_index * 0x9E3779B97F4A7C15) & (2**64 - 1)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """State of a request; changed by the scheduler only."""
+    """State of a request; changed by the scheduler only. (With slots: beyond 30 attributes an object has a
+    table of its own to look them up in.)"""
 
     key: RequestKey
     request_id: str

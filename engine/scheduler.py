@@ -258,7 +258,8 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING:
                 continue  # preempted by one before it
-            count = self._chunk(request, budget)
+            uncomputed = len(request.token_ids) - request.num_computed
+            count = uncomputed if uncomputed <= 1 else self._chunk(request, budget)
             if count == 0:
                 continue
             new_blocks: list[int] | None = []
@@ -328,9 +329,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`."""
-        uncomputed = len(request.token_ids) - request.num_computed
-        if uncomputed <= 1:
-            return uncomputed
+        uncomputed = request.num_uncomputed
         rules, count = self._rules, min(uncomputed, budget)
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
