@@ -68,53 +68,76 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
     }
 }
 
-// in [tokens, (heads + 2 kv_heads) * dim]: norm and rotate queries and keys, store keys and values.
-// a heads, b kv_heads, c dim; extra: keys, out: values; more: norm weights of queries then keys, or none
+// What QKV is given: in [tokens, (heads + 2 kv_heads) * dim], a heads, b kv_heads, c dim; extra: keys, out: values; more: norm
+// weights of queries then keys, or none; number: what the norms add.
 template <class T>
-void qkv(const Operation& op, const Step& step, int member, int size) {
+class Projected {
     using E = typename T::Element;
-    int64_t heads = op.a, kv_heads = op.b, dim = op.c, half = dim / 2, pitch = pitch_of<T>((heads + 2 * kv_heads) * dim);
-    auto* norms = static_cast<const float*>(op.more);
-    auto* all_keys = static_cast<uint32_t*>(const_cast<void*>(op.extra));
-    auto* all_values = static_cast<uint32_t*>(op.out);
-    auto [begin, end] = share(step.tokens, member, size);
-    // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
-    // step: asked for one token ahead, they come while this one is turned.
-    auto fetch_places = [&](int64_t token) {
+    const Step& step;
+    int64_t heads, kv_heads, dim, pitch;
+    E* rows;
+    const float* norms;
+    float eps;
+    uint32_t *all_keys, *all_values;
+
+   public:
+    Projected(const Operation& op, const Step& step)
+        : step(step), heads(op.a), kv_heads(op.b), dim(op.c), pitch(pitch_of<T>((heads + 2 * kv_heads) * dim)),
+          rows(static_cast<E*>(const_cast<void*>(op.in))), norms(static_cast<const float*>(op.more)), eps(float(op.number)),
+          all_keys(static_cast<uint32_t*>(const_cast<void*>(op.extra))), all_values(static_cast<uint32_t*>(op.out)) {}
+
+    // Norms and rotates what a token has for a KV head, queries and key, and stores key and value.
+    void keep(int64_t token, int64_t head) const {
+        int64_t half = dim / 2, group = heads / kv_heads;
+        E* row = rows + token * pitch;
+        const float *c = step.cosines + step.positions[token] * half, *s = step.sines + step.positions[token] * half;
+        for (int64_t query = head * group; query < (head + 1) * group; ++query) turn<T>(row + query * dim, dim, norms, eps, c, s);
+        E* key = row + (heads + head) * dim;
+        const E* value = row + (heads + kv_heads + head) * dim;
+        turn<T>(key, dim, norms ? norms + dim : nullptr, eps, c, s);
+        int64_t slot = step.slots[token], lane = slot % LANES;
+        int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
+        // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
+        // first key of a block comes first, except among the tokens of this step, which other threads store.
+        if (lane == 0) {
+            auto* values = reinterpret_cast<E*>(all_values + place);
+            int64_t written = 1;
+            while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written) ++written;
+            for (int64_t later = written; later < LANES; ++later)
+                for (int64_t i = 0; i < dim; ++i) values[(later / T::PACK * dim + i) * T::PACK + later % T::PACK] = E(0);
+        }
+        store_key<T>(all_keys + place, key, dim, lane);
+        store_value<T>(all_values + place, value, dim, lane);
+    }
+
+    // Asks for the lines that keep() stores to.
+    void fetch_places(int64_t token) const {
         int64_t slot = step.slots[token];
-        if (token > begin && slot % LANES != 0 && step.slots[token - 1] == slot - 1) return;  // the same block
         for (int64_t head = 0; head < kv_heads; ++head) {
             int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
             for (int64_t word = 0; word < dim / T::PACK; ++word) __builtin_prefetch(all_keys + place + word * LANES, 1);
             const uint32_t* values = all_values + place + slot % LANES / T::PACK * dim;
             for (int64_t word = 0; word < dim; word += LANES) __builtin_prefetch(values + word, 1);
         }
+    }
+};
+
+// Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
+// has stored it reads from its own cache.
+template <class T>
+void qkv(const Operation& op, const Step& step, int member, int size) {
+    if (step.apart) return;
+    Projected<T> projected(op, step);
+    auto [begin, end] = share(step.tokens, member, size);
+    // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
+    // step: asked for one token ahead, they come while this one is turned.
+    auto is_near = [&](int64_t token) {  // in the block of the one before it
+        return token > begin && step.slots[token] % LANES != 0 && step.slots[token - 1] == step.slots[token] - 1;
     };
-    if (begin < end) fetch_places(begin);
+    if (begin < end) projected.fetch_places(begin);
     for (int64_t token = begin; token < end; ++token) {
-        if (token + 1 < end) fetch_places(token + 1);
-        E* row = static_cast<E*>(const_cast<void*>(op.in)) + token * pitch;
-        const float *c = step.cosines + step.positions[token] * half, *s = step.sines + step.positions[token] * half;
-        for (int64_t head = 0; head < heads; ++head) turn<T>(row + head * dim, dim, norms, float(op.number), c, s);
-        int64_t slot = step.slots[token], lane = slot % LANES;
-        for (int64_t head = 0; head < kv_heads; ++head) {
-            E* key = row + (heads + head) * dim;
-            const E* value = row + (heads + kv_heads + head) * dim;
-            turn<T>(key, dim, norms ? norms + dim : nullptr, float(op.number), c, s);
-            int64_t place = block_words<T>(slot, head, kv_heads, dim, step.block_size);
-            // Weights of keys not written yet are 0, but 0 times what an earlier owner left may not be. The
-            // first key of a block comes first, except among the tokens of this step, which other threads store.
-            if (lane == 0) {
-                auto* values = reinterpret_cast<E*>(all_values + place);
-                int64_t written = 1;
-                while (written < LANES && token + written < step.tokens && step.slots[token + written] == slot + written)
-                    ++written;
-                for (int64_t later = written; later < LANES; ++later)
-                    for (int64_t i = 0; i < dim; ++i) values[(later / T::PACK * dim + i) * T::PACK + later % T::PACK] = E(0);
-            }
-            store_key<T>(all_keys + place, key, dim, lane);
-            store_value<T>(all_values + place, value, dim, lane);
-        }
+        if (token + 1 < end && !is_near(token + 1)) projected.fetch_places(token + 1);
+        for (int64_t head = 0; head < op.b; ++head) projected.keep(token, head);
     }
 }
 
@@ -308,7 +331,7 @@ void look_up(const Operation& op, const Step& step, int64_t number, AttentionTas
     }
 }
 
-// While a task is computed, memory is asked for what the next one reads and this step has not written.
+// While a task is computed, memory is asked for what the next one reads and no other thread writes in this step.
 template <class T, class Tile, int MOST>
 void attend_to(const Operation& op, const Step& step, const AttentionTask& task, AttentionTask& next, Wanted& wanted) {
     using E = typename T::Element;
@@ -322,7 +345,9 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
     tile.weights = reinterpret_cast<E*>(tile.scores + MOST * tile.length);
     tile.wanted = &wanted;
     wanted.clear();
-    int64_t cached = next.queries == 0 || next.same_keys(task) ? 0 : (step.starts[next.row] - next.begin + LANES - 1) / LANES;
+    int64_t cached = next.queries == 0 || next.same_keys(task) ? 0
+                     : step.apart                              ? next.blocks()
+                                                               : (step.starts[next.row] - next.begin + LANES - 1) / LANES;
     for (next.asked = 0; next.asked < std::min(cached, next.blocks()) && !wanted.full(); ++next.asked) {
         wanted.add(tile.keys + next.places[next.asked], LANES * dim / T::PACK * 4);
         wanted.add(tile.values + next.places[next.asked], LANES * dim / T::PACK * 4);
@@ -345,29 +370,38 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
     }
 }
 
-// All tasks, shared out among the threads.
+// All tasks, shared out among the threads. A thread takes some that follow one another, KV heads of the same queries: what
+// these have in a block lies side by side.
 template <class T, class Tile, int MOST>
-void attend_to_all(const Operation& op, const Step& step, Team& team) {
+void attend_to_all(const Operation& op, const Operation& before, const Step& step, Team& team) {
     thread_local AttentionTask now, next;
     thread_local Wanted wanted;
-    for (look_up<T>(op, step, team.take(1), now); now.queries > 0; std::swap(now, next)) {
-        look_up<T>(op, step, team.take(1), next);
+    Projected<T> projected(before, step);
+    int64_t together = std::clamp<int64_t>(step.num_tasks * op.b / (SHARES / 2 * team.size), 1, op.b), number = 0, left = 0;
+    auto look_up_next = [&](AttentionTask& task) {
+        if (left == 0) number = team.take(together), left = together;
+        --left;
+        look_up<T>(op, step, number++, task);
+    };
+    for (look_up_next(now); now.queries > 0; std::swap(now, next)) {
+        look_up_next(next);
+        if (step.apart) projected.keep(step.offsets[now.row], now.kv_head);
         attend_to<T, Tile, MOST>(op, step, now, next, wanted);
     }
 }
 
-// in: what qkv left; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
+// in: what qkv leaves, which is `before`; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
 template <class T>
-void attend(const Operation& op, const Step& step, Team& team) {
+void attend(const Operation& op, const Operation& before, const Step& step, Team& team) {
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     if constexpr (T::PACK == 2) {
         if (AttendedInTiles::fits(op.c)) {
             TileScope shapes(AttendedInTiles::SHAPES);
-            return attend_to_all<T, AttendedInTiles, TILE>(op, step, team);
+            return attend_to_all<T, AttendedInTiles, TILE>(op, before, step, team);
         }
     }
 #endif
-    attend_to_all<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, step, team);
+    attend_to_all<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, before, step, team);
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ struct Step {
     const int32_t* tasks;        // [num_tasks, 3] row, first query, queries
     double* seconds;             // [kinds] time spent is added here, if given
     int64_t choose;              // whether BEST is wanted
+    int64_t apart;               // rows have one token each, and none reads what another one of this step stores
 };
 
 }  // namespace

@@ -27,6 +27,7 @@ class GoingOn:
     ) -> None:
         """``arguments`` point to the arrays of the others, which are changed from now on."""
         self.arguments = arguments
+        arguments.array["apart"] = 1  # none of these rows comes anew, to share a block that another one fills
         self.size = len(input_ids)
         self._ids, self._slots, self._tables = input_ids, plan.slots, plan.tables
         self._positions, self._starts = packed.positions, packed.starts

@@ -24,7 +24,7 @@ _OPERATION = np.dtype(
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
-        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose"
+        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart"
     )]
 )  # fmt: skip
 EXCHANGE = np.dtype(

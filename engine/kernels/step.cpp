@@ -159,7 +159,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case NORM: norm<T>(op, step, member, threads); break;
                 case LINEAR: linear<T>(op, step, team); break;
                 case QKV: qkv<T>(op, step, member, threads); break;
-                case ATTEND: attend<T>(op, step, team); break;
+                case ATTEND: attend<T>(op, operations[number - 1], step, team); break;  // behind its QKV
                 case GATED: gated<T>(op, step, team); break;
                 case ROUTE: route<T>(op, step, member, threads); break;
                 case SORT: sort_pairs<T>(op, team, member, threads); break;
