@@ -58,30 +58,63 @@ void meet(const Operation& op, int64_t which, Team& team) {
 }
 
 // in: logits as float [tokens, n]; out: weights [tokens, k] as float; extra: ids [tokens, k] int64.
-// Softmax over all, the k largest in descending order, divided by their sum if ADD.
+// Softmax over all, the k largest in descending order (the first one of equals), divided by their sum if ADD.
 template <class T>
 void route(const Operation& op, const Step& step, int member, int size) {
     auto [begin, end] = share(step.tokens, member, size);
     auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra));
-    for (int64_t token = begin; token < end; ++token) {
-        const float* logits = static_cast<const float*>(op.in) + token * op.n;
-        float* weights = static_cast<float*>(op.out) + token * op.k;
-        int64_t* chosen = ids + token * op.k;
-        float peak = -INFINITY, total = 0.f, sum = 0.f;
-        for (int64_t expert = 0; expert < op.n; ++expert) peak = std::max(peak, T::rounded(logits[expert]));
-        for (int64_t expert = 0; expert < op.n; ++expert) total += std::exp(T::rounded(logits[expert]) - peak);
-        for (int64_t place = 0; place < op.k; ++place) {
-            int64_t best = -1;
-            for (int64_t expert = 0; expert < op.n; ++expert) {
-                if (std::find(chosen, chosen + place, expert) != chosen + place) continue;
-                if (best < 0 || T::rounded(logits[expert]) > T::rounded(logits[best])) best = expert;
+    thread_local std::vector<float> line;
+    thread_local std::vector<__mmask16> left;  // experts not chosen yet, 16 by 16
+    int64_t parts = (op.n + LANES - 1) / LANES;
+    line.resize(size_t(parts * LANES)), left.resize(size_t(parts));
+    auto values = [&](int64_t part) { return _mm512_loadu_ps(line.data() + part * LANES); };
+    auto greatest = [&] {
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        for (int64_t part = 0; part < parts; ++part) most = _mm512_mask_max_ps(most, left[part], most, values(part));
+        return _mm512_reduce_max_ps(most);
+    };
+    auto choose = [&](float value) {
+        for (bool any : {false, true})  // any: where nothing is equal, for it is no number
+            for (int64_t part = 0; part < parts; ++part) {
+                auto found = any ? left[part] : _mm512_mask_cmp_ps_mask(left[part], values(part), _mm512_set1_ps(value), _CMP_EQ_OQ);
+                if (found == 0) continue;
+                int lane = __builtin_ctz(found);
+                left[part] = __mmask16(left[part] & ~(1u << lane));
+                return part * LANES + lane;
             }
-            chosen[place] = best;
-            weights[place] = std::exp(T::rounded(logits[best]) - peak) / total;
-            sum += weights[place];
+        return int64_t(0);
+    };
+    for (int64_t token = begin; token < end; ++token) {
+        float* weights = static_cast<float*>(op.out) + token * op.k;
+        for (int64_t part = 0; part < parts; ++part) {
+            left[part] = lanes_of(int(op.n - part * LANES));
+            const float* logits = static_cast<const float*>(op.in) + token * op.n + part * LANES;
+            _mm512_storeu_ps(line.data() + part * LANES, T::rounded(_mm512_maskz_loadu_ps(left[part], logits)));
         }
-        for (int64_t place = 0; place < op.k; ++place)
-            weights[place] = T::rounded(op.flags & ADD ? weights[place] / sum : weights[place]);
+        __m512 peak = _mm512_set1_ps(greatest()), sum = _mm512_setzero_ps();
+        for (int64_t part = 0; part < parts; ++part)
+            sum = _mm512_mask_add_ps(sum, left[part], sum, exp_ps(_mm512_sub_ps(values(part), peak)));
+        float total = _mm512_reduce_add_ps(sum);
+        for (int64_t place = 0; place < op.k; ++place) {
+            int64_t expert = choose(greatest());
+            ids[token * op.k + place] = expert;
+            weights[place] = line[size_t(expert)];
+        }
+        auto for_weights = [&](auto change) {
+            for (int64_t place = 0; place < op.k; place += LANES) {
+                __mmask16 lanes = lanes_of(int(op.k - place));
+                __m512 weight = _mm512_maskz_loadu_ps(lanes, weights + place);
+                _mm512_mask_storeu_ps(weights + place, lanes, change(weight, lanes));
+            }
+        };
+        float chosen = 0.f;
+        for_weights([&](__m512 weight, __mmask16 lanes) {
+            weight = _mm512_div_ps(exp_ps(_mm512_sub_ps(weight, peak)), _mm512_set1_ps(total));
+            chosen += _mm512_mask_reduce_add_ps(lanes, weight);
+            return weight;
+        });
+        __m512 by = _mm512_set1_ps(op.flags & ADD ? chosen : 1.f);
+        for_weights([&](__m512 weight, __mmask16) { return T::rounded(_mm512_div_ps(weight, by)); });
     }
 }
 

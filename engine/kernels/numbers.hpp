@@ -23,7 +23,7 @@ struct Float {
     static __m512 load(const float* from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
     static void store(float* to, __m512 value, __mmask16 lanes) { _mm512_mask_storeu_ps(to, lanes, value); }
     static float one(float value) { return value; }
-    static float rounded(float value) { return value; }
+    static __m512 rounded(__m512 value) { return value; }
 };
 
 struct BFloat16 {
@@ -45,12 +45,9 @@ struct BFloat16 {
         std::memcpy(&result, &bits, 4);
         return result;
     }
-    static float rounded(float value) {  // to the nearest bfloat16, ties to even
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-        std::memcpy(&value, &bits, 4);
-        return value;
+    static __m512 rounded(__m512 value) {  // to the nearest bfloat16, ties to even
+        __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
 };
 
