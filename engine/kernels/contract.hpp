@@ -25,29 +25,37 @@ struct Share {
 };
 Share share(int64_t total, int member, int size) { return {total * member / size, total * (member + 1) / size}; }
 
+// The threads that go through a step. One begins; the others join between two operations, once the system gives them a core:
+// where a router or a client has work just then, nobody waits for theirs.
 struct Team {
-    int size;
+    int size = 1;                  // members of the operation under way
     std::atomic<int> arrived{0};
     std::atomic<int> phase{0};
     std::atomic<int> asleep{0};
     std::atomic<int64_t> next{0};  // tasks handed out in this phase
     std::atomic<bool> failed{false};  // the step cannot come to its end
+    std::atomic<int> asked{0};     // threads that want to join so far
+    std::atomic<int> joined{0};    // those that may
+    int64_t operation = 0;         // with which those that joined last begin
+    std::atomic<bool> over{false};
 
-    explicit Team(int threads) : size(threads) {}
-
-    // All threads have passed all that is before it; the task counter starts again. Whoever waits for long sleeps:
+    // All members have passed all that is before it; the task counter starts again. Whoever waits for long sleeps:
     // on cores that others use, too, a thread that spins would use up the time that the one it waits for needs.
-    void wait() {
+    // `following`: the operation that is behind it, for those who join, or -1 within one.
+    void wait(int64_t following = -1) {
         if (size == 1) {
             next.store(0, std::memory_order_relaxed);
+            if (following >= 0) let_in(following);
             return;
         }
-        int mine = phase.load(std::memory_order_relaxed);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+        int mine = phase.load(std::memory_order_relaxed), members = size;
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
             arrived.store(0, std::memory_order_relaxed);
             next.store(0, std::memory_order_relaxed);
+            if (following >= 0) make_room(following);
             phase.store(mine + 1, std::memory_order_seq_cst);
-            if (asleep.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, size, nullptr);
+            if (asleep.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, members, nullptr);
+            joined.store(size - 1, std::memory_order_release);
             return;
         }
         for (int spins = 0; spins < SPINS; ++spins) {
@@ -58,6 +66,19 @@ struct Team {
         const timespec at_most{0, TEAM_SLEEP};
         while (phase.load(std::memory_order_seq_cst) == mine) futex(FUTEX_WAIT_PRIVATE, mine, &at_most);
         asleep.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    // Of a thread that does not begin the step: its number, and with which operation it begins; 0 if the step is over.
+    int join(int64_t& first) {
+        sched_yield();  // to whoever waits for this core
+        int mine = asked.fetch_add(1, std::memory_order_relaxed) + 1;
+        for (int spins = 0; joined.load(std::memory_order_acquire) < mine; ++spins) {
+            if (over.load(std::memory_order_acquire)) return 0;
+            if (spins < SPINS) _mm_pause();
+            else sched_yield();
+        }
+        first = operation;
+        return mine;
     }
     int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
 
@@ -78,6 +99,14 @@ struct Team {
     }
 
    private:
+    void make_room(int64_t following) {
+        int wanted = 1 + asked.load(std::memory_order_relaxed);
+        if (wanted > size) size = wanted, operation = following;
+    }
+    void let_in(int64_t following) {
+        make_room(following);
+        if (size > 1) joined.store(size - 1, std::memory_order_release);
+    }
     void futex(int what, int value, const timespec* at_most) {
         static_assert(sizeof(phase) == sizeof(int));
         syscall(SYS_futex, &phase, what, value, at_most, nullptr, 0);

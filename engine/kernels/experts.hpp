@@ -121,7 +121,7 @@ void route(const Operation& op, const Step& step, int member, int size) {
 // extra: the exchange. Sorts the pairs of all members whose experts are here by expert, says in the arena where the
 // result of each will be, and copies their rows together.
 template <class T>
-void sort_pairs(const Operation& op, Team& team, int member, int size) {
+void sort_pairs(const Operation& op, Team& team, int member) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden);
@@ -149,8 +149,8 @@ void sort_pairs(const Operation& op, Team& team, int member, int size) {
             exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * pitch * sizeof(E);
         });
     }
-    if (size > 1) team.wait();
-    auto [begin, end] = share(begins[exchange.num_local], member, size);
+    team.wait();
+    auto [begin, end] = share(begins[exchange.num_local], member, team.size);
     for (int64_t pair = begin; pair < end; ++pair)
         std::memcpy(static_cast<E*>(exchange.gathered) + pair * pitch, exchange.sources[pair], exchange.hidden * sizeof(E));
 }

@@ -148,32 +148,32 @@ void best(const Operation& op, const Step& step, int member, int size) {
 // False if the step did not come to its end.
 template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
-    Team team(threads);
-    auto work = [&](int member) {
+    Team team;
+    auto work = [&](int member, int64_t first) {
         TileUse tiles(use_tiles<T>());
         auto began = std::chrono::steady_clock::now();
-        for (int64_t number = 0; number < count; ++number) {
+        for (int64_t number = first; number < count; ++number) {
             const Operation& op = operations[number];
             switch (op.kind) {
-                case EMBED: embed<T>(op, step, member, threads); break;
-                case NORM: norm<T>(op, step, member, threads); break;
+                case EMBED: embed<T>(op, step, member, team.size); break;
+                case NORM: norm<T>(op, step, member, team.size); break;
                 case LINEAR: linear<T>(op, step, team); break;
-                case QKV: qkv<T>(op, step, member, threads); break;
+                case QKV: qkv<T>(op, step, member, team.size); break;
                 case ATTEND: attend<T>(op, operations[number - 1], step, team); break;  // behind its QKV
                 case GATED: gated<T>(op, step, team); break;
-                case ROUTE: route<T>(op, step, member, threads); break;
-                case SORT: sort_pairs<T>(op, team, member, threads); break;
+                case ROUTE: route<T>(op, step, member, team.size); break;
+                case SORT: sort_pairs<T>(op, team, member); break;
                 case EXPERTS_UP: experts_up<T>(op, team); break;
                 case EXPERTS_DOWN: experts_down<T>(op, team); break;
-                case COMBINE: combine<T>(op, step, member, threads); break;
-                case SELECT: select<T>(op, step, member, threads); break;
+                case COMBINE: combine<T>(op, step, member, team.size); break;
+                case SELECT: select<T>(op, step, member, team.size); break;
                 case OFFER: if (member == 0) publish(op, OFFERED); break;
                 case MEET: if (member == 0) meet(op, OFFERED, team); break;
                 case RETURN: if (member == 0) publish(op, RETURNED); break;
                 case HOME: if (member == 0) meet(op, RETURNED, team); break;
-                case BEST: best(op, step, member, threads); break;
+                case BEST: best(op, step, member, team.size); break;
             }
-            team.wait();
+            team.wait(number + 1);
             if (team.failed.load(std::memory_order_relaxed)) return;
             if (member == 0 && step.seconds != nullptr) {
                 auto now = std::chrono::steady_clock::now();
@@ -182,11 +182,20 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
             }
         }
     };
+    auto begin = [&] {
+        work(0, 0);
+        team.over.store(true, std::memory_order_release);
+    };
+    auto join = [&] {
+        int64_t first = 0;
+        int member = team.join(first);
+        if (member > 0) work(member, first);
+    };
     if (threads == 1) {
-        work(0);
+        begin();
     } else {
 #pragma omp parallel num_threads(threads)
-        work(omp_get_thread_num());
+        omp_get_thread_num() == 0 ? begin() : join();
     }
     return !team.failed.load(std::memory_order_relaxed);
 }
