@@ -125,20 +125,21 @@ class Projected {
 // Queries, keys and values of all tokens. Where no row reads what another one of this step stores, ATTEND does it: what a thread
 // has stored it reads from its own cache.
 template <class T>
-void qkv(const Operation& op, const Step& step, int member, int size) {
+void qkv(const Operation& op, const Step& step, Work& work) {
     if (step.apart) return;
     Projected<T> projected(op, step);
-    auto [begin, end] = share(step.tokens, member, size);
     // Where a token goes is known long before it does, and in decode nothing has touched those lines since the last
     // step: asked for one token ahead, they come while this one is turned.
     auto is_near = [&](int64_t token) {  // in the block of the one before it
-        return token > begin && step.slots[token] % LANES != 0 && step.slots[token - 1] == step.slots[token] - 1;
+        return step.slots[token] % LANES != 0 && step.slots[token - 1] == step.slots[token] - 1;
     };
-    if (begin < end) projected.fetch_places(begin);
-    for (int64_t token = begin; token < end; ++token) {
-        if (token + 1 < end && !is_near(token + 1)) projected.fetch_places(token + 1);
-        for (int64_t head = 0; head < op.b; ++head) projected.keep(token, head);
-    }
+    work.share_out(step.tokens, step.tokens, [&](Share now, Share) {
+        projected.fetch_places(now.begin);
+        for (int64_t token = now.begin; token < now.end; ++token) {
+            if (token + 1 < now.end && !is_near(token + 1)) projected.fetch_places(token + 1);
+            for (int64_t head = 0; head < op.b; ++head) projected.keep(token, head);
+        }
+    });
 }
 
 // What a thread needs for the scores and weights of a tile; grows.
@@ -373,13 +374,13 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
 // All tasks, shared out among the threads. A thread takes some that follow one another, KV heads of the same queries: what
 // these have in a block lies side by side.
 template <class T, class Tile, int MOST>
-void attend_to_all(const Operation& op, const Operation& before, const Step& step, Team& team) {
+void attend_to_all(const Operation& op, const Operation& before, const Step& step, Work& work) {
     thread_local AttentionTask now, next;
     thread_local Wanted wanted;
     Projected<T> projected(before, step);
-    int64_t together = std::clamp<int64_t>(step.num_tasks * op.b / (SHARES / 2 * team.size), 1, op.b), number = 0, left = 0;
+    int64_t together = std::clamp<int64_t>(step.num_tasks * op.b / (SHARES / 2 * work.size), 1, op.b), number = 0, left = 0;
     auto look_up_next = [&](AttentionTask& task) {
-        if (left == 0) number = team.take(together), left = together;
+        if (left == 0) number = work.take(together), left = together;
         --left;
         look_up<T>(op, step, number++, task);
     };
@@ -392,16 +393,16 @@ void attend_to_all(const Operation& op, const Operation& before, const Step& ste
 
 // in: what qkv leaves, which is `before`; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
 template <class T>
-void attend(const Operation& op, const Operation& before, const Step& step, Team& team) {
+void attend(const Operation& op, const Operation& before, const Step& step, Work& work) {
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     if constexpr (T::PACK == 2) {
         if (AttendedInTiles::fits(op.c)) {
             TileScope shapes(AttendedInTiles::SHAPES);
-            return attend_to_all<T, AttendedInTiles, TILE>(op, before, step, team);
+            return attend_to_all<T, AttendedInTiles, TILE>(op, before, step, work);
         }
     }
 #endif
-    attend_to_all<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, before, step, team);
+    attend_to_all<T, Attended<T, MAX_ROWS>, MAX_ROWS>(op, before, step, work);
 }
 
 }  // namespace

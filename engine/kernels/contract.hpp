@@ -10,77 +10,29 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <ctime>
+#include <vector>
 
 namespace {
 
-constexpr int SPINS = 1000;    // before a waiting thread offers its core to others: about what a wake costs
+constexpr int SHORT_SPINS = 16;  // before a waiting thread offers its core to others, who run if they are ready to
+constexpr int SPINS = 1000;      // before it sleeps: about what a wake costs
 constexpr long TEAM_SLEEP = 10'000'000;  // nanoseconds, should a wake be lost
-constexpr int SHARES = 8;      // that a thread takes of an operation, one after the other
+constexpr int SHARES = 8;        // that a thread takes of an operation, one after the other
 
 struct Share {
     int64_t begin, end;
     int64_t size() const { return std::max<int64_t>(0, end - begin); }
 };
-Share share(int64_t total, int member, int size) { return {total * member / size, total * (member + 1) / size}; }
 
-// The threads that go through a step. One begins; the others join between two operations, once the system gives them a core:
-// where a router or a client has work just then, nobody waits for theirs.
-struct Team {
-    int size = 1;                  // members of the operation under way
-    std::atomic<int> arrived{0};
-    std::atomic<int> phase{0};
-    std::atomic<int> asleep{0};
-    std::atomic<int64_t> next{0};  // tasks handed out in this phase
-    std::atomic<bool> failed{false};  // the step cannot come to its end
-    std::atomic<int> asked{0};     // threads that want to join so far
-    std::atomic<int> joined{0};    // those that may
-    int64_t operation = 0;         // with which those that joined last begin
-    std::atomic<bool> over{false};
+// The operation under way, for one of the threads that go through it.
+struct Work {
+    std::atomic<int64_t>& taken;  // parts handed out so far
+    const int size;               // threads that may take some
 
-    // All members have passed all that is before it; the task counter starts again. Whoever waits for long sleeps:
-    // on cores that others use, too, a thread that spins would use up the time that the one it waits for needs.
-    // `following`: the operation that is behind it, for those who join, or -1 within one.
-    void wait(int64_t following = -1) {
-        if (size == 1) {
-            next.store(0, std::memory_order_relaxed);
-            if (following >= 0) let_in(following);
-            return;
-        }
-        int mine = phase.load(std::memory_order_relaxed), members = size;
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
-            arrived.store(0, std::memory_order_relaxed);
-            next.store(0, std::memory_order_relaxed);
-            if (following >= 0) make_room(following);
-            phase.store(mine + 1, std::memory_order_seq_cst);
-            if (asleep.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, members, nullptr);
-            joined.store(size - 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; spins < SPINS; ++spins) {
-            if (phase.load(std::memory_order_acquire) != mine) return;
-            _mm_pause();
-        }
-        asleep.fetch_add(1, std::memory_order_seq_cst);
-        const timespec at_most{0, TEAM_SLEEP};
-        while (phase.load(std::memory_order_seq_cst) == mine) futex(FUTEX_WAIT_PRIVATE, mine, &at_most);
-        asleep.fetch_sub(1, std::memory_order_relaxed);
-    }
-
-    // Of a thread that does not begin the step: its number, and with which operation it begins; 0 if the step is over.
-    int join(int64_t& first) {
-        sched_yield();  // to whoever waits for this core
-        int mine = asked.fetch_add(1, std::memory_order_relaxed) + 1;
-        for (int spins = 0; joined.load(std::memory_order_acquire) < mine; ++spins) {
-            if (over.load(std::memory_order_acquire)) return 0;
-            if (spins < SPINS) _mm_pause();
-            else sched_yield();
-        }
-        first = operation;
-        return mine;
-    }
-    int64_t take(int64_t count) { return next.fetch_add(count, std::memory_order_relaxed); }
+    int64_t take(int64_t count) { return taken.fetch_add(count, std::memory_order_relaxed); }
 
     // body(part, next) for parts of 0 ... total, of at most `most`: every thread takes some and comes back for more, so
     // that one which has to share its core with another process holds up no more than those. It takes the next part, which
@@ -97,26 +49,91 @@ struct Team {
             body(now, next);
         }
     }
+    // body(row) for each of so many.
+    template <class Body>
+    void for_each(int64_t rows, Body body) {
+        share_out(rows, rows, [&](Share now, Share) {
+            for (int64_t row = now.begin; row < now.end; ++row) body(row);
+        });
+    }
+};
 
-   private:
-    void make_room(int64_t following) {
-        int wanted = 1 + asked.load(std::memory_order_relaxed);
-        if (wanted > size) size = wanted, operation = following;
-    }
-    void let_in(int64_t following) {
-        make_room(following);
-        if (size > 1) joined.store(size - 1, std::memory_order_release);
-    }
+// The threads that go through the operations of a step, one after the other. Whoever has a core takes part: an operation is over
+// when all of it is taken and nobody is inside any more, so that a thread is waited for while it computes some of it, and only
+// then. Where a router or a client needs its core, it gets that between two operations, and the others go on.
+class Team {
+    static constexpr int INSIDE = 16;         // bits
+    std::atomic<uint64_t> state{0};           // the operation under way, then how many are inside
+    std::atomic<int> passed{0};               // operations; what those wait for who sleep
+    std::atomic<int> asleep{0};
+    std::vector<std::atomic<int64_t>> taken;  // of each operation
+    std::vector<std::atomic<int64_t>> ends;   // nanoseconds
+
+    static int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+    int64_t under_way() const { return int64_t(state.load(std::memory_order_acquire) >> INSIDE); }
     void futex(int what, int value, const timespec* at_most) {
-        static_assert(sizeof(phase) == sizeof(int));
-        syscall(SYS_futex, &phase, what, value, at_most, nullptr, 0);
+        static_assert(sizeof(passed) == sizeof(int));
+        syscall(SYS_futex, &passed, what, value, at_most, nullptr, 0);
+    }
+
+   public:
+    const int size;
+    const int64_t began = now();
+    std::atomic<bool> failed{false};          // the step cannot come to its end
+
+    Team(int64_t operations, int threads) : taken(size_t(operations)), ends(size_t(operations)), size(threads) {}
+
+    // Go inside of an operation; false if it is over.
+    bool enter(int64_t number) {
+        uint64_t seen = state.load(std::memory_order_acquire);
+        while (int64_t(seen >> INSIDE) == number)
+            if (state.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) return true;
+        return false;
+    }
+    Work work(int64_t number) { return {taken[size_t(number)], size}; }
+
+    // All of it is taken. Whoever leaves last begins the next one, unless somebody has come meanwhile, who will.
+    void leave(int64_t number) {
+        uint64_t empty = uint64_t(number) << INSIDE;
+        if (state.fetch_sub(1, std::memory_order_acq_rel) - 1 != empty) return;
+        ends[size_t(number)].store(now(), std::memory_order_relaxed);
+        uint64_t following = failed.load(std::memory_order_relaxed) ? taken.size() : uint64_t(number) + 1;
+        if (!state.compare_exchange_strong(empty, following << INSIDE, std::memory_order_seq_cst)) return;
+        passed.fetch_add(1, std::memory_order_seq_cst);
+        if (asleep.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE_PRIVATE, size, nullptr);
+    }
+
+    // Waits until an operation is over; returns the one under way. Whoever waits offers its core, and sleeps in the end: a thread
+    // that spins would use up the time that the one it waits for needs.
+    int64_t behind(int64_t number) {
+        for (int spins = 0; spins < SPINS; ++spins) {
+            if (int64_t found = under_way(); found > number) return found;
+            spins == SHORT_SPINS ? void(sched_yield()) : _mm_pause();
+        }
+        asleep.fetch_add(1, std::memory_order_seq_cst);
+        const timespec at_most{0, TEAM_SLEEP};
+        for (;;) {
+            int seen = passed.load(std::memory_order_seq_cst);
+            if (under_way() > number) break;
+            futex(FUTEX_WAIT_PRIVATE, seen, &at_most);
+        }
+        asleep.fetch_sub(1, std::memory_order_relaxed);
+        return under_way();
+    }
+
+    // Of an operation, when all are over.
+    double seconds(int64_t number) const {
+        int64_t from = number == 0 ? began : ends[size_t(number) - 1].load(std::memory_order_relaxed);
+        return 1e-9 * double(ends[size_t(number)].load(std::memory_order_relaxed) - from);
     }
 };
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, BEST
+    OFFER, MEET, RETURN, HOME, BEST, GATHER
 };
+// Of the thread that the caller called in: it may call back.
+constexpr bool is_callers(int64_t kind) { return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME; }
 
 struct Operation {
     int64_t kind;

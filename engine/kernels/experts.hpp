@@ -60,8 +60,7 @@ void meet(const Operation& op, int64_t which, Team& team) {
 // in: logits as float [tokens, n]; out: weights [tokens, k] as float; extra: ids [tokens, k] int64.
 // Softmax over all, the k largest in descending order (the first one of equals), divided by their sum if ADD.
 template <class T>
-void route(const Operation& op, const Step& step, int member, int size) {
-    auto [begin, end] = share(step.tokens, member, size);
+void route(const Operation& op, const Step& step, Work& work) {
     auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra));
     thread_local std::vector<float> line;
     thread_local std::vector<__mmask16> left;  // experts not chosen yet, 16 by 16
@@ -84,7 +83,7 @@ void route(const Operation& op, const Step& step, int member, int size) {
             }
         return int64_t(0);
     };
-    for (int64_t token = begin; token < end; ++token) {
+    work.for_each(step.tokens, [&](int64_t token) {
         float* weights = static_cast<float*>(op.out) + token * op.k;
         for (int64_t part = 0; part < parts; ++part) {
             left[part] = lanes_of(int(op.n - part * LANES));
@@ -115,13 +114,14 @@ void route(const Operation& op, const Step& step, int member, int size) {
         });
         __m512 by = _mm512_set1_ps(op.flags & ADD ? chosen : 1.f);
         for_weights([&](__m512 weight, __mmask16) { return T::rounded(_mm512_div_ps(weight, by)); });
-    }
+    });
 }
 
-// extra: the exchange. Sorts the pairs of all members whose experts are here by expert, says in the arena where the
-// result of each will be, and copies their rows together.
+// extra: the exchange. Sorts the pairs of all members whose experts are here by expert, and says in the arena where the
+// result of each will be.
 template <class T>
-void sort_pairs(const Operation& op, Team& team, int member) {
+void sort_pairs(const Operation& op, Work& work) {
+    if (work.take(1) > 0) return;  // by one thread
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden);
@@ -133,26 +133,31 @@ void sort_pairs(const Operation& op, Team& team, int member) {
                 if (exchange.owners[ids[pair]] == exchange.rank) body(home, pair, number, ids[pair]);
         }
     };
-    if (member == 0) {
-        std::fill(begins, begins + exchange.num_local + 1, 0);
-        for_pairs([&](int64_t, int64_t, int64_t, int64_t expert) {
-            ++begins[exchange.numbers[expert] + 1];
-            if (exchange.counted != nullptr) ++exchange.counted[expert];
-        });
-        for (int64_t expert = 0; expert < exchange.num_local; ++expert) begins[expert + 1] += begins[expert];
-        thread_local std::vector<int64_t> next;
-        next.assign(begins, begins + exchange.num_local);
-        auto* places = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank] + exchange.places_at);
-        for_pairs([&](int64_t home, int64_t pair, int64_t number, int64_t expert) {
-            int64_t place = next[exchange.numbers[expert]]++;
-            places[number] = place;
-            exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * pitch * sizeof(E);
-        });
-    }
-    team.wait();
-    auto [begin, end] = share(begins[exchange.num_local], member, team.size);
-    for (int64_t pair = begin; pair < end; ++pair)
+    std::fill(begins, begins + exchange.num_local + 1, 0);
+    for_pairs([&](int64_t, int64_t, int64_t, int64_t expert) {
+        ++begins[exchange.numbers[expert] + 1];
+        if (exchange.counted != nullptr) ++exchange.counted[expert];
+    });
+    for (int64_t expert = 0; expert < exchange.num_local; ++expert) begins[expert + 1] += begins[expert];
+    thread_local std::vector<int64_t> next;
+    next.assign(begins, begins + exchange.num_local);
+    auto* places = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank] + exchange.places_at);
+    for_pairs([&](int64_t home, int64_t pair, int64_t number, int64_t expert) {
+        int64_t place = next[exchange.numbers[expert]]++;
+        places[number] = place;
+        exchange.sources[place] = exchange.arenas[home] + exchange.rows_at + pair / k * pitch * sizeof(E);
+    });
+}
+
+// extra: the exchange. Copies the rows of the sorted pairs together.
+template <class T>
+void gather(const Operation& op, Work& work) {
+    using E = typename T::Element;
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    int64_t pitch = pitch_of<T>(exchange.hidden);
+    work.for_each(exchange.begins[exchange.num_local], [&](int64_t pair) {
         std::memcpy(static_cast<E*>(exchange.gathered) + pair * pitch, exchange.sources[pair], exchange.hidden * sizeof(E));
+    });
 }
 
 // Some panels of an expert, and the rows that go through them.
@@ -160,10 +165,10 @@ struct ExpertTask { int64_t expert, part, first, rows; };
 
 // Calls body(task, next) for all parts of experts that have rows, shared out among the threads. There is no next if it has no rows.
 template <class Body>
-void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Team& team, Body body) {
+void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Work& work, Body body) {
     auto take = [&] {
         for (;;) {
-            int64_t number = team.take(1), expert = number / parts;
+            int64_t number = work.take(1), expert = number / parts;
             if (expert >= num_experts) return ExpertTask{};
             int64_t first = begins[expert], rows = begins[expert + 1] - first;
             if (rows > 0) return ExpertTask{expert, number % parts, first, rows};
@@ -178,7 +183,7 @@ void for_experts(const int64_t* begins, int64_t num_experts, int64_t parts, Team
 // out [rows, n] = silu(gate) * up of in [rows, k], rows sorted by expert; weights by expert: gate's panels, then up's.
 // extra: first row of each expert; a: experts
 template <class T>
-void experts_up(const Operation& op, Team& team) {
+void experts_up(const Operation& op, Work& work) {
     using E = typename T::Element;
     constexpr int64_t TOGETHER = 2;  // panels: 32 outputs are a line of the cache, which two threads must not write to at once
     int64_t panels = (op.n + LANES - 1) / LANES;
@@ -186,7 +191,7 @@ void experts_up(const Operation& op, Team& team) {
     Weights weights(op, op.k / T::PACK);
     auto gate_of = [&](const ExpertTask& task) { return task.expert * 2 * panels + TOGETHER * task.part; };
     auto panels_at = [&](int64_t gate) { return Panels{weights.panel(gate), weights.panel(gate + panels)}; };
-    for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, team,
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, (panels + TOGETHER - 1) / TOGETHER, work,
                 [&](const ExpertTask& now, const ExpertTask& next) {
         auto count_of = [&](const ExpertTask& task) { return std::min(TOGETHER, panels - TOGETHER * task.part); };
         int64_t gate = gate_of(now), then = next.rows > 0 ? gate_of(next) : gate, count = count_of(now);
@@ -204,7 +209,7 @@ void experts_up(const Operation& op, Team& team) {
 
 // out [rows, n] = in [rows, k] x weights of its expert
 template <class T>
-void experts_down(const Operation& op, Team& team) {
+void experts_down(const Operation& op, Work& work) {
     using E = typename T::Element;
     int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     struct Columns {
@@ -219,7 +224,7 @@ void experts_down(const Operation& op, Team& team) {
     Weights weights(op, op.k / T::PACK);
     auto panel_of = [&](const ExpertTask& task) { return (task.expert * pairs + task.part) * 2; };
     auto panels_at = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panel + 1)}; };
-    for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, team, [&](const ExpertTask& now, const ExpertTask& next) {
+    for_experts(static_cast<const int64_t*>(op.extra), op.a, pairs, work, [&](const ExpertTask& now, const ExpertTask& next) {
         int64_t column = 2 * now.part * LANES, panel = panel_of(now), then = next.rows > 0 ? panel_of(next) : panel;
         products.want(weights, {then}, next.rows > 0 ? 2 : 0, warm_tiles<T>(op.k, now.rows));
         products.multiply(static_cast<const E*>(op.in) + now.first * pitch_of<T>(op.k), op.k, now.rows, panels_at(panel),
@@ -234,17 +239,16 @@ void experts_down(const Operation& op, Team& team) {
 // out [tokens, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.
 // extra: the exchange
 template <class T>
-void combine(const Operation& op, const Step& step, int member, int size) {
+void combine(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     auto* weights = static_cast<const float*>(op.in);
     auto* ids = reinterpret_cast<const int64_t*>(exchange.arenas[exchange.rank] + exchange.ids_at);
     int64_t before = 0, pitch = pitch_of<T>(op.n);
     for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
-    auto [begin, end] = share(step.tokens, member, size);
     thread_local std::vector<const E*> rows;
     rows.resize(op.k);
-    for (int64_t token = begin; token < end; ++token) {
+    work.for_each(step.tokens, [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
             const char* arena = exchange.arenas[exchange.owners[ids[pair]]];
@@ -259,7 +263,7 @@ void combine(const Operation& op, const Step& step, int member, int size) {
             E* to = static_cast<E*>(op.out) + token * pitch + i;
             T::store(to, _mm512_add_ps(sum, T::load(to, lanes)), lanes);
         }
-    }
+    });
 }
 
 }  // namespace

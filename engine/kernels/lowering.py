@@ -198,6 +198,7 @@ class Lowering:
             self._list.add(Kind.OFFER, extra=exchange.record)
             self._list.add(Kind.MEET, extra=exchange.record)
         self._list.add(Kind.SORT, extra=exchange.record)
+        self._list.add(Kind.GATHER, extra=exchange.record)
         experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins)
         if not alone:
             self._list.add(Kind.RETURN, extra=exchange.record)

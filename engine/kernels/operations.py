@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     RETURN = 14
     HOME = 15
     BEST = 16
+    GATHER = 17
 
 
 class StepArguments:

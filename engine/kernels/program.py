@@ -202,7 +202,7 @@ class Program:
         """What a step's expert layers took, by part, the way other transports tell it."""
         assert self._experts is not None
         times = self._experts.times
-        times.dispatch += float(spent[[Kind.ROUTE, Kind.OFFER, Kind.MEET, Kind.SORT]].sum())
+        times.dispatch += float(spent[[Kind.ROUTE, Kind.OFFER, Kind.MEET, Kind.SORT, Kind.GATHER]].sum())
         times.experts += float(spent[[Kind.EXPERTS_UP, Kind.EXPERTS_DOWN]].sum())
         times.combine += float(spent[[Kind.RETURN, Kind.HOME, Kind.COMBINE]].sum())
 

@@ -11,8 +11,6 @@
 
 #include <omp.h>
 
-#include <chrono>
-
 #include "attention.hpp"
 #include "contract.hpp"
 #include "experts.hpp"
@@ -20,40 +18,40 @@
 
 namespace {
 
-// ---- operations; each is called by all threads of the team
+// ---- operations; each is called by all threads that take part, and returns when all of it is taken
 
 template <class T>
-void embed(const Operation& op, const Step& step, int member, int size) {
+void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    auto [begin, end] = share(step.tokens, member, size);
-    for (int64_t token = begin; token < end; ++token)
+    work.for_each(step.tokens, [&](int64_t token) {
         std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), static_cast<const E*>(op.in) + step.ids[token] * op.k,
                     op.k * sizeof(E));
+    });
 }
 
 template <class T>
-void select(const Operation& op, const Step& step, int member, int size) {
+void select(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    auto [begin, end] = share(step.selected, member, size);
     int64_t pitch = pitch_of<T>(op.k);
-    for (int64_t row = begin; row < end; ++row)
+    work.for_each(step.selected, [&](int64_t row) {
         std::memcpy(static_cast<E*>(op.out) + row * pitch, static_cast<const E*>(op.in) + step.chosen[row] * pitch,
                     op.k * sizeof(E));
+    });
 }
 
 template <class T>
-void norm(const Operation& op, const Step& step, int member, int size) {
+void norm(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    auto [begin, end] = share(op.flags & SELECTED ? step.selected : step.tokens, member, size);
     int64_t pitch = pitch_of<T>(op.k);
-    for (int64_t row = begin; row < end; ++row)
+    work.for_each(op.flags & SELECTED ? step.selected : step.tokens, [&](int64_t row) {
         norm_row<T>(static_cast<const E*>(op.in) + row * pitch, static_cast<E*>(op.out) + row * pitch,
                     static_cast<const float*>(op.more), op.k, float(op.number));
+    });
 }
 
 // out [tokens, n] = in [tokens, k] x weights (+ bias) (+ out)
 template <class T>
-void linear(const Operation& op, const Step& step, Team& team) {
+void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t rows = op.flags & SELECTED ? step.selected : step.tokens;
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
@@ -79,7 +77,7 @@ void linear(const Operation& op, const Step& step, Team& team) {
     }, place);
     Weights weights(op, op.k / T::PACK);
     auto panels_of = [&](int64_t pair) { return Panels{weights.panel(2 * pair), weights.panel(2 * pair + 1)}; };
-    team.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
+    work.share_out(pairs, CACHED_BYTES / (8 * panel), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
         products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<T>(op.k, rows) * now.size());
         row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
@@ -98,13 +96,13 @@ void linear(const Operation& op, const Step& step, Team& team) {
 
 // out [tokens, n] = silu(in x gate) * (in x up); gate's panels come first, then up's
 template <class T>
-void gated(const Operation& op, const Step& step, Team& team) {
+void gated(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
     Weights weights(op, op.k / T::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
-    team.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
+    work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
         uint32_t* room = room_for<T>(weights, op.k, step.tokens, now.size());
         products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, step.tokens) * now.size());
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
@@ -122,10 +120,9 @@ void gated(const Operation& op, const Step& step, Team& team) {
 
 // out [selected] int64: where each row of in [selected, n], float, is greatest: the first such place; the first of no number
 // (nan), if there is one.
-void best(const Operation& op, const Step& step, int member, int size) {
+void best(const Operation& op, const Step& step, Work& work) {
     if (!step.choose) return;
-    auto [begin, end] = share(step.selected, member, size);
-    for (int64_t row = begin; row < end; ++row) {
+    work.for_each(step.selected, [&](int64_t row) {
         const float* from = static_cast<const float*>(op.in) + row * op.n;
         __m512 most = _mm512_set1_ps(-INFINITY);
         __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), place = lane;
@@ -142,62 +139,52 @@ void best(const Operation& op, const Step& step, int member, int size) {
         __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
         out = _mm512_mask_reduce_min_epi32(equal, place);
         if (nan != 0) out = std::find_if(from, from + op.n, [](float x) { return std::isnan(x); }) - from;
-    }
+    });
 }
 
 // False if the step did not come to its end.
 template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
-    Team team;
-    auto work = [&](int member, int64_t first) {
+    Team team(count, threads);
+    auto take_part = [&](bool is_caller) {
         TileUse tiles(use_tiles<T>());
-        auto began = std::chrono::steady_clock::now();
-        for (int64_t number = first; number < count; ++number) {
+        for (int64_t number = 0; number < count; number = team.behind(number)) {
             const Operation& op = operations[number];
+            if ((is_callers(op.kind) && !is_caller) || !team.enter(number)) continue;
+            Work work = team.work(number);
             switch (op.kind) {
-                case EMBED: embed<T>(op, step, member, team.size); break;
-                case NORM: norm<T>(op, step, member, team.size); break;
-                case LINEAR: linear<T>(op, step, team); break;
-                case QKV: qkv<T>(op, step, member, team.size); break;
-                case ATTEND: attend<T>(op, operations[number - 1], step, team); break;  // behind its QKV
-                case GATED: gated<T>(op, step, team); break;
-                case ROUTE: route<T>(op, step, member, team.size); break;
-                case SORT: sort_pairs<T>(op, team, member); break;
-                case EXPERTS_UP: experts_up<T>(op, team); break;
-                case EXPERTS_DOWN: experts_down<T>(op, team); break;
-                case COMBINE: combine<T>(op, step, member, team.size); break;
-                case SELECT: select<T>(op, step, member, team.size); break;
-                case OFFER: if (member == 0) publish(op, OFFERED); break;
-                case MEET: if (member == 0) meet(op, OFFERED, team); break;
-                case RETURN: if (member == 0) publish(op, RETURNED); break;
-                case HOME: if (member == 0) meet(op, RETURNED, team); break;
-                case BEST: best(op, step, member, team.size); break;
+                case EMBED: embed<T>(op, step, work); break;
+                case NORM: norm<T>(op, step, work); break;
+                case LINEAR: linear<T>(op, step, work); break;
+                case QKV: qkv<T>(op, step, work); break;
+                case ATTEND: attend<T>(op, operations[number - 1], step, work); break;  // behind its QKV
+                case GATED: gated<T>(op, step, work); break;
+                case ROUTE: route<T>(op, step, work); break;
+                case SORT: sort_pairs<T>(op, work); break;
+                case GATHER: gather<T>(op, work); break;
+                case EXPERTS_UP: experts_up<T>(op, work); break;
+                case EXPERTS_DOWN: experts_down<T>(op, work); break;
+                case COMBINE: combine<T>(op, step, work); break;
+                case SELECT: select<T>(op, step, work); break;
+                case OFFER: publish(op, OFFERED); break;
+                case MEET: meet(op, OFFERED, team); break;
+                case RETURN: publish(op, RETURNED); break;
+                case HOME: meet(op, RETURNED, team); break;
+                case BEST: best(op, step, work); break;
             }
-            team.wait(number + 1);
-            if (team.failed.load(std::memory_order_relaxed)) return;
-            if (member == 0 && step.seconds != nullptr) {
-                auto now = std::chrono::steady_clock::now();
-                step.seconds[op.kind] += std::chrono::duration<double>(now - began).count();
-                began = now;
-            }
+            team.leave(number);
         }
     };
-    auto begin = [&] {
-        work(0, 0);
-        team.over.store(true, std::memory_order_release);
-    };
-    auto join = [&] {
-        int64_t first = 0;
-        int member = team.join(first);
-        if (member > 0) work(member, first);
-    };
     if (threads == 1) {
-        begin();
+        take_part(true);
     } else {
 #pragma omp parallel num_threads(threads)
-        omp_get_thread_num() == 0 ? begin() : join();
+        take_part(omp_get_thread_num() == 0);
     }
-    return !team.failed.load(std::memory_order_relaxed);
+    if (team.failed.load(std::memory_order_relaxed)) return false;
+    if (step.seconds != nullptr)
+        for (int64_t number = 0; number < count; ++number) step.seconds[operations[number].kind] += team.seconds(number);
+    return true;
 }
 
 }  // namespace
