@@ -87,7 +87,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     max_num_batched_tokens: Annotated[
         Size | None,
-        flag(help="Token budget of a step; unset: 512 on a CPU, 2048 on a GPU, at least --max-num-seqs."),
+        flag(
+            help="Token budget of a step (a sixteenth more where that completes a prompt); unset: 512 on a CPU, "
+            "2048 on a GPU, at least --max-num-seqs."
+        ),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES), flag(help="Requests that run at once.")] = 128
     enable_chunked_prefill: Annotated[

@@ -149,6 +149,29 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (16, 4), (40, 20), (128, 8)])
+def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
+    """As torch's softmax and topk; the first of equals, and something also where there is no number."""
+    logits = 3 * random(9, experts)
+    logits[1] = 1.5
+    logits[2, ::2] = logits[2, 1]
+    weights, ids = torch.empty(9, top_k), torch.empty(9, top_k, dtype=torch.int64)
+    flags = ADD if normalised else 0
+    run(Kind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
+    rounded = logits.to(dtype).float()
+    best = np.argsort(-rounded.numpy(), axis=1, kind="stable")[:, :top_k]
+    assert ids.tolist() == best.tolist()
+    expected = rounded.softmax(dim=-1).gather(1, ids)
+    if normalised:
+        expected = expected / expected.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(weights, expected.to(dtype).float(), atol=1e-6, rtol=TOLERANCE[dtype])
+    logits[:, 1] = float("nan")
+    run(Kind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
+    assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
+
+
 def program_of(model: LoadedModel, kind: type[P] = Program) -> P:  # type: ignore[assignment]
     assert KERNELS is not None
     program = kind(KERNELS, recognise(model.module, model.layers, model.dtype))
@@ -212,6 +235,24 @@ def test_a_row_does_not_depend_on_its_batch_or_chunks_or_threads(model: LoadedMo
         torch.set_num_threads(threads)
     assert last is not None
     assert torch.equal(logits[0], last[0]), "bit for bit"
+
+
+def test_threads_that_lose_their_cores_change_nothing(model: LoadedModel) -> None:
+    """More threads than there are cores, so that each is stopped anywhere, and steps of which some get no part."""
+    program, threads = program_of(model), torch.get_num_threads()
+    expected = []
+    for rows in SCENARIO:
+        packed, ids = packed_rows(rows)
+        expected.append(program.forward(packed, ids, everything(ids)).clone())
+    crowded = program_of(model)
+    torch.set_num_threads(7)
+    try:
+        for _ in range(20):
+            for rows, logits in zip(SCENARIO, expected, strict=True):
+                packed, ids = packed_rows(rows)
+                assert torch.equal(crowded.forward(packed, ids, everything(ids)), logits)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_step_can_run_again(model: LoadedModel) -> None:
