@@ -88,8 +88,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_batched_tokens: Annotated[
         Size | None,
         flag(
-            help="Token budget of a step (a sixteenth more where that completes a prompt); unset: 512 on a CPU, "
-            "2048 on a GPU, at least --max-num-seqs."
+            help="Token budget of a step, a sixteenth more where that completes a prompt; unset: 512 on a "
+            "CPU, 2048 on a GPU, at least --max-num-seqs."
         ),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES), flag(help="Requests that run at once.")] = 128
