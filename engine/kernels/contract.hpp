@@ -96,7 +96,8 @@ class Team {
     void leave(int64_t number) {
         uint64_t empty = uint64_t(number) << INSIDE;
         if (state.fetch_sub(1, std::memory_order_acq_rel) - 1 != empty) return;
-        ends[size_t(number)].store(now(), std::memory_order_relaxed);
+        int64_t none = 0;  // of those who leave last, the first one says when that was
+        ends[size_t(number)].compare_exchange_strong(none, now(), std::memory_order_relaxed);
         uint64_t following = failed.load(std::memory_order_relaxed) ? taken.size() : uint64_t(number) + 1;
         if (!state.compare_exchange_strong(empty, following << INSIDE, std::memory_order_seq_cst)) return;
         passed.fetch_add(1, std::memory_order_seq_cst);

@@ -253,9 +253,10 @@ class Program:
         ids = buffers.ids[:pairs].view(tokens, layer.top_k)
         weights = buffers.scores[:pairs].view(tokens, layer.top_k)
         hidden = self._decoder.hidden
-        rows = buffers.normed[:tokens, :hidden].contiguous()
-        result = self._experts.forward(layer.experts, rows, ids, weights.to(self._decoder.dtype))
-        buffers.stream[:tokens, :hidden] += result
+        with torch.inference_mode():
+            rows = buffers.normed[:tokens, :hidden].contiguous()
+            result = self._experts.forward(layer.experts, rows, ids, weights.to(self._decoder.dtype))
+            buffers.stream[:tokens, :hidden] += result
 
     def _make_room(self, wanted: Room) -> None:
         """Buffers for that many tokens; lists that were written use others."""
