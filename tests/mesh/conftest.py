@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.mesh.harness import Command, Ports, serve
+
+
+@pytest.fixture(scope="session", autouse=True)
+def with_a_terminal() -> Iterator[None]:
+    """Also under nohup, whose children take no notice of SIGHUP, unless somebody here has a handler for it."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 class Mesh(Ports):
