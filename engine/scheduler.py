@@ -63,6 +63,7 @@ class _Rows:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self._slots: list[int] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
         self._new_blocks: dict[int, list[int]] = {}
@@ -74,6 +75,7 @@ class _Rows:
 
     def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
         """The next ``count`` tokens of a request."""
+        assert request.slot is not None
         index, start = len(self.requests), request.num_computed
         if new_blocks:
             self._new_blocks[index] = new_blocks
@@ -82,6 +84,7 @@ class _Rows:
         if count == 1 and index and self._counts[-1] > 1:
             self._in_order = False
         self.requests.append(request)
+        self._slots.append(request.slot)
         self._starts.append(start)
         self._counts.append(count)
 
@@ -89,11 +92,11 @@ class _Rows:
         """Those of one token come first."""
         if not self._in_order:
             self._sort()
-        requests, starts, counts = self.requests, self._starts, self._counts
-        singles = zip(requests, starts, counts, strict=True) if tells_tokens else ()
+        starts, counts = self._starts, self._counts
+        singles = zip(self.requests, starts, counts, strict=True) if tells_tokens else ()
         return Step(
             admits,
-            [request.slot for request in requests if request.slot is not None],
+            self._slots,
             starts,
             counts,
             self._new_blocks,
@@ -105,6 +108,7 @@ class _Rows:
         order = sorted(range(len(self)), key=lambda index: self._counts[index] > 1)
         place = {index: new for new, index in enumerate(order)}
         self.requests = [self.requests[index] for index in order]
+        self._slots = [self._slots[index] for index in order]
         self._starts = [self._starts[index] for index in order]
         self._counts = [self._counts[index] for index in order]
         self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}

@@ -27,6 +27,11 @@ struct Share {
     int64_t size() const { return std::max<int64_t>(0, end - begin); }
 };
 
+// What is behind one of `now`, then of `next`; itself if there is nothing.
+inline int64_t behind_in(int64_t at, Share now, Share next) {
+    return at + 1 < now.end ? at + 1 : next.size() > 0 ? next.begin : at;
+}
+
 // The operation under way, for one of the threads that go through it.
 struct Work {
     std::atomic<int64_t>& taken;  // parts handed out so far

@@ -82,7 +82,7 @@ void linear(const Operation& op, const Step& step, Work& work) {
         products.want(weights, {2 * next.begin}, 2 * next.size(), warm_tiles<T>(op.k, rows) * now.size());
         row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t pair = now.begin; pair < now.end; ++pair) {
-                int64_t column = 2 * pair * LANES, then = pair + 1 < now.end ? pair + 1 : next.size() > 0 ? next.begin : pair;
+                int64_t column = 2 * pair * LANES, then = behind_in(pair, now, next);
                 products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, count, panels_of(pair),
                                   panels_of(then), first == 0,
                                   {first, column, lanes_of(int(op.n - column)),
@@ -107,7 +107,7 @@ void gated(const Operation& op, const Step& step, Work& work) {
         products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, step.tokens) * now.size());
         row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
             for (int64_t panel = now.begin; panel < now.end; ++panel) {
-                int64_t column = panel * LANES, then = panel + 1 < now.end ? panel + 1 : next.size() > 0 ? next.begin : panel;
+                int64_t column = panel * LANES, then = behind_in(panel, now, next);
                 products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, rows, panels_of(panel),
                                   panels_of(then), first == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
