@@ -16,6 +16,9 @@ Tools = Sequence[Mapping[str, Any]]
 State: TypeAlias = "Callable[[], State | None]"
 """Takes from the buffer what it can: returns the state that goes on, or None when it needs more text."""
 
+MOST_TURNS = 8
+"""Changes of state for each character: a state that takes nothing leads to one that does."""
+
 
 class CallFormat(msgspec.Struct, frozen=True):
     """How a model writes calls whose arguments are JSON: what stands around the function's name, as it would
@@ -77,8 +80,12 @@ class ToolParser(ABC):
         return self._run()
 
     def _run(self) -> list[Parsed]:
+        turns = MOST_TURNS * (len(self._opening) + len(self._buffer) + 1)
         while (state := self._state()) is not None:
             self._state = state
+            turns -= 1
+            if turns < 0:  # a fault of this format, which must not cost more than this one answer
+                raise RuntimeError(f"{self!r} goes round in circles")
         events, self._events = self._events, []
         return merged(events)
 

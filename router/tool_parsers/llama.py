@@ -20,8 +20,11 @@ class LlamaJson(MarkedJson):
             return None
         if mark == "{":
             return self._begin_call()
+        if mark is None and self._follows_call:  # a semicolon behind the last call
+            self._opening = ""
+            return None
         self._buffer, self._opening = self._opening + self._buffer, ""
-        return self._outside
+        return super()._outside
 
     def _outside(self) -> State | None:
         """Right behind a call the next one may begin, usually after a semicolon."""

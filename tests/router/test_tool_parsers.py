@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import example, given
@@ -90,6 +90,8 @@ CASES: list[tuple[str, str, list[Parsed]]] = [
         '{"name": "f", "parameters": {}} and {"name": "g", "parameters": {}}',
         [*call("f"), Content('and {"name": "g", "parameters": {}}')],
     ),
+    ("llama3_json", f"{NAMED};", call("weather", WEATHER)),
+    ("llama3_json", f"{NAMED}; and so", [*call("weather", WEATHER), Content("; and so")]),
     ("llama3_json", '{"name": "Bob", "age": 3}', [Content('{"name": "Bob", "age": 3}')]),
     ("llama3_json", '{"name": "Bob"}', [Content('{"name": "Bob"}')]),
     ("llama3_json", ' {"a": {"b": 1}} ', [Content(' {"a": {"b": 1}} ')]),
@@ -205,6 +207,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @example(text=f"[{'f' * 254}(a=1)]", places=[])
 @example(text=f"[f({'a' * 255}=1)]", places=[])
 @example(text=f'<tool_call>{{"name": "{"f" * 255}", "arguments": {{}}}}', places=[])
+@example(text=f"{NAMED};[", places=[])
 def test_cuts_do_not_matter(name: str, text: str, places: list[int]) -> None:
     whole = parse(name, [text])
     assert parse(name, cut(text, places)) == whole
@@ -215,6 +218,12 @@ def test_cuts_do_not_matter(name: str, text: str, places: list[int]) -> None:
         begun = isinstance(event, CallBegin)
         assert not isinstance(event, CallBegin) or event.name
         assert not isinstance(event, CallArguments) or event.text.encode()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_two_pieces_lead_round_in_circles(name: str) -> None:
+    for pieces in product(PIECES, repeat=2):
+        assert parse(name, pieces) == parse(name, ["".join(pieces)])
 
 
 json_values = st.recursive(
