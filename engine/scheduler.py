@@ -19,6 +19,7 @@ from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.promises import Promises
 from engine.request import Request, RequestKey, Status
 from engine.step import CRUMBS, Admit, Step, StepResult
+from engine.step_making import StepRows, UnderWay, admit_of, made_anew
 from engine.totals import Totals
 from engine.waiting import WaitingQueue
 
@@ -49,72 +50,6 @@ class Outcome(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None
 
 
-class _UnderWay(msgspec.Struct, frozen=True):
-    """A step that was scheduled and not yet answered."""
-
-    step: Step
-    requests: list[Request]
-    tables: list[list[int]]
-    """Their blocks: also of those that are aborted meanwhile."""
-
-
-class _Rows:
-    """The rows of a step in the making."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._slots: list[int] = []
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._new_blocks: dict[int, list[int]] = {}
-        self._partial: list[int] = []
-        self._in_order = True
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
-        """The next ``count`` tokens of a request."""
-        assert request.slot is not None
-        index, start = len(self.requests), request.num_computed
-        if new_blocks:
-            self._new_blocks[index] = new_blocks
-        if start + count < len(request.token_ids):
-            self._partial.append(index)
-        if count == 1 and index and self._counts[-1] > 1:
-            self._in_order = False
-        self.requests.append(request)
-        self._slots.append(request.slot)
-        self._starts.append(start)
-        self._counts.append(count)
-
-    def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
-        """Those of one token come first."""
-        if not self._in_order:
-            self._sort()
-        starts, counts = self._starts, self._counts
-        singles = zip(self.requests, starts, counts, strict=True) if tells_tokens else ()
-        return Step(
-            admits,
-            self._slots,
-            starts,
-            counts,
-            self._new_blocks,
-            self._partial,
-            [request.token_ids[start] for request, start, count in singles if count == 1],
-        )
-
-    def _sort(self) -> None:
-        order = sorted(range(len(self)), key=lambda index: self._counts[index] > 1)
-        place = {index: new for new, index in enumerate(order)}
-        self.requests = [self.requests[index] for index in order]
-        self._slots = [self._slots[index] for index in order]
-        self._starts = [self._starts[index] for index in order]
-        self._counts = [self._counts[index] for index in order]
-        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
-        self._partial = sorted(place[index] for index in self._partial)
-
-
 class Scheduler:
     """Owns the requests of an instance and the block pool."""
 
@@ -126,7 +61,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
-        self._in_flight: deque[_UnderWay] = deque()
+        self._in_flight: deque[UnderWay] = deque()
         self._num_grammars = 0
         self._promises = Promises(pool, rules.block_size)
         self._totals = Totals()
@@ -255,7 +190,7 @@ class Scheduler:
         in the next one before its token is there, but a prompt's next chunk may follow the one before."""
         budget, block_size = self._rules.max_num_batched_tokens, self._rules.block_size
         most_rows = self._rows_per_step()
-        rows = _Rows()
+        rows = StepRows()
         preempted = False
         for request in self._decodes_then_prefills():
             if len(rows) == most_rows or budget <= 0:
@@ -280,14 +215,14 @@ class Scheduler:
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
         self._totals.on_step(step.num_tokens)
         requests = rows.requests
-        self._in_flight.append(_UnderWay(step, requests, [request.blocks for request in requests]))
+        self._in_flight.append(UnderWay(step, requests, [request.blocks for request in requests]))
         return step
 
     def restart(self) -> list[Step]:
         """The steps under way, oldest first, to be run again by workers that may have done any part of them:
         each row brings along all that is known of its request. (A slot may have another request by now, if
         the row's was aborted; what the row fills may be a known prefix of others all the same.)"""
-        self._in_flight = deque(_made_anew(each) for each in self._in_flight)
+        self._in_flight = deque(made_anew(each) for each in self._in_flight)
         return [each.step for each in self._in_flight]
 
     def update(self, step: Step, result: StepResult) -> list[Outcome]:
@@ -308,7 +243,7 @@ class Scheduler:
                 outcomes.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
         return outcomes
 
-    def _note_prompt_logprobs(self, under_way: _UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
+    def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
         for index, found in by_row.items():
             request = under_way.requests[index]
             if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
@@ -348,7 +283,7 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._rules.block_size)
 
-    def _grow(self, request: Request, num_tokens: int, rows: _Rows) -> tuple[list[int] | None, int]:
+    def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
         """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
         and are in no step if need be. None if it must wait; it may be preempted itself."""
         needed = self._blocks_for(num_tokens) - len(request.blocks)
@@ -364,7 +299,7 @@ class Scheduler:
         request.blocks += new_blocks
         return new_blocks, victims
 
-    def _fill(self, rows: _Rows, request: Request, count: int, new_blocks: list[int]) -> None:
+    def _fill(self, rows: StepRows, request: Request, count: int, new_blocks: list[int]) -> None:
         rows.add(request, count, new_blocks)
         request.num_in_flight += 1
         request.num_computed += count
@@ -380,7 +315,7 @@ class Scheduler:
             self._pool.name(request.blocks[index], hashes[index])
         request.num_named = num_full
 
-    def _admit_waiting(self, rows: _Rows, budget: int, most_rows: int) -> list[Admit]:
+    def _admit_waiting(self, rows: StepRows, budget: int, most_rows: int) -> list[Admit]:
         """Waiting requests that fit, in order; the first that does not fit ends it."""
         admits: list[Admit] = []
         while self._waiting and self._free_slots and budget > 0 and len(rows) < most_rows:
@@ -412,7 +347,7 @@ class Scheduler:
             request.was_admitted = True
             request.num_cached = min(request.num_computed, request.num_prompt)
             self._totals.on_first_admission(request)
-        return _admit(request, request.slot)
+        return admit_of(request, request.slot)
 
     # ---- changes of state
 
@@ -472,26 +407,3 @@ class Scheduler:
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None
-
-
-def _admit(request: Request, slot: int) -> Admit:
-    return Admit(
-        slot=slot,
-        token_ids=request.token_ids[:],
-        num_prompt=request.num_prompt,
-        params=request.params,
-        seed=request.seed,
-        stop_ids=tuple(sorted(request.stop_ids)),
-    )
-
-
-def _made_anew(under_way: _UnderWay) -> _UnderWay:
-    """The same step, as if all its requests were admitted by it."""
-    old = under_way.step
-    step = msgspec.structs.replace(
-        old,
-        admits=[_admit(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
-        new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
-        masks=None,
-    )
-    return msgspec.structs.replace(under_way, step=step)

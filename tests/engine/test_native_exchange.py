@@ -156,6 +156,40 @@ def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) ->
     together(2, body)
 
 
+def test_steps_go_on_where_others_exchange_otherwise(directory: Path) -> None:
+    """The arrays of the step before, changed in place, and experts that go through Python: outside of torch's
+    inference mode, as the runner calls it."""
+    members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
+    alone = Member(directory, 0, 1, torch.float32)
+    tokens = [sum(count for _, _, count in rows) for rows in SCENARIO]
+
+    def answers(program: Program, begin: Callable[[int], None]) -> list[list[int]]:
+        with torch.inference_mode():
+            for rows, count in zip(SCENARIO[:2], tokens, strict=False):
+                begin(count)
+                run(program, rows)
+            packed, ids = packed_rows(SCENARIO[2])
+            begin(tokens[2])
+            found = [program.choose(packed, ids, everything(ids))]
+        for _ in range(6):
+            begin(tokens[2])
+            chosen = program.go_on({})
+            assert chosen is not None
+            found.append(chosen)
+        return found
+
+    expected = answers(alone.program, lambda _: None)
+
+    def body(rank: int, group: SharedMemoryCommunicator) -> None:
+        member = members[rank]
+        member.join(group, natively=False)
+        assert member.model.experts is not None
+        begin = member.model.experts.begin
+        assert answers(member.program, lambda count: begin([count, count])) == expected
+
+    together(2, body)
+
+
 def test_a_step_that_nobody_joins_ends_at_the_deadline(directory: Path) -> None:
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
     done = threading.Event()

@@ -1,0 +1,98 @@
+"""A step in the making, and what is kept of it while it is under way (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.request import Request
+from engine.step import Admit, Step
+
+
+class UnderWay(msgspec.Struct, frozen=True):
+    """A step that was scheduled and not yet answered."""
+
+    step: Step
+    requests: list[Request]
+    tables: list[list[int]]
+    """Their blocks: also of those that are aborted meanwhile."""
+
+
+class StepRows:
+    """The rows of a step in the making."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._slots: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._new_blocks: dict[int, list[int]] = {}
+        self._partial: list[int] = []
+        self._in_order = True
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
+        """The next ``count`` tokens of a request."""
+        assert request.slot is not None
+        index, start = len(self.requests), request.num_computed
+        if new_blocks:
+            self._new_blocks[index] = new_blocks
+        if start + count < len(request.token_ids):
+            self._partial.append(index)
+        if count == 1 and index and self._counts[-1] > 1:
+            self._in_order = False
+        self.requests.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(start)
+        self._counts.append(count)
+
+    def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
+        """Those of one token come first."""
+        if not self._in_order:
+            self._sort()
+        starts, counts = self._starts, self._counts
+        singles = zip(self.requests, starts, counts, strict=True) if tells_tokens else ()
+        return Step(
+            admits,
+            self._slots,
+            starts,
+            counts,
+            self._new_blocks,
+            self._partial,
+            [request.token_ids[start] for request, start, count in singles if count == 1],
+        )
+
+    def _sort(self) -> None:
+        order = sorted(range(len(self)), key=lambda index: self._counts[index] > 1)
+        place = {index: new for new, index in enumerate(order)}
+        self.requests = [self.requests[index] for index in order]
+        self._slots = [self._slots[index] for index in order]
+        self._starts = [self._starts[index] for index in order]
+        self._counts = [self._counts[index] for index in order]
+        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
+        self._partial = sorted(place[index] for index in self._partial)
+
+
+def admit_of(request: Request, slot: int) -> Admit:
+    """What the workers are told of a request that takes a slot."""
+    return Admit(
+        slot=slot,
+        token_ids=request.token_ids[:],
+        num_prompt=request.num_prompt,
+        params=request.params,
+        seed=request.seed,
+        stop_ids=tuple(sorted(request.stop_ids)),
+    )
+
+
+def made_anew(under_way: UnderWay) -> UnderWay:
+    """The same step, as if all its requests were admitted by it."""
+    old = under_way.step
+    step = msgspec.structs.replace(
+        old,
+        admits=[admit_of(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
+        new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
+        masks=None,
+    )
+    return msgspec.structs.replace(under_way, step=step)
