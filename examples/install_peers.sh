@@ -1,8 +1,9 @@
 #!/bin/sh
-# Install what bench_peers.py compares with, each in an environment of its own under build/peers (about 4 GB).
+# Install what bench_peers.py and bench_router.py compare with, each in an environment of its own under build/peers (about 4 GB).
 #
 #     examples/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
 #     examples/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
+#     examples/install_peers.sh sglang-router
 #
 # Neither touches the environment of Lockstep.
 set -eu
@@ -14,6 +15,11 @@ if [ "${1:-vllm}" = llama.cpp ]; then
     python3 -m venv "$PEERS/llama.cpp"
     "$PEERS/llama.cpp/bin/pip" install --quiet "gguf==0.19.0"
     npm install --quiet --ignore-scripts --prefix "$PEERS/llama.cpp" "node-llama-cpp@3.22.1"
+    exit
+fi
+if [ "${1:-vllm}" = sglang-router ]; then
+    python3 -m venv "$PEERS/sglang-router"
+    "$PEERS/sglang-router/bin/pip" install --quiet "sglang-router==0.3.2"
     exit
 fi
 
