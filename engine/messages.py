@@ -232,6 +232,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     request: int
     reason: str
     retry: bool
+    leaves: bool = False
+    """This instance drains: it will take none from now on."""
 
 
 class Recalled(msgspec.Struct, frozen=True, tag="recalled"):

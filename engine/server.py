@@ -239,7 +239,8 @@ class Server:
 
     def _submit(self, peer: Peer, message: Submit) -> None:
         if self._draining.is_set():
-            refused: Refused | None = Refused(message.request, "the instance is draining", retry=True)
+            reason = "the instance is draining"
+            refused: Refused | None = Refused(message.request, reason, retry=True, leaves=True)
         else:
             refused = self._core.submit(peer, message)
         if refused is not None:

@@ -415,12 +415,13 @@ class MeshClient:
                 self._dispatch(entry, chosen)
 
     def _on_refused(self, instance: Instance, refused: Refused) -> None:
+        instance.leaves = instance.leaves or refused.leaves
         entry = self._ledger.find(instance.name, refused.request)
         if entry is None:
             return
         if not refused.retry:
             self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
-        elif entry.owed or instance.member.state is not State.READY:
+        elif entry.owed or instance.leaves or instance.member.state is not State.READY:
             entry.owed = True
             self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)

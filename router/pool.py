@@ -57,6 +57,8 @@ class Instance:
     """Of its rank: a process that is started again does not begin with a clean record."""
     attached: bool = False
     """Whether it has answered on our connection."""
+    leaves: bool = False
+    """It has said that it takes no requests any more: known before a view tells it."""
     seen_at: float = 0.0
     """When it entered the pool."""
     capacity: Capacity | None = None
@@ -78,7 +80,7 @@ class Instance:
 
     @property
     def ready(self) -> bool:
-        return self.member.state is State.READY and self.attached
+        return self.member.state is State.READY and self.attached and not self.leaves
 
     def is_answering(self, now: float) -> bool:
         """Whether it serves, and will have answered on our new connection in a moment."""
@@ -208,9 +210,15 @@ class Pool:
 
     def apply(self, view: View, now: float) -> Changes:
         """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
-        unless the coordinator has just started and may not know of it yet."""
+        unless the coordinator has just started and may not know of it yet; but a rank that another instance
+        has by now is lost to its old holder in any case."""
         members = {member.instance: member for member in view.members if member.address}
-        missing = [name for name in self._instances if name not in members] if view.complete else []
+        taken = {member.rank: member.instance for member in view.members}
+        missing = [
+            name
+            for name, instance in self._instances.items()
+            if name not in members and (view.complete or taken.get(instance.rank, name) != name)
+        ]
         removed = [self._instances.pop(name) for name in missing]
         added = []
         for name, member in members.items():

@@ -201,7 +201,7 @@ def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack)
             settle(mesh, asked.instances)
         except (AssertionError, TimeoutError) as error:
             problems.append(f"the mesh does not settle: {error}")
-    problems += [*load.problems, *mesh.tracebacks()]
+    problems += [*mesh.tracebacks(), *load.problems]  # there may be many of the last kind, of one cause
     try:
         assert_at_rest(mesh)
     except (AssertionError, OSError) as error:

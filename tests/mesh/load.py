@@ -132,6 +132,7 @@ class Load:
         self._rng = random.Random(seed)
         self._keeps = keeps
         self._num_asked = 0
+        self._began_at = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.answers: list[Answer] = []
@@ -145,6 +146,7 @@ class Load:
         self.problems: list[str] = []
 
     def __enter__(self) -> Load:
+        self._began_at = time.monotonic()
         self._thread.start()
         return self
 
@@ -225,7 +227,8 @@ class Load:
                 heapq.heappop(self.gaps)
         if verdict not in (Verdict.RIGHT, Verdict.LEFT):
             what = answer.error or f"{answer.ids} {answer.text!r} instead of {truth.ids} {truth.text!r}"
-            self.problems.append(f"request {answer.number}: {verdict}: {what}")
+            after = time.monotonic() - self._began_at
+            self.problems.append(f"{after:6.1f} s  request {answer.number}: {verdict}: {what}")
 
 
 def session() -> aiohttp.ClientSession:

@@ -13,10 +13,11 @@ import tempfile
 
 
 def main() -> None:
+    directory = tempfile.mkdtemp(prefix="lsr-")  # short, for the sockets in it
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_TMPDIR"] = directory  # also for the address, which Ray writes where it thinks is default
     from ray.cluster_utils import Cluster
 
-    directory = tempfile.mkdtemp(prefix="lsr-")  # short, for the sockets in it
     cluster = Cluster()
     try:
         for cpus in map(int, sys.argv[1:]):
@@ -25,7 +26,6 @@ def main() -> None:
                 num_gpus=0,
                 include_dashboard=False,
                 object_store_memory=80 << 20,
-                temp_dir=directory,
             )
         print(json.dumps(cluster.address), flush=True)
         sys.stdin.read()

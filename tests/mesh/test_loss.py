@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from coordinator import process
 from engine.config import SHIPPED_MODEL
 from tests.mesh.frozen_thread import FrozenThread
 from tests.mesh.harness import Ports, serve, wait_until
+from tests.mesh.spread_mesh import SpreadMesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -136,3 +138,18 @@ def stalled_for(ports: Ports, rank: int) -> float:
 def ranks(ports: Ports) -> list[int]:
     """Of who is in the world."""
     return [member.rank for member in ports.view().members]
+
+
+def test_a_rank_is_taken_anew_before_a_restarted_coordinator_knows_all(tmp_path: Path) -> None:
+    """Routers keep who is missing from its first views, so also the dead: not one that had this rank."""
+    with contextlib.ExitStack() as stack:
+        mesh = SpreadMesh(tmp_path, stack, 3, apart=True, how=["--no-enable-expert-parallel"])
+        lost, left = [mesh.engine(0), mesh.engine(2)], mesh.engine(1)
+        mesh.command.child("Coordinator").kill()
+        for each in lost:
+            each.kill()
+        mesh.join_one()
+        wait_until(lambda: mesh.ready() == [0, 1], 20, "the new instance 0 serves")
+        left.kill()
+        asked = asyncio.run(asyncio.wait_for(crowd(mesh, count=4, num_tokens=20), 60))
+        assert all(len(ids) == 20 for ids in asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -47,19 +48,24 @@ class Cluster:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the cluster did not start"
+        if not line:
+            self.close()
+            raise AssertionError("the cluster did not start")
         self.environment = {"RAY_ADDRESS": json.loads(line)}
 
     def actors(self, kind: str) -> dict[int, int]:
         """Processes of this kind of actor, with the raylet (so the node) that each belongs to."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if " ".join(child.cmdline()).startswith(f"ray::{kind}"):
-                found[child.pid] = child.ppid()
+            with contextlib.suppress(psutil.NoSuchProcess):  # which a zombie is, too
+                if " ".join(child.cmdline()).startswith(f"ray::{kind}"):
+                    found[child.pid] = child.ppid()
         return found
 
     def close(self) -> None:
-        family = psutil.Process(self.process.pid).children(recursive=True)
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it did not even start
+            family = psutil.Process(self.process.pid).children(recursive=True)
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

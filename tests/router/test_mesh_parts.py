@@ -112,6 +112,35 @@ def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:
 # ---- policy
 
 
+def test_a_rank_has_one_holder_also_while_the_coordinator_does_not_know_all() -> None:
+    """Else the new one would be chosen by its rank, and the dead one that had it be sent to."""
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    starting = member("a2", 0, State.LOADING, address="")
+    changes = pool.apply(msgspec.structs.replace(view(starting), complete=False), 0.0)
+    assert [instance.name for instance in changes.removed] == ["a"]
+    assert [instance.name for instance in pool] == ["b"], "of whose rank nothing is known"
+    pool.apply(msgspec.structs.replace(view(member("a2", 0)), complete=False), 0.0)
+    for instance in pool:
+        instance.attached = instance.name == "a2"
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+    assert Chooser(pool, Ledger()).choose(entry, 0.0).name == "a2"
+
+
+def test_who_says_that_it_leaves_gets_nothing_more_whatever_the_view_says() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    for instance in pool:
+        instance.attached, instance.leaves = True, instance.name == "a"
+    chooser = Chooser(pool, Ledger())
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9), owed=True)
+    entry.failed_ranks = frozenset({0, 1})
+    assert chooser.choose(entry, 0.0).name == "b"
+    pool.apply(view(member("a", 0)), 0.0)
+    with pytest.raises(MeshError):
+        chooser.choose(entry, 0.0)
+
+
 def test_only_ready_moving_instances_are_eligible() -> None:
     candidates = [candidate(0, ready=False), candidate(1, stalled_for=60.0), candidate(2), candidate(3)]
     assert [c.rank for c in policy.eligible(candidates)] == [2, 3]
