@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from examples.routing.baselines import BASELINES
 from examples.routing.cluster import Cluster, Machine, StepTime
 from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS, NUM_TOKENS
 from examples.routing.workloads import LOADS, SMALLER
+from router.policy import Policy
 
 if TYPE_CHECKING:
     from examples.routing.real import Steps
@@ -72,7 +74,12 @@ def main() -> int:
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[8], help="numbers of instances")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=POLICIES,
+        help="unset: all; with --real only the default one and those of others",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="loads are made from these")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--measure", metavar="MODEL", help="measure steps of this model here; unset: a GPU's")
@@ -94,6 +101,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="only show and plot what is in the file")
     parser.add_argument("--plots", type=Path, help="directory for pictures (needs matplotlib)")
     options = parser.parse_args()
+    if options.policies is None:
+        options.policies = [Policy.PREFIX_AWARE.value, *BASELINES] if options.real else POLICIES
     if options.show:
         results = _known(options.output_json)["results"]
     elif options.real:

@@ -31,6 +31,10 @@ from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
 from examples.routing.workloads import LOADS, SMALLER, Arrival, Conversation, Load, small_ids
 from router.bench.local_mesh import mesh
 
+WARM_UPS = 4
+MOST_AT_ONCE = 32
+"""Requests to each instance in the last warm-up. Else the first policy opens the connections, and its bursts
+come in at another pace than those of the others."""
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
 ROOT = Path(__file__).parents[2]
@@ -241,9 +245,10 @@ async def compare(jobs: Sequence[RealJob], steps: Steps) -> AsyncIterator[Result
     for arguments, in_mesh in by_mesh.items():
         with mesh(arguments, steps.serve, **steps.variables) as url:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                for warm in range(4):
-                    alike = [Arrival(0.0, [5 + warm] * 600, 16)] * in_mesh[0].instances
-                    await Run(session, url, len(alike), "round_robin").take(alike)
+                for warm in range(WARM_UPS):
+                    at_once = in_mesh[0].instances * (1 if warm < WARM_UPS - 1 else MOST_AT_ONCE)
+                    alike = [Arrival(0.0, [5 + warm] * 600, 16)] * at_once
+                    await Run(session, url, in_mesh[0].instances, "round_robin").take(alike)
                 for job in in_mesh:
                     load = steps.loads[job.load](random.Random(job.seed), job.instances)
                     before = await _computed(session, url)

@@ -17,7 +17,7 @@ Result = dict[str, Any]
 """One run: of a policy under a load made from a seed, for a number of instances."""
 KEY = ("steps", "load", "policy", "instances", "seed", "repeat")
 """What names a run in a file of results. ``steps``: whose they are, a machine's name."""
-POLICIES = [policy.value for policy in Policy] + list(BASELINES)
+POLICIES = list(dict.fromkeys([*map(str, Policy), *BASELINES]))  # round robin is in both
 MOST_BEHIND = 1.03
 REAL = "real instances"
 """How the name of steps ends that were not simulated."""
