@@ -147,8 +147,10 @@ class Membership:
             yield Send(peer, Wait("no instance has brought a model yet"))
             return
         wanted = message.rank
-        if wanted in self._records and self._spreads and message.epoch > 0:
-            wanted = None  # it was here before, and somebody took its place meanwhile: any other will do
+        if wanted in self._records and message.epoch > 0:
+            # It was here before, and somebody took its place meanwhile, perhaps by being the first to find a
+            # coordinator that was started again: any other will do.
+            wanted = None
         if wanted is not None and wanted in self._records:
             yield from self._contest(peer, message, self._records[wanted], now)
             return

@@ -137,6 +137,21 @@ def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
     assert answer == Refused("rank 0 is taken by h (pid 1): choose another, or none")
 
 
+def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
+    """A newcomer may be the first to find a coordinator that was started again."""
+    restarted = Membership(Rules(size=2))
+    assert joined(restarted, "newcomer") == 0
+    restarted.handle(b"newcomer", heartbeat("newcomer"), 0.1)
+    for now in (0.2, 0.4):
+        (answer,) = to(b"a", restarted.handle(b"a", register("a", 0, epoch=3), now))
+        assert isinstance(answer, Welcome)
+        assert answer.rank == 1
+    assert [(member.instance, member.rank) for member in restarted.view().members] == [
+        ("newcomer", 0),
+        ("a", 1),
+    ]
+
+
 def test_a_rank_whose_holder_died_goes_to_the_newcomer() -> None:
     membership = Membership(Rules(size=2, member_timeout=5.0))
     joined(membership, "a", 0)
