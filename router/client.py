@@ -254,7 +254,7 @@ class MeshClient:
 
     def _resume(self, entry: Entry, failed: Instance) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
-        entry.failed_ranks |= {failed.rank}
+        entry.failed_at(failed.rank)
         if entry.fruitless >= MAX_FRUITLESS:
             text = f"{entry.fruitless} instances in turn gave no token for the request"
             self._give_up(entry, unavailable(text))

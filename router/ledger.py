@@ -76,6 +76,7 @@ class Entry:
     recalled: bool = False
     """It was asked back from the instance where it is now."""
     failed_ranks: frozenset[int] = frozenset()
+    """Those that it lost since its last token: others are asked first."""
     waits_until: float = 0.0
     """When it is given up, should no instance be able to take it before, on the monotonic clock."""
     begun_at: float = 0.0
@@ -106,6 +107,10 @@ class Entry:
         """It lost its instance; should it be on the move already, it counts for the later loss."""
         self.ends_its_move()
         self.loss = loss
+
+    def failed_at(self, rank: int) -> None:
+        """Its try there came to nothing more. What failed before that try gave tokens is long past."""
+        self.failed_ranks = (self.failed_ranks if self.fruitless else frozenset()) | {rank}
 
     def ends_its_move(self) -> None:
         """It is given up, or moves again."""

@@ -195,6 +195,19 @@ def test_tries_that_give_tokens_are_not_fruitless() -> None:
     assert (request.attempts, request.fruitless) == (4, 1)
 
 
+def test_who_failed_a_request_is_avoided_until_it_has_a_token_again() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    request.failed_at(0)
+    ledger.place(request, "b", 1)
+    request.failed_at(1)
+    assert request.failed_ranks == {0, 1}
+    ledger.place(request, "c", 1)
+    take(ledger, "c", Delta(1, [10]))
+    request.failed_at(2)
+    assert request.failed_ranks == {2}
+
+
 def test_who_moves_twice_counts_for_the_later_loss() -> None:
     first, second, request = Loss(0, 1.0, 1), Loss(1, 2.0, 1), entry()
     request.moves(first)
