@@ -19,8 +19,9 @@ STALLED_AFTER = 15.0
 """Seconds without a step, having work, after which an instance gets nothing new."""
 COPY_COST = 0.2
 """What a token costs somebody at least that is computed though another instance has it or is computing it."""
-DECODE_COST = 8.0
-"""What a running request costs, in prompt tokens: it takes a token of every step to come."""
+DECODE_COST = 32.0
+"""What a running request costs, in prompt tokens: it takes a token of every step to come. For the first
+token at hand alone it would be 5 or so; but conversations stay where they begin, as do shared prefixes."""
 CONTEXT_COST = 512.0
 """What a KV cache full of running requests costs, in prompt tokens: every step to come reads it."""
 QUEUE_COST = 2048.0

@@ -188,7 +188,7 @@ def test_what_was_just_sent_attracts_its_like_until_its_queue_is_long() -> None:
     _, _, chooser = world(2)
     shared = list(range(800))
     ranks = [send(chooser, entry([*shared, number])).rank for number in range(12)]
-    assert ranks[:5] == [0] * 5, "before the first one is computed"
+    assert ranks[:3] == [0] * 3, "before the first one is computed"
     assert ranks[-1] == 1, "its slots are taken"
 
 
