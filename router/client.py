@@ -421,7 +421,7 @@ class MeshClient:
             return
         if not refused.retry:
             self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
-        elif entry.owed or instance.leaves or instance.member.state is not State.READY:
+        elif entry.owed or not instance.ready:
             entry.owed = True
             self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)

@@ -109,9 +109,6 @@ def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:
     assert [instance.name for instance in pool.apply(view(member("b", 1)), 0.0).removed] == ["a"]
 
 
-# ---- policy
-
-
 def test_a_rank_has_one_holder_also_while_the_coordinator_does_not_know_all() -> None:
     """Else the new one would be chosen by its rank, and the dead one that had it be sent to."""
     pool = Pool()
@@ -139,6 +136,9 @@ def test_who_says_that_it_leaves_gets_nothing_more_whatever_the_view_says() -> N
     pool.apply(view(member("a", 0)), 0.0)
     with pytest.raises(MeshError):
         chooser.choose(entry, 0.0)
+
+
+# ---- policy
 
 
 def test_only_ready_moving_instances_are_eligible() -> None:
