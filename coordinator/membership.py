@@ -175,6 +175,7 @@ class Membership:
             if self._spreads and holder.state is not State.LOADING:
                 yield from self._accuse(holder, message.instance, Evidence.CLOSED, now)
         if holder.heard_at > holder.contested_at:
+            holder.contested_at = None  # settled: whoever asks next begins another
             yield Send(
                 peer,
                 Refused(f"rank {rank} is taken by {holder.host} (pid {holder.pid}): choose another, or none"),
@@ -217,6 +218,9 @@ class Membership:
             self._epochs.number += 1
         if was_ready != (record.state is State.READY):
             yield Note(f"instance {record.rank} is {record.state}; epoch {self._epochs.number}")
+        wish = self._operations.still_wanted(record)
+        if wish is not None:
+            yield Send(peer, wish)
         yield Send(peer, Beat(self._epochs.number, self._neighbours(record)))
         if changed:
             yield from self._publish()

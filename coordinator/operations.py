@@ -40,8 +40,8 @@ class Operations:
     def __init__(self) -> None:
         self._launcher: tuple[Peer, float] | None = None
         self._pending: dict[str, Peer] = {}
-        self._told: set[str] = set()
-        """Instances that were told to drain, and may not have said yet that they do."""
+        self._told: dict[str, Drain] = {}
+        """Instances that were told to drain, and what: they may not have said yet that they do."""
 
     def __repr__(self) -> str:
         return f"<Operations {len(self._pending)} pending, told to drain: {sorted(self._told)}>"
@@ -52,7 +52,8 @@ class Operations:
 
     def drain(self, asker: Peer, wish: Drain, instances: Mapping[int, Known]) -> Iterator[Sent]:
         """Pass a wish on to its instance, unless nobody would be left."""
-        self._told &= {known.instance for known in instances.values()}
+        here = {known.instance for known in instances.values()}
+        self._told = {instance: told for instance, told in self._told.items() if instance in here}
         known = instances.get(wish.rank)
         if known is None:
             ranks = ", ".join(map(str, sorted(instances))) or "none"
@@ -67,9 +68,13 @@ class Operations:
             problem = f"instance {wish.rank} is the last one that serves: add one first, or say --force"
             yield asker, _answer(wish, CONFLICT, problem)
             return
-        self._told.add(known.instance)
+        self._told[known.instance] = wish
         yield known.peer, wish
         yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was told to drain")
+
+    def still_wanted(self, known: Known) -> Drain | None:
+        """What an instance was told that has not done it yet: a message is lost with its connection."""
+        return None if known.state is State.DRAINING else self._told.get(known.instance)
 
     def scale(self, asker: Peer, wish: Scale, now: float) -> Iterator[Sent]:
         """Ask the launcher."""

@@ -80,7 +80,7 @@ class Record:
     """Of the group that it steps in."""
     ready_epoch: int = 0
     contested_at: float | None = None
-    """When somebody else asked for this rank; cleared by the next sign of life."""
+    """When somebody else asked for this rank; None once that is settled."""
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
         """Take over what a heartbeat says; whether watchers will want to know."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -73,6 +74,8 @@ class Instance:
         self._rank = 0
         self._share = Share()
         self._stop_signals = 0
+        self._told_to_drain = False
+        """By an operator, not by a signal."""
         self._announced_draining = False
 
     def run(self) -> None:
@@ -251,13 +254,13 @@ class Instance:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
         self._share_cores(membership)
         if self._spread is not None:
-            self._spread.drains = self._stop_signals > 0
+            self._spread.drains = self._drains
             self._spread.look()
         if self._executor is not None:
             self._executor.check()
         if membership.refusal is not None and self._server is not None:
             self._server.drain(0.0)
-        elif self._stop_signals and not self._announced_draining:
+        elif self._drains and not self._announced_draining:
             self._announced_draining = True
             logger.info("draining for at most %.0f s", self._server.drain_time_left if self._server else 0.0)
             membership.update(state=State.DRAINING, phase="draining")
@@ -314,6 +317,10 @@ class Instance:
 
     # ---- the end
 
+    @property
+    def _drains(self) -> bool:
+        return self._told_to_drain or self._stop_signals > 0
+
     def _end_hung(self, seconds: float) -> NoReturn:
         """The thread that would end this process in order does not come back."""
         logger.error(
@@ -326,19 +333,25 @@ class Instance:
         os._exit(process.EXIT_HUNG)
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
-        """First signal: drain. Second: drop what is left. While loading: end at once."""
+        """First signal: drain, which an operator's wish may have begun. Second: drop what is left. While
+        loading: end at once."""
         self._stop_signals += 1
         if self._server is None or not self._serving:
             raise Ended(0, "told to stop before it was ready")
-        self._server.drain(self._config.drain_timeout if self._stop_signals == 1 else 0.0)
+        if self._stop_signals > 1:
+            self._server.drain(0.0)
+        else:
+            left = self._server.drain_time_left if self._told_to_drain else math.inf
+            self._server.drain(min(self._config.drain_timeout, left))
 
     def _on_drain(self, timeout: float | None) -> None:
         """An operator's wish, passed on by the coordinator; called by the membership thread."""
         if self._server is None or not self._serving:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self._server.drain(self._config.drain_timeout if timeout is None else timeout)
-        self._stop_signals = max(1, self._stop_signals)
+        if not self._stop_signals:
+            self._server.drain(self._config.drain_timeout if timeout is None else timeout)
+        self._told_to_drain = True
 
     def _check_stopped(self) -> None:
         if self._stop_signals:

@@ -63,7 +63,7 @@ class Progress:
 
     def __init__(self, blocks_total: int) -> None:
         self._blocks_total = blocks_total
-        self._stepped_at = time.monotonic()
+        self._stepped_at = self._rested_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
         self._standing: Standing | None = None
 
@@ -77,6 +77,12 @@ class Progress:
         self._window.append((self._stepped_at, standing.generation_tokens))
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
             self._window.pop(0)
+
+    def rested(self, standing: Standing) -> None:
+        """While there is nothing to step: what was there may have been aborted since the last step, and what
+        waits for its grammar is not late."""
+        self._rested_at = time.monotonic()
+        self._standing = standing
 
     def load(self) -> Load:
         standing, now = self._standing, time.monotonic()
@@ -92,7 +98,7 @@ class Progress:
             blocks_total=self._blocks_total,
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
             steps=standing.steps,
-            stalled_for=now - self._stepped_at if busy else 0.0,
+            stalled_for=now - max(self._stepped_at, self._rested_at) if busy else 0.0,
         )
 
 
@@ -154,6 +160,8 @@ class Server:
                 if self._draining.is_set() and self._drained() and self._core.pace.drained():
                     break
                 if not steps:
+                    if not self._core.has_work:
+                        self.progress.rested(self._core.standing)
                     self._hand_out()
                     self._report_changes(at_rest=True)  # 4. tell what changed, sleep until a message
                     self._listener.wait(IDLE_WAIT)

@@ -72,6 +72,11 @@ class Chooser:
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
             raise unavailable(_why_nobody(entry, waiting_for))
+        holding = policy.that_hold(able, entry.work)
+        if holding:
+            able = holding
+        elif entry.owed:  # else the instance says what is wrong with it
+            raise unavailable(f"no instance that is ready holds the {entry.work} tokens of the request")
         free = able if entry.owed else policy.with_room(able)
         if not free:
             self.counts["queue_full"] += 1

@@ -243,6 +243,7 @@ class MeshClient:
         if not self._links[instance.name].send(entry.submit(number)):
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
             self._lost(instance)
+            entry.fruitless -= 1  # it never got there
             entry.owed = True
             self.faults.count(Event.RESUME, "connection_lost")
             self._resume(entry, instance)
@@ -252,7 +253,7 @@ class MeshClient:
         self._pool.index.forget(instance.name)
         return instance.lost(time.monotonic())
 
-    def _resume(self, entry: Entry, failed: Instance) -> None:
+    def _resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
         entry.failed_at(failed.rank)
         if entry.fruitless >= MAX_FRUITLESS:
@@ -264,7 +265,7 @@ class MeshClient:
         except MeshError as error:
             self._drop(entry)
             if error.status == 503 and entry.owed:
-                entry.waits_until = time.monotonic() + ORPHAN_TIMEOUT
+                entry.waits_until = time.monotonic() + patience
                 self._orphans.append(entry)
             else:
                 self._give_up(entry, error)
@@ -324,8 +325,9 @@ class MeshClient:
         self._move_requests(instance, "removed" if instance.member.state is State.READY else "drained")
         self._links.pop(instance.name).close()
 
-    def _move_requests(self, instance: Instance, reason: str) -> None:
-        """What an instance had goes on elsewhere; should it still run there, it is aborted."""
+    def _move_requests(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
+        """What an instance had goes on elsewhere; should it still run there, it is aborted. With nobody to
+        take it, it waits for ``patience`` seconds."""
         lost = self._ledger.of_instance(instance.name)
         if not lost:
             return
@@ -338,13 +340,21 @@ class MeshClient:
         for entry in lost:
             entry.owed = True
             entry.moves(loss)
-            self._resume(entry, instance)
+            self._resume(entry, instance, patience)
 
     async def _place_orphans_again(self) -> None:
         """Their wait is bounded also when nothing changes."""
         while True:
             await asyncio.sleep(1.0)
+            self._leave_idle_instances()
             self._place_orphans()
+
+    def _leave_idle_instances(self) -> None:
+        """Requests do not stay for ever at an instance that no group takes in."""
+        now = time.monotonic()
+        for instance in list(self._pool):
+            if instance.idle_since is not None and now > instance.idle_since + ORPHAN_TIMEOUT:
+                self._move_requests(instance, "no_group", patience=0.0)
 
     def _place_orphans(self) -> None:
         """Requests that waited for an instance to come, or to answer."""

@@ -29,7 +29,7 @@ class Event(enum.StrEnum):
 KINDS = {
     Event.DETECTION: ("process_exit", "connection_lost", "removed"),
     Event.RESTART: ("coordinator", "engine", "router"),
-    Event.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused"),
+    Event.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused", "no_group"),
 }
 """Those that every mesh tells of from its start, so that their rates begin at zero."""
 

@@ -108,6 +108,16 @@ def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if not is_full(candidate)]
 
 
+def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
+    """Those whose KV cache holds a request of so many tokens, and one more: caches of one mesh may differ."""
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.capacity is None
+        or tokens < candidate.capacity.num_blocks * candidate.capacity.block_size
+    ]
+
+
 def is_full(candidate: Candidate) -> bool:
     limits = candidate.capacity
     if limits is None:

@@ -61,6 +61,9 @@ class Instance:
     """It has said that it takes no requests any more: known before a view tells it."""
     seen_at: float = 0.0
     """When it entered the pool."""
+    idle_since: float | None = None
+    """When a view first said that it has its weights and cannot serve, for want of a group; None: it serves,
+    loads or drains."""
     capacity: Capacity | None = None
     last_dispatch: int = 0
     unreported: deque[Sent] = field(default_factory=deque)
@@ -86,6 +89,14 @@ class Instance:
         """Whether it serves, and will have answered on our new connection in a moment."""
         is_new = now < self.seen_at + ANSWER_TIMEOUT
         return is_new and self.member.state is State.READY and not self.attached
+
+    def sees(self, member: Member, now: float) -> None:
+        """What a new view says of it."""
+        self.member = member
+        if member.state is not State.LOADED:
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
 
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
         """Number the next request to this instance, with so many tokens to compute of which its cache has
@@ -223,10 +234,11 @@ class Pool:
         added = []
         for name, member in members.items():
             if name in self._instances:
-                self._instances[name].member = member
+                self._instances[name].sees(member, now)
             else:
                 trust = self._trust.setdefault(member.rank, Trust())
                 self._instances[name] = Instance(member, trust=trust, seen_at=now)
+                self._instances[name].sees(member, now)
                 added.append(self._instances[name])
         here = {instance.rank for instance in self}
         for rank in [rank for rank in self._trust if rank not in here]:

@@ -135,6 +135,11 @@ def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
     membership.handle(b"a", heartbeat("a"), 1.5)
     (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.6))
     assert answer == Refused("rank 0 is taken by h (pid 1): choose another, or none")
+    (answer,) = to(b"c", membership.handle(b"c", register("c", 0), 5.0))
+    assert isinstance(answer, Wait), "the holder may have died since: that contest is over"
+    assert membership.tick(5.1) == []
+    membership.tick(7.0)
+    assert joined(membership, "c", 0, now=7.1) == 0
 
 
 def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:

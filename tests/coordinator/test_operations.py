@@ -102,3 +102,12 @@ def test_pending_commands_are_bounded() -> None:
     answer = Answer(command="0", status=202, text="")
     assert membership.handle(b"l", answer, 1.0) == []
     assert membership.handle(b"l", msgspec.structs.replace(answer, command="1"), 1.0)
+
+
+def test_a_wish_is_repeated_until_its_instance_drains() -> None:
+    """The first one may be lost with the instance's connection."""
+    membership = mesh("a", "b")
+    membership.handle(b"o", drain(1), 1.0)
+    assert wishes(membership.handle(b"b-again", heartbeat("b"), 1.5), b"b-again") == [drain(1)]
+    assert not wishes(membership.handle(b"a", heartbeat("a"), 1.5), b"a")
+    assert not wishes(membership.handle(b"b-again", heartbeat("b", State.DRAINING), 2.0), b"b-again")

@@ -213,3 +213,29 @@ def test_whose_request_is_aborted_gets_no_more_than_what_was_done() -> None:
     assert tokens[1] == expected_output(PROMPT, 9)[: len(tokens[1])]
     assert router.core.report(0, 0).blocks_used == 0
     router.close()
+
+
+def test_whose_last_request_was_aborted_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers send nothing to an instance that has work and takes no steps."""
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=False), events)
+    router.say(Attach("r"), submit(1, 50))
+    deadline = time.monotonic() + 10.0
+    aborted, rests = False, 0
+
+    def between() -> None:
+        nonlocal aborted, rests
+        if len(events) > 4 and not aborted:
+            assert router.server.progress.load().running == 1
+            router.say(Abort([1]))
+            aborted = True
+        rests += aborted and not router.core.has_work
+        if rests > 1 or time.monotonic() > deadline:
+            router.server.drain(0.0)
+
+    router.server.run(between)
+    router.close()
+    later = time.monotonic() + 20.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    load = router.server.progress.load()
+    assert (load.running, load.waiting, load.stalled_for) == (0, 0, 0.0)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
-from engine.messages import Counters, Delta, FinishReason, Report
+from engine.messages import Capacity, Counters, Delta, FinishReason, Report
 from engine.sampling import SamplingParams
 from router import policy
 from router.chooser import Chooser
@@ -71,6 +71,52 @@ def test_who_has_just_come_is_waited_for_and_not_for_long() -> None:
     instance.attached = True
     assert chooser.choose(entry, 11.0) is instance
     assert not chooser.may_soon_choose(entry, 11.0)
+
+
+def test_an_instance_without_a_group_is_not_idle_for_ever() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0)), 1.0)
+    (instance,) = pool
+    assert instance.idle_since is None
+    for now in (2.0, 3.0):
+        pool.apply(view(member("a", 0, State.LOADED)), now)
+        assert instance.idle_since == 2.0
+    pool.apply(view(member("a", 0)), 4.0)
+    assert instance.idle_since is None
+
+
+def capacity(num_blocks: int) -> Capacity:
+    return Capacity(
+        block_size=16,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        max_num_queued_reqs=9,
+    )
+
+
+def test_who_holds_a_request_is_preferred() -> None:
+    """Instances of one mesh may have KV caches of different sizes."""
+    pool = Pool()
+    chooser = Chooser(pool, Ledger())
+    pool.apply(view(member("small", 0), member("large", 1)), 0.0)
+    small, large = pool
+    for instance, num_blocks in ((small, 4), (large, 8)):
+        instance.attached, instance.capacity = True, capacity(num_blocks)
+
+    def entry(tokens: int, *, owed: bool = False) -> Entry:
+        prompt = Prompt(request_id="r", prompt_ids=[1] * tokens, params=SamplingParams(), seed=9)
+        return Entry(prompt, owed=owed)
+
+    for _ in range(8):
+        large.dispatch(1, 0.0)
+    assert chooser.choose(entry(63), 0.0) is small, "it has less to do"
+    assert chooser.choose(entry(64), 0.0) is large
+    assert chooser.choose(entry(500), 0.0) in (small, large), "whoever gets it says what is wrong"
+    large.attached = False
+    with pytest.raises(MeshError, match="no instance that is ready holds the 100 tokens") as caught:
+        chooser.choose(entry(100, owed=True), 0.0)
+    assert caught.value.status == 503
 
 
 def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
