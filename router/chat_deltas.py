@@ -48,7 +48,7 @@ class DeltaWriter:
         for event in self._reader.read(text, num_tokens, ended=ended):
             match event:
                 case Reasoning(text):
-                    delta.reasoning = delta.reasoning_content = text
+                    delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
                 case Content(text):
                     delta.content = (delta.content or "") + text
                 case CallBegin(name):

@@ -276,11 +276,15 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Reasoning of an earlier turn under both of its names: templates know one, clients send the other."""
+    """Reasoning of an earlier turn under all of its names: templates know one, clients send another. That of
+    GPT-OSS calls it ``thinking``, and takes a call with that or with content."""
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if not isinstance(reasoning, str):
         return message
-    return message | {"reasoning": reasoning, "reasoning_content": reasoning}
+    named = {"reasoning": reasoning, "reasoning_content": reasoning}
+    if not (message.get("tool_calls") and message.get("content")):
+        named["thinking"] = reasoning
+    return message | named
 
 
 def _cut_after_final(text: str, messages: Sequence[Message]) -> str:

@@ -12,10 +12,14 @@ from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
+from router import harmony
 from router.quotas import KeyLimits, limits_of, read_key_limits
 from router.reasoning import REASONING_PARSERS
 from router.structured_config import StructuredOutputsConfig, read_config
 from router.tool_parsers import TOOL_PARSERS
+
+TOOL_CALL_PARSERS = (*TOOL_PARSERS, harmony.TOOL_CALL_PARSER)
+ALL_REASONING_PARSERS = (*REASONING_PARSERS, harmony.REASONING_PARSER)
 
 MOST_FRONT_ENDS = 256
 """More are a mistake: each is a process that fills a core."""
@@ -115,13 +119,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool, flag(help="Let the model call the tools of a request; needs --tool-call-parser.")
     ] = False
     tool_call_parser: Annotated[
-        str | None, flag(help=f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}.")
+        str | None, flag(help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}.")
     ] = None
     exclude_tools_when_tool_choice_none: Annotated[
         bool, flag(help="Keep tools out of the prompt of requests with tool_choice none.")
     ] = False
     reasoning_parser: Annotated[
-        str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
+        str | None, flag(help=f"How the model marks its reasoning: {', '.join(ALL_REASONING_PARSERS)}.")
     ] = None
     structured_outputs_config: Annotated[
         str,
@@ -177,8 +181,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.admin_port and self.admin_port == self.port:
             raise ValueError(f"--admin-port {self.admin_port} is --port, too: choose another one")
-        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
-        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        _check_name("--reasoning-parser", self.reasoning_parser, ALL_REASONING_PARSERS)
+        harmony.check_halves(self.reasoning_parser, self.tool_call_parser)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -67,6 +67,8 @@ class ApiError(Exception):
         self.kind = kind or KIND_OF_STATUS.get(status) or HTTPStatus(status).phrase
         self.param = param
         self.headers = headers or {}
+        if "retry-after" in self.headers:
+            self.headers.setdefault("x-should-retry", "true")
 
     def __repr__(self) -> str:
         return f"<ApiError {self.status} {self.kind}: {self}>"
@@ -100,7 +102,7 @@ def from_mesh(error: MeshError) -> ApiError:
     """A request that the mesh did not take."""
     headers = {}
     if error.retry_after is not None:
-        headers = {"retry-after": str(error.retry_after), "x-should-retry": "true"}
+        headers = {"retry-after": str(error.retry_after)}
     return ApiError(error.status, str(error), kind=error.kind, param=error.param, headers=headers)
 
 

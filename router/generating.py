@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
+from router import harmony
 from router.answers import Answer, encode, json_response
 from router.anthropic_messages import request as messages_request
 from router.anthropic_messages.answer import MessageAnswer
@@ -33,7 +34,7 @@ from router.mesh import Mesh
 from router.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from router.parameters import sampling_params
-from router.prompts import PromptText, chat_prompt, completion_prompts
+from router.prompts import PromptText, chat_prompt, completion_prompts, num_prompt_tokens
 from router.quotas import Quotas
 from router.responses import request as responses_request
 from router.responses.answer import ResponsesAnswer
@@ -137,8 +138,8 @@ class Generating:
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            chat = await self._understand(responses_request.chat_request(asked), len(body))
-        return json_response(encode(InputTokens(len(chat.prompt.ids))))
+            count = await self._count(responses_request.chat_request(asked), len(body))
+        return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)
@@ -156,15 +157,17 @@ class Generating:
         body = await read_body(request, self._config)
         asked = _read_count_tokens(body)
         with in_terms_of(messages_request.NAMES):
-            chat = await self._understand(messages_request.chat_request(asked), len(body))
-        return json_response(encode(TokenCount(len(chat.prompt.ids))))
+            count = await self._count(messages_request.chat_request(asked), len(body))
+        return json_response(encode(TokenCount(count)))
 
     # ---- helpers
 
     async def _understand(self, wanted: ChatRequest, size: int) -> Chat:
         check_chat(wanted)
         model = await self._models.get(wanted.model)
-        turn_format = TurnFormat(wanted, self._config)
+        config = self._config
+        speaks = harmony.is_written(model.tokenizer, config.reasoning_parser, config.tool_call_parser)
+        turn_format = TurnFormat(wanted, config, harmony=speaks)
         if turn_format.needs_special_tokens(model.tokenizer):
             wanted.skip_special_tokens = False
         if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
@@ -175,6 +178,14 @@ class Generating:
         if grammar is not None:
             params = await self._with_grammar(params, grammar, turn_format.grammar_param)
         return Chat(wanted, turn_format, model, params, prompt)
+
+    async def _count(self, wanted: ChatRequest, size: int) -> int:
+        """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
+        check_chat(wanted)
+        model = await self._models.get(wanted.model)
+        if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
+            wanted.tools = None
+        return await run_sized(lambda: num_prompt_tokens(wanted, model), size)
 
     async def _with_grammar(self, params: SamplingParams, text: str, param: str) -> SamplingParams:
         await self._grammars.check(text, param)

@@ -58,4 +58,4 @@ def session(request: Request, wanted: GenerationRequest) -> str:
             refuse(f"{name} must be printable ASCII of at most {MAX_ID_LENGTH} characters.", name)
         if given:
             return given
-    return wanted.session_id or ""
+    return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]

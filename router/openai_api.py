@@ -39,22 +39,15 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """A regular expression of what may stand between the tokens of JSON."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common."""
+class MoreFields(msgspec.Struct, kw_only=True):
+    """What every endpoint that generates takes beyond its own API, most of it vLLM's."""
 
-    model: str | None = None
-    n: Int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
+    request_id: str | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
+    min_tokens: Int | None = None
     stop_token_ids: list[Int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -62,24 +55,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[Int, float] | None = None
     allowed_token_ids: list[Int] | None = None
-    prompt_logprobs: Int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    truncation_side: str | None = None
-    echo: bool | None = None
     priority: Int | None = None
     timeout: float | None = None
     """Seconds that the answer may take."""
-    request_id: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     """Requests of one session go to the same instance while that costs little."""
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    user: str | None = None
-    response_format: Any = None
+    prompt_cache_key: str | None = None
+    """OpenAI's name for the like; ``session_id`` wins."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     """The older names of ``structured_outputs``."""
@@ -87,7 +72,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    """SGLang's names, as the next two."""
+    regex: str | None = None
+    ebnf: str | None = None
     # Not supported (yet): refused when set to anything that would matter.
+    best_of: Any = None
     bad_words: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None
@@ -95,6 +85,29 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     repetition_detection: Any = None
     thinking_token_budget: Any = None
     vllm_xargs: Any = None
+    custom_logit_processor: Any = None
+
+
+class GenerationRequest(MoreFields, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    prompt_logprobs: Int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    response_format: Any = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -111,7 +124,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
+    chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -133,6 +146,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Any = None
+    """Not supported: refused."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 

@@ -75,15 +75,23 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
     return PromptText(_fit(ids, request, model), text)
 
 
+def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
+    """How many tokens a conversation is, also where they are more than the model takes."""
+    text = render_chat(request, model)
+    return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
+
+
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:
     """The text that the chat template makes of a conversation."""
     messages = request.messages or []
-    variables = model.template_kwargs | (request.chat_template_kwargs or {})
+    variables = dict(model.template_kwargs)
+    if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
+        thinks = effort != "none"  # templates that switch thinking off go by one of two names
+        variables |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    variables |= request.chat_template_kwargs or {}
     documents = None
     if isinstance(request, ChatRequest):
         documents = request.documents
-        if request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", request.reasoning_effort)
     continues = request.continue_final_message is True
     begins = request.add_generation_prompt
     try:

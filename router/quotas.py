@@ -92,17 +92,22 @@ def _fill_up(limits: KeyLimits, account: Account, now: float) -> None:
 class Lease:
     """One request that was let in; :meth:`end` when it has ended, however."""
 
-    def __init__(self, quotas: Quotas, key: int) -> None:
+    def __init__(self, quotas: Quotas, key: int, prompt_tokens: int) -> None:
         self._quotas = quotas
         self._key: int | None = key
+        self._prompt_tokens = prompt_tokens
 
     def __repr__(self) -> str:
         return f"<Lease of key {self._key}>"
 
-    def end(self, generated_tokens: int) -> None:
-        """Harmless when repeated."""
+    def end(self, generated_tokens: int, *, refused: bool = False) -> None:
+        """Harmless when repeated. What nobody took (``refused``) costs nothing."""
         key, self._key = self._key, None
-        if key is not None:
+        if key is None:
+            return
+        if refused:
+            self._quotas.give_back(key, -self._prompt_tokens, requests=1)
+        else:
             self._quotas.give_back(key, generated_tokens)
 
 
@@ -153,16 +158,16 @@ class Quotas:
             self._write(key, account)
             if refusal is None:
                 self._numbers[key * self._width + 3 + self._front_end] += 1
-                return Lease(self, key)
+                return Lease(self, key, prompt_tokens)
         seconds = max(1, math.ceil(refusal.retry_after))
         message = f"The limit of {refusal.limit} is reached; try again in {seconds} s."
-        headers = {"retry-after": str(seconds), "x-should-retry": "true"}
-        raise ApiError(429, message, headers=headers)
+        raise ApiError(429, message, headers={"retry-after": str(seconds)})
 
-    def give_back(self, key: int, generated_tokens: int) -> None:
-        """A request has ended."""
+    def give_back(self, key: int, generated_tokens: int, *, requests: int = 0) -> None:
+        """A request has ended. One that nobody took gives back itself, and its prompt as tokens below 0."""
         with self._locked():
             self._numbers[key * self._width + 3 + self._front_end] -= 1
+            self._numbers[key * self._width] += requests
             self._numbers[key * self._width + 1] -= generated_tokens
 
     def num_running(self, key: int) -> int:

@@ -21,6 +21,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     end: tuple[str, ...]
     implied: bool = False
     """An answer begins inside unless the prompt has closed the tags."""
+    before_answer: str = ""
+    """What stands between the last tag and the answer, where it is more than blanks."""
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))

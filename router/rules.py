@@ -22,9 +22,9 @@ UNSUPPORTED = (
     "repetition_detection",
     "thinking_token_budget",
     "vllm_xargs",
+    "custom_logit_processor",
     "suffix",
     "prompt_embeds",
-    "chat_template",
 )
 """Refused when set to anything that would matter."""
 
@@ -62,8 +62,10 @@ def _check_common(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
     for name in UNSUPPORTED:
-        if getattr(request, name, None):
+        if _matters(getattr(request, name, None)):
             refuse(f"{name} is not supported yet.", name)
+    if request.best_of not in (None, 1, request.n):
+        refuse("best_of is not supported: ask for n answers and choose.", "best_of")
     if request.request_id is not None and not usable_id(request.request_id):
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
@@ -76,6 +78,11 @@ def _check_common(request: GenerationRequest) -> None:
         refuse("truncation_side must be 'left' or 'right'.", "truncation_side")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
         refuse("truncate_prompt_tokens must be -1 or more.", "truncate_prompt_tokens")
+
+
+def _matters(value: object) -> bool:
+    """Whether a field is set to more than its absence; a budget of 0 is."""
+    return bool(value) or (value == 0 and value is not False)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
@@ -95,6 +102,8 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
 
 
 def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
+    if request.chat_template:
+        refuse("chat_template is not supported: give the router --chat-template.", "chat_template")
     if request.continue_final_message and request.add_generation_prompt:
         refuse(
             "continue_final_message and add_generation_prompt exclude each other.", "continue_final_message"

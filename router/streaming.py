@@ -61,6 +61,8 @@ class Run:
         self._arrival = arrival
         self._timeout = timeout
         self._trace = trace
+        self.refused = False
+        """The mesh did not take it, and nothing came of it."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"
@@ -137,7 +139,10 @@ class Run:
                     if not unfinished:
                         return
             raise ApiError(500, "The request ended without a last token.")
-        except (MeshError, ApiError):
+        except (MeshError, ApiError) as error:
+            self.refused = isinstance(error, MeshError) and not any(
+                sample.num_tokens for sample in self.samples
+            )
             for sample in self.samples:
                 sample.finish_reason = sample.finish_reason or FinishReason.ERROR
             raise
@@ -179,7 +184,7 @@ class Call(Run):
     def end(self) -> None:
         """However it ended: its client may ask for more."""
         if self._lease is not None:
-            self._lease.end(sum(sample.num_tokens for sample in self.samples))
+            self._lease.end(sum(sample.num_tokens for sample in self.samples), refused=self.refused)
 
 
 async def whole_answer(call: Call, receive: Receive) -> bytes:

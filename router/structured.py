@@ -33,6 +33,18 @@ Body = Mapping[str, Any]
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
+OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""Of fields, with the kinds that they are."""
+
+
 class Form(msgspec.Struct, frozen=True):
     """What an answer must look like."""
 
@@ -112,7 +124,7 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
                 refuse("response_format of type json_schema needs json_schema with a schema.", param)
             return Form(param, json_body(_schema(named["schema"], param), config))
         case "structural_tag":
-            return Form(param, _structural_tag(wanted, param))
+            return Form(param, _structural_tag(wanted, param, config))
     refuse(
         f"response_format.type must be text, json_object, json_schema or structural_tag, got {kind[:60]!r}.",
         param,
@@ -140,10 +152,9 @@ def _structured_outputs(
 
 
 def _older(request: GenerationRequest, config: StructuredOutputsConfig) -> list[Form | None]:
-    """The names that vLLM had before ``structured_outputs``."""
+    """The names that vLLM had before ``structured_outputs``, and SGLang's."""
     forms: list[Form | None] = []
-    for kind in ("json", "regex", "choice", "grammar"):
-        param = f"guided_{kind}"
+    for param, kind in OTHER_NAMES.items():
         given = getattr(request, param)
         if given is not None:
             body = _body(kind, given, param, config, request.guided_whitespace_pattern)
@@ -164,7 +175,7 @@ def _body(kind: str, given: Any, param: str, config: StructuredOutputsConfig, wh
         case "grammar":
             return {"lark_grammar": _lark(given, param)}
         case _:
-            return _structural_tag(given, param)
+            return _structural_tag(given, param, config, whitespace)
 
 
 def _schema(given: Any, param: str) -> Any:
@@ -228,7 +239,9 @@ def _lark(given: str, param: str) -> str:
         refuse(f"{param}: the grammar cannot be read: {error}", param)
 
 
-def _structural_tag(given: Any, param: str) -> Body:
+def _structural_tag(
+    given: Any, param: str, config: StructuredOutputsConfig, whitespace: str | None = None
+) -> Body:
     """``{"structures": [{begin, schema, end}], "triggers": [...]}``: text in which triggers begin forms."""
     if isinstance(given, str):
         try:
@@ -249,7 +262,8 @@ def _structural_tag(given: Any, param: str) -> Body:
         trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
         if trigger is None:
             refuse(f"{param}: structures[{index}].begin starts with none of the triggers.", param)
-        schema = json.dumps(_schema(structure.get("schema", True), param), ensure_ascii=False)
+        body = json_body(_schema(structure.get("schema", True), param), config, whitespace)
+        schema = json.dumps(body["json_schema"], ensure_ascii=False)
         rest = begin[len(trigger) :]
         parts = [quoted(rest) if rest else "", f"%json {schema}", quoted(end) if end else ""]
         rules.append(f"begin_{index}[lazy]: TEXT {quoted(trigger)}")

@@ -101,8 +101,8 @@ class Conversation:
             return [entry["id"] for entry in json.load(answer)["data"]]
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer as it comes. It becomes part of the conversation, also what came of it until it was
-        stopped; a question that got no answer does not.
+        """The answer as it comes, its reasoning first. It becomes part of the conversation without that, also
+        what came of it until it was stopped; a question that got no answer does not.
 
         Raises:
             ChatError: there is none.
@@ -116,8 +116,13 @@ class Conversation:
         said: list[str] = []
         try:
             with self._open("/chat/completions", body) as answer:
-                for piece in _pieces(answer):
-                    said.append(piece)
+                thinks = False
+                for piece, is_content in _pieces(answer):
+                    if thinks and is_content:
+                        yield "\n\n"
+                    thinks = not is_content
+                    if is_content:
+                        said.append(piece)
                     yield piece
         finally:
             if said:
@@ -147,8 +152,8 @@ class Conversation:
             raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}") from error
 
 
-def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
-    """Text of a stream of chunks."""
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
+    """Text of a stream of chunks, and whether it is content: else it is reasoning."""
     for line in answer:
         data = line.strip().removeprefix(b"data:").strip()
         if not data or not line.startswith(b"data:"):
@@ -160,8 +165,10 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[str]:
             raise ChatError(event["error"].get("message", "the server reports an error"))
         for choice in event.get("choices", ()):
             delta = choice.get("delta", {})
-            if piece := delta.get("reasoning") or delta.get("content"):
-                yield piece
+            if thought := delta.get("reasoning"):
+                yield thought, False
+            if piece := delta.get("content"):
+                yield piece, True
     raise ChatError("the connection broke before the answer ended")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from router.config import HttpConfig
 from router.errors import refuse
+from router.harmony import ANALYSIS, FINAL, WRITTEN_CALL, HarmonyParser
+from router.harmony import MARKERS as HARMONY_MARKERS
 from router.openai_api import ChatRequest
-from router.reasoning import REASONING_PARSERS, ReasoningParser
+from router.reasoning import REASONING_PARSERS, ReasoningFormat, ReasoningParser
 from router.structured import form_of
 from router.tokens import Tokenizer
 from router.tool_parsers import TOOL_PARSERS
@@ -19,38 +21,45 @@ class TurnFormat:
     """How the model's text becomes reasoning, content and tool calls, for one request.
 
     Calls that ``tool_choice`` asks for are written in the model's own format where that is known and its
-    arguments are JSON; they need no ``--tool-call-parser``.
+    arguments are JSON; they need no ``--tool-call-parser``. Models that write Harmony need no flag at all.
 
     Raises:
         ApiError: tools are offered, and this router has no parser for their calls; or the form that is asked
             for cannot be.
     """
 
-    def __init__(self, request: ChatRequest, config: HttpConfig) -> None:
+    def __init__(self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False) -> None:
         self._config = config.structured_outputs
+        self._harmony = harmony
         self._form = form_of(request, self._config)
         self._offered: Tools = request.tools or ()
         self._asked_for = _asked_for(request)
-        offers_tools = bool(request.tools) and request.tool_choice != "none"
-        if offers_tools and not self._asked_for and not config.enable_auto_tool_choice:
+        self._offers_tools = offers_tools = bool(request.tools) and request.tool_choice != "none"
+        if offers_tools and not (self._asked_for or config.enable_auto_tool_choice or harmony):
             refuse(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set.',
                 "tool_choice",
             )
-        named = config.tool_call_parser
-        self._tools: type[ToolParser] | None = TOOL_PARSERS[named] if offers_tools and named else None
-        if self._asked_for:
-            if self._form is not None and self._form.param != "response_format":
-                refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
-            if self._tools is None or self._tools.written is None:
+        if self._asked_for and self._form is not None and self._form.param != "response_format":
+            refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
+        self._tools: type[ToolParser] | None = None
+        self._reasoning: ReasoningFormat | None = None
+        if harmony:
+            self._reasoning = ANALYSIS
+        else:
+            if offers_tools and config.tool_call_parser:
+                self._tools = TOOL_PARSERS[config.tool_call_parser]
+            if self._asked_for and (self._tools is None or self._tools.written is None):
                 self._tools = CallList
-        reasoning_parser = config.reasoning_parser
-        self._reasoning = None if reasoning_parser is None else REASONING_PARSERS[reasoning_parser]
+            if config.reasoning_parser:
+                self._reasoning = REASONING_PARSERS[config.reasoning_parser]
         self._names_tool = isinstance(request.tool_choice, dict)
         self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
         self._hides_reasoning = request.include_reasoning is False
 
     def __repr__(self) -> str:
+        if self._harmony:
+            return f"<TurnFormat Harmony form={self._form}>"
         return f"<TurnFormat tools={self._tools} reasoning={self._reasoning} form={self._form}>"
 
     @property
@@ -65,6 +74,8 @@ class TurnFormat:
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether what the parsers look for is lost when special tokens are skipped."""
+        if self._harmony:
+            return any(map(tokenizer.is_special, HARMONY_MARKERS))
         markers = [*self._tools.markers] if self._tools else []
         if self._reasoning is not None:
             markers += [*self._reasoning.begin, *self._reasoning.end]
@@ -75,20 +86,33 @@ class TurnFormat:
         if not self._asked_for and self._form is None:
             return None
         turn = TurnGrammar(tokenizer, self._config)
-        if self._reasoning is not None:
+        in_answer = self._harmony and not self._begins_message(prompt)
+        if self._reasoning is not None and not in_answer:
             turn.reasoning(self._reasoning, prompt)
         if self._asked_for:
-            assert self._tools is not None
-            assert self._tools.written is not None
-            turn.calls(self._asked_for, self._tools.written, most_one=self._max_calls == 1)
+            written = WRITTEN_CALL if self._harmony else self._tools.written if self._tools else None
+            assert written is not None
+            turn.calls(self._asked_for, written, most_one=self._harmony or self._max_calls == 1)
         elif self._form is not None:
+            if self._harmony and not in_answer:
+                turn.opening(FINAL)
             turn.answer(self._form)
         return turn.text()
 
+    def _begins_message(self, prompt: str) -> bool:
+        """Whether a prompt in Harmony leaves it to the answer to say what it is, or is inside reasoning."""
+        parser = HarmonyParser(prompt, offers_tools=False)
+        return parser.between or parser.inside
+
     def reader(self, prompt: str) -> TurnReader:
         """For one answer to a prompt."""
+        reasoning: ReasoningParser | HarmonyParser | None = None
+        if self._harmony:
+            reasoning = HarmonyParser(prompt, offers_tools=self._offers_tools)
+        elif self._reasoning is not None:
+            reasoning = ReasoningParser(self._reasoning, prompt)
         return TurnReader(
-            None if self._reasoning is None else ReasoningParser(self._reasoning, prompt),
+            reasoning,
             None if self._tools is None else self._tools(self._offered),
             max_calls=self._max_calls,
             hides_reasoning=self._hides_reasoning,

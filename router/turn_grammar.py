@@ -48,10 +48,17 @@ class TurnGrammar:
         else:
             ends = "|".join(map(pattern_of, form.end))
             self._rules.append(rf"thought[lazy]: /(.|\n)*({ends})/")
-        self._rules.append(GAP)
+        if form.before_answer:
+            thought = f"thought {self.literal(form.before_answer)}"
+        else:
+            self._rules.append(GAP)
+            thought = "thought gap?"
         is_inside = ReasoningParser(form, prompt).inside
-        begin = "" if is_inside else f"({self._any_of(form.begin)}) "
-        self._start.append("thought gap?" if is_inside else f"({begin}thought gap?)?")
+        self._start.append(thought if is_inside else f"(({self._any_of(form.begin)}) {thought})?")
+
+    def opening(self, text: str) -> None:
+        """What comes next is this."""
+        self._start.append(self.literal(text))
 
     def answer(self, form: Form) -> None:
         """The answer has a form."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from router.harmony import HarmonyParser
 from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
 from router.reasoning import ReasoningParser
 from router.tool_parsers.base import ToolParser
@@ -13,12 +14,12 @@ from router.tool_parsers.base import ToolParser
 class TurnReader:
     """Reads one turn. Without parsers all text is content.
 
-    The reasoning parser comes first; tools are called in the answer proper.
+    The reasoning parser comes first; tools are called in the answer proper. The one for Harmony finds both.
     """
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None = None,
+        reasoning: ReasoningParser | HarmonyParser | None = None,
         tools: ToolParser | None = None,
         *,
         max_calls: int = 0,
@@ -56,7 +57,7 @@ class TurnReader:
 
     def _with_calls(self, events: Iterable[Parsed], ended: bool) -> Iterable[Parsed]:
         if self._tools is None:
-            yield from events
+            yield from self._counted(events)
             return
         for event in events:
             if isinstance(event, Content):

@@ -7,15 +7,12 @@ from typing import Any
 
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.errors import refuse
-from router.openai_api import ChatRequest
+from router.openai_api import ChatRequest, MoreFields
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_format"}
 """What a chat request calls otherwise."""
 
-SAME = (
-    "stream", "temperature", "top_p", "top_k", "request_id", "seed", "priority", "cache_salt", "timeout",
-    "structured_outputs", "min_tokens", "ignore_eos",
-)  # fmt: skip
+SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:

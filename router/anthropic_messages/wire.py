@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from router.openai_api import Int, StructuredOutputs
+from router.openai_api import Int, MoreFields
 
 # ---- requests
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True):
+class CountTokensRequest(MoreFields, kw_only=True):
     """What makes the prompt."""
 
     messages: list[dict[str, Any]]
@@ -30,19 +30,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int | None = None
     metadata: dict[str, Any] | None = None
     output_format: Any = None
     output_config: dict[str, Any] | None = None
-    # Beyond Anthropic's
-    request_id: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    seed: Int | None = None
-    min_tokens: Int | None = None
-    ignore_eos: bool | None = None
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
 
 
 # ---- answers

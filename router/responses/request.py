@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.errors import refuse
-from router.openai_api import ChatRequest
+from router.openai_api import ChatRequest, MoreFields
 from router.responses.wire import ResponsesRequest
 
 KEPT = ("previous_response_id", "conversation", "background", "prompt")
@@ -21,10 +21,8 @@ NAMES = {
 """What a chat request calls otherwise."""
 
 SAME = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "request_id", "seed", "stop",
-    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
-    "min_tokens", "skip_special_tokens", "include_reasoning", "chat_template_kwargs", "priority",
-    "cache_salt", "timeout", "structured_outputs",
+    "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "stop", "include_reasoning",
+    "chat_template_kwargs", *MoreFields.__struct_fields__,
 )  # fmt: skip
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from router.openai_api import Int, StructuredOutputs
+from router.openai_api import Int, MoreFields
 
 # ---- requests
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(MoreFields, kw_only=True):
     """OpenAI's fields, and those of vLLM's that chat has too."""
 
     input: str | list[dict[str, Any]]
@@ -32,24 +32,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     include: list[str] | None = None
     top_logprobs: Int | None = None
-    # Beyond OpenAI's
-    request_id: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    seed: Int | None = None
     stop: str | list[str] | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    skip_special_tokens: bool | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
+    max_tool_calls: Int | None = None
+    """Of the tools that a server runs itself, of which there are none."""
     # They need answers that are kept: refused.
     previous_response_id: str | None = None
     conversation: Any = None

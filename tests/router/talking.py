@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,11 @@ TOOL_FLAGS: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser
 
 
 @contextlib.contextmanager
-def talking(served: ServedModel, directory: Path, **config: Any) -> Iterator[Server]:
-    """A server of a model in ``directory``."""
-    tiny_tokenizer.write_model(directory, chat_template=TEMPLATE)
+def talking(
+    served: ServedModel, directory: Path, special: Sequence[str] = (), **config: Any
+) -> Iterator[Server]:
+    """A server of a model in ``directory``, with ``special`` tokens more than others."""
+    tiny_tokenizer.write_model(directory, special, chat_template=TEMPLATE)
     model = msgspec.structs.replace(served, directory=str(directory), max_model_len=2048)
     with serving(FakeMesh(model, saying([])), HttpConfig(**config)) as server:
         yield server

@@ -204,6 +204,14 @@ def test_count_tokens(client: anthropic.Anthropic, say: Speaker) -> None:
     assert client.messages.create(**BASIC, **fields).usage.input_tokens == count.input_tokens
 
 
+def test_tokens_are_counted_though_tools_cannot_be_called(served: ServedModel, tmp_path: Path) -> None:
+    with talking(served, tmp_path) as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello " * 3000}], "tools": TOOLS}
+        answer = server.post("/v1/messages/count_tokens", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["input_tokens"] > 2048
+
+
 def test_fields_beyond_anthropics(client: anthropic.Anthropic, say: Speaker) -> None:
     say("x")
     client.messages.create(
@@ -257,6 +265,7 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "Invalid type: x"),
         ({"output_config": {"format": {"type": "json_schema", "schema": False}}}, "no answer can follow"),
         ({"stop_sequences": [""]}, "must not be empty"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet"),
     ],
 )  # fmt: skip
 def test_what_is_refused(talking_server: Server, fields: dict[str, Any], message: str) -> None:

@@ -135,6 +135,11 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True}, "use_beam_search is not supported yet", "use_beam_search"),
     ({"bad_words": ["x"]}, "bad_words is not supported yet", "bad_words"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids is not supported yet", "logprob_token_ids"),
+    ({"thinking_token_budget": 0}, "thinking_token_budget is not supported yet", "thinking_token_budget"),
+    ({"custom_logit_processor": "x"}, "is not supported yet", "custom_logit_processor"),
+    ({"best_of": 3}, "best_of is not supported: ask for n", "best_of"),
+    ({"regex": "(", "best_of": 1}, "unclosed group", "regex"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other", "ebnf"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params is not supported yet", "kv_transfer_params"),
     ({"model": 7}, "Expected `str | null`", "model"),
 ]
@@ -239,7 +244,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
     ),
     ({"tools": [TOOL], "tool_choice": {"function": 1}}, "names no function of tools", "tool_choice"),
-    ({"chat_template": "x"}, "chat_template is not supported yet", "chat_template"),
+    ({"chat_template": "x"}, "chat_template is not supported: give", "chat_template"),
     ({"chat_template_kwargs": {"messages": []}}, "must not set messages", "messages"),
     ({"chat_template_kwargs": []}, "Expected `object | null`", "chat_template_kwargs"),
 ]

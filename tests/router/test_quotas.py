@@ -9,7 +9,7 @@ import pytest
 
 from router.config import HttpConfig
 from router.errors import ApiError
-from router.mesh import ServedModel
+from router.mesh import MeshError, ServedModel
 from router.quotas import Account, KeyLimits, Quotas, Refusal, admit, limits_of
 from router.tokens import Tokenizer
 from tests.router.conftest import serving
@@ -140,6 +140,28 @@ def test_clients_are_told_when_to_come_again(
         server.wait_until_idle()
 
 
+def test_what_the_mesh_does_not_take_costs_nothing(
+    served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "limits.yaml"
+    file.write_text("one: {requests_per_minute: 1, tokens_per_minute: 100}\n")
+    ids = tokenizer.encode(" Hello", add_special_tokens=False)
+    mesh = FakeMesh(served, saying(ids))
+    with serving(mesh, HttpConfig(api_key_limits=str(file))) as server:
+
+        def ask(**more: object) -> int:
+            headers = {"authorization": "Bearer one"}
+            return server.client.post("/v1/completions", json={**PROMPT, **more}, headers=headers).status_code
+
+        for stream in (False, True, False):
+            mesh.refusal = MeshError(503, "ServiceUnavailableError", "full", retry_after=1)
+            assert ask(stream=stream) == 503
+        mesh.reset(saying(ids))
+        assert ask() == 200
+        assert ask() == 429
+        server.wait_until_idle()
+
+
 def test_a_bad_file_of_limits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--api-key-limits .*none: No such file"):
         HttpConfig(api_key_limits=str(tmp_path / "none"))
@@ -169,4 +191,6 @@ def test_deadline_and_session_come_by_header(served: ServedModel, tokenizer: Tok
             assert bad.status_code == 400
         server.post("/v1/completions", {**PROMPT, "session_id": "mine", "timeout": 0.05})
         assert mesh.prompts[-1].session == "mine"
+        server.post("/v1/completions", {**PROMPT, "prompt_cache_key": "k" * 999, "timeout": 0.05})
+        assert mesh.prompts[-1].session == "k" * 256, "OpenAI's name for it"
         server.wait_until_idle()

@@ -218,6 +218,9 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"input": [{"type": "function_call_output", "output": "f"}]}, "call_id must be a string", "input"),
         ({"input": [{"content": "f"}]}, "input[0].role must be a string", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only", "input"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet", "vllm_xargs"),
+        ({"bad_words": ["a"]}, "bad_words is not supported yet", "bad_words"),
+        ({"guided_regex": "("}, "unclosed group", "guided_regex"),
         ({"model": "x"}, "does not exist", "model"),
     ],
 )  # fmt: skip
@@ -237,12 +240,14 @@ def test_fields_that_are_accepted(client: openai.OpenAI, say: Speaker) -> None:
         model="tiny", input="Hello", store=True, user="me", top_p=0.9, truncation="disabled",
         reasoning={"effort": "low"}, text={"format": {"type": "text"}}, service_tier="auto",
         include=["reasoning.encrypted_content"], tool_choice="auto", parallel_tool_calls=False,
-        extra_body={"seed": 5, "top_k": 3, "chat_template_kwargs": {"enable_thinking": True}},
+        extra_body={"seed": 5, "top_k": 3, "logit_bias": {"7": -5}, "stop_token_ids": [9],
+                    "chat_template_kwargs": {"enable_thinking": True}},
     )  # fmt: skip
     assert answer.model_extra is not None
     assert answer.model_extra["store"] is False, "nothing is kept"
     prompt = say.server.mesh.prompts[-1]
     assert (prompt.seed, prompt.params.top_k, prompt.params.top_p) == (5, 3, 0.9)
+    assert (prompt.params.logit_bias, prompt.params.stop_token_ids) == ({7: -5.0}, (9,))
     assert say.last_prompt == "THINKING True<user>Hello"
 
 
@@ -263,6 +268,23 @@ def test_input_tokens_are_counted(client: openai.OpenAI, say: Speaker) -> None:
     assert count.input_tokens == usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="input must not be empty"):
         client.responses.input_tokens.count(model="tiny", input=[])
+
+
+def test_input_tokens_are_counted_beyond_the_context(client: openai.OpenAI, say: Speaker) -> None:
+    """Clients count before they cut."""
+    say("x")
+    assert client.responses.input_tokens.count(model="tiny", input="Hello " * 3000).input_tokens > 2048
+
+
+def test_effort_none_switches_thinking_off(client: openai.OpenAI, say: Speaker) -> None:
+    for effort, begin in (("none", "THINKING False"), ("low", "THINKING True")):
+        say("x")
+        client.responses.create(model="tiny", input="Hello", reasoning={"effort": effort})  # type: ignore[typeddict-item]
+        assert say.last_prompt == f"{begin}<user>Hello"
+    say("x")
+    told = {"chat_template_kwargs": {"enable_thinking": True}}
+    client.responses.create(model="tiny", input="Hello", reasoning={"effort": "none"}, extra_body=told)
+    assert say.last_prompt == "THINKING True<user>Hello"
 
 
 def test_failures(client: openai.OpenAI, say: Speaker) -> None:

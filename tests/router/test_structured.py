@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
-from router import grammar_check
+from router import grammar_check, harmony
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.grammar_check import GrammarCheck, problem_with
@@ -52,7 +52,7 @@ def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = byte_level()
     if request.param == "special":
         markers = [marker for parser in TOOL_PARSERS.values() for marker in parser.markers]
-        made.add_special_tokens([*dict.fromkeys(markers), "<think>", "</think>"])
+        made.add_special_tokens([*dict.fromkeys(markers), "<think>", "</think>", *harmony.MARKERS])
     directory: Path = tmp_path_factory.mktemp(request.param)
     made.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")
@@ -152,6 +152,52 @@ def test_the_form_begins_behind_reasoning(
     assert follows('{"x":7,"on":true}', text, vocabulary, marked)
 
 
+def test_harmony(vocabulary: Vocabulary, marked: Tokenizer) -> None:
+    """Calls that are asked for, and forms, on the channels where they belong."""
+    config = HttpConfig()
+    prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+
+    def turn_format(**fields: Any) -> TurnFormat:
+        return TurnFormat(chat(**fields), config, harmony=True)
+
+    def read(form: TurnFormat, text: str, prompt: str) -> Turn:
+        return turn_of([(character, 1) for character in text], form.reader(prompt))
+
+    answer = '{"x":7,"on":true}'
+    thought = '<|channel|>analysis<|message|>so {"x"}<|end|><|start|>assistant'
+    calls = turn_format(tools=TOOLS, tool_choice="required")
+    grammar = calls.grammar(prompt, marked)
+    assert grammar is not None
+    for before in ("", thought):
+        whole = f"{before}<|channel|>commentary to=functions.draw <|constrain|>json<|message|>{answer}"
+        assert follows(whole, grammar, vocabulary, marked)
+        found = read(calls, whole, prompt)
+        assert [(call.name, call.arguments) for call in found.calls] == [("draw", answer)]
+        assert not follows(whole.replace("draw", "wait"), grammar, vocabulary, marked)
+    assert not follows(f"<|channel|>final<|message|>{answer}", grammar, vocabulary, marked)
+    form = turn_format(structured_outputs=StructuredOutputs(json=POINT))
+    grammar = form.grammar(prompt, marked)
+    assert grammar is not None
+    for before in ("", thought):
+        whole = f"{before}<|channel|>final<|message|>{answer}"
+        assert follows(whole, grammar, vocabulary, marked)
+        found = read(form, whole, prompt)
+        assert (found.content, found.reasoning) == (answer, 'so {"x"}' if before else "")
+    assert not follows(answer, grammar, vocabulary, marked)
+    assert not follows("<|channel|>final<|message|>no", grammar, vocabulary, marked)
+    begun = prompt + "<|channel|>final<|message|>"
+    grammar = form.grammar(begun, marked)
+    assert grammar is not None
+    assert follows(answer, grammar, vocabulary, marked)
+    assert read(form, answer, begun).content == answer
+    thinks = form.grammar(prompt + "<|channel|>analysis<|message|>", marked)
+    assert thinks is not None
+    assert follows(
+        f"so<|end|><|start|>assistant<|channel|>final<|message|>{answer}", thinks, vocabulary, marked
+    )
+    assert not follows(answer, thinks, vocabulary, marked)
+
+
 def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) -> bool:
     """Whether a text is one by a grammar."""
     state = Grammar(compile_grammar(grammar, vocabulary), vocabulary)
@@ -197,7 +243,23 @@ def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) 
             'well <f=draw>{"x":1,"on":true}</f> done',
             'well <f=draw>{"x":"a',
         ),
+        # blanks between tokens of JSON are bounded there, too
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {
+                        "structures": [{"begin": "<f=draw>", "schema": POINT, "end": "</f>"}],
+                        "triggers": ["<f="],
+                    }
+                }
+            },
+            '<f=draw>{"x": 1, "on": true}</f>',
+            '<f=draw>{"x":    1, "on": true}</f>',
+        ),
         ({"guided_json": POINT}, '{"x":1,"on":false}', "1"),
+        ({"json_schema": json.dumps(POINT)}, '{"x":1,"on":false}', "1"),
+        ({"regex": "ab+"}, "abb", "a"),
+        ({"ebnf": 'root ::= "x" digit*\ndigit ::= [0-9]'}, "x123", "y"),
         ({"guided_regex": "ab+"}, "abb", "a"),
         ({"guided_choice": ["a", "b"]}, "a", "c"),
         ({"guided_grammar": 'start: "q"'}, "q", "r"),

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from engine.messages import Delta, FinishReason
+from router import harmony
 from router.config import HttpConfig
 from router.mesh import Prompt, ServedModel
 from router.tokens import Tokenizer, load_tokenizer
@@ -27,6 +28,16 @@ USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}},
     {"type": "function", "function": {"name": "now"}},
+]
+
+
+RESPONSES_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {}},
+        "strict": False,
+    }
 ]
 
 
@@ -331,3 +342,29 @@ def test_the_example_holds_a_conversation(tool_server: Server, tokenizer: Tokeni
         'weather({"city": "Ulm"}) -> It rains in Ulm, 9 degrees.',
         "Take one with you.",
     ]
+
+
+# ---- Harmony
+
+
+def test_a_model_that_writes_harmony_needs_no_flags(served: ServedModel, tmp_path: Path) -> None:
+    with talking(served, tmp_path, special=harmony.MARKERS) as server:
+        say = Speaker(server, load_tokenizer(tmp_path))
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            say("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello!")
+            choice = client.chat.completions.create(model="tiny", messages=USER).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("Hello!", "stop")
+            assert choice.message.model_extra is not None
+            assert choice.message.model_extra["reasoning"] == "Hm."
+            text = (
+                "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + '{"city": "Ulm"}'
+            )
+            say("<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + text)
+            message, _ = streamed(client, tools=TOOLS)
+            assert message["content"] == "Let me see."
+            assert message["calls"] == [["weather", '{"city": "Ulm"}']]
+            assert message["finish_reason"] == "tool_calls"
+            say(text)
+            items = client.responses.create(model="tiny", input="Hello", tools=RESPONSES_TOOLS).output
+            assert [item.type for item in items] == ["function_call"]
+        server.wait_until_idle()

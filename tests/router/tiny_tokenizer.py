@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -25,8 +26,8 @@ TEMPLATE = (
 )
 
 
-def byte_level() -> Tokenizer:
-    """BOS before every text, no normaliser."""
+def byte_level(special: Sequence[str] = ()) -> Tokenizer:
+    """BOS before every text, no normaliser; ``special`` tokens in addition."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,6 +41,7 @@ def byte_level() -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", BOS)]
     )
+    tokenizer.add_special_tokens([*special])
     return tokenizer
 
 
@@ -56,9 +58,9 @@ def sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-def write_model(directory: Path, **config: object) -> Path:
+def write_model(directory: Path, special: Sequence[str] = (), **config: object) -> Path:
     """The text files of a model. ``config`` goes into tokenizer_config.json; None takes a key out."""
-    byte_level().save(str(directory / "tokenizer.json"))
+    byte_level(special).save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE} | config
     kept = {key: value for key, value in settings.items() if value is not None}
     (directory / "tokenizer_config.json").write_text(json.dumps(kept))

@@ -53,7 +53,7 @@ async function answer(content) {
   const { box, words, note } = say("assistant");
   running = { id, note, ranks: [], abort };
   send.textContent = "Stop";
-  let whole = "", usage = null;
+  let whole = "", thought = "", usage = null;
   try {
     const response = await post(mode.value === "chat" ? "v1/chat/completions" : "v1/completions", content, id, abort.signal);
     if (!response.ok) {
@@ -65,9 +65,10 @@ async function answer(content) {
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices?.[0];
-      whole += choice?.delta?.content ?? choice?.delta?.reasoning ?? choice?.text ?? "";
+      thought += choice?.delta?.reasoning ?? "";
+      whole += choice?.delta?.content ?? choice?.text ?? "";
       usage = event.usage ?? usage;
-      words.textContent = whole;
+      words.textContent = thought && whole ? `${thought}\n\n${whole}` : thought + whole;
       log.scrollTop = log.scrollHeight;
     }
   } catch (error) {
