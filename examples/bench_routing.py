@@ -78,7 +78,8 @@ def main() -> int:
         "--policies",
         nargs="+",
         choices=POLICIES,
-        help="unset: all; with --real only the default one and those of others",
+        default=[Policy.PREFIX_AWARE.value, *BASELINES],
+        help="unset: the default one and those of others",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="loads are made from these")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
@@ -101,8 +102,6 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="only show and plot what is in the file")
     parser.add_argument("--plots", type=Path, help="directory for pictures (needs matplotlib)")
     options = parser.parse_args()
-    if options.policies is None:
-        options.policies = [Policy.PREFIX_AWARE.value, *BASELINES] if options.real else POLICIES
     if options.show:
         results = _known(options.output_json)["results"]
     elif options.real:
