@@ -149,6 +149,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(gt=0),
         flag(help="Seconds until a connection without requests is closed; clients' pools should be sooner."),
     ] = 120
+    sse_keep_alive_interval: Annotated[
+        Natural,
+        flag(help="Seconds without a byte after which a stream gets a comment, for proxies' sake; 0: never."),
+    ] = 0
     enable_request_id_headers: Annotated[
         bool, flag(help="Answer with X-Request-Id, the client's or a new one.")
     ] = False

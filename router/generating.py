@@ -243,7 +243,7 @@ class Generating:
         )
         request.state.request_id = client_id
         if wanted.stream:
-            return EventStream(call)
+            return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         return json_response(await whole_answer(call, request.receive))
 
 

@@ -39,6 +39,7 @@ EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-contr
 Result = TypeVar("Result")
 
 Batch = list[tuple[Sample, Piece]]
+Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
 class Run:
@@ -206,14 +207,20 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer. The status goes out with the first tokens: an early failure still has its own."""
+    """A streamed answer. The status goes out with the first tokens: an early failure still has its own.
 
-    def __init__(self, call: Call, *, send_timeout: float = SEND_TIMEOUT) -> None:
+    With ``keep_alive`` a comment goes out when nothing has for so many seconds, for proxies that would close
+    the connection; the status goes with the first one, and a later failure is an event.
+    """
+
+    def __init__(self, call: Call, *, send_timeout: float = SEND_TIMEOUT, keep_alive: float = 0.0) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(EVENT_STREAM)
         self._call = call
         self._send_timeout = send_timeout
+        self._keep_alive = keep_alive
+        self._wrote_at = time.perf_counter()
         self._waits_since: float | None = None
         """When the server began to hold back the latest write, as the client did not take the ones before."""
 
@@ -233,19 +240,22 @@ class EventStream(Response):
 
     async def _run(self, send: Send, sink: Sink | None) -> None:
         started = False
+        writing = asyncio.Lock()
 
         async def write(body: bytes, more: bool = True) -> None:
             nonlocal started
-            self._waits_since = time.perf_counter()
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-            self._waits_since = None
+            async with writing:
+                self._waits_since = time.perf_counter()
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    started = True
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+                self._waits_since = None
+                self._wrote_at = time.perf_counter()
 
         try:
-            async with self._call.deadline():
+            async with self._call.deadline(), self._kept_alive(write):
                 await self._write_pieces(write, sink)
             last = self._call.answer.closing()
         except Exception as error:
@@ -254,9 +264,26 @@ class EventStream(Response):
             last = self._call.answer.failure(_as_api_error(error))
         await write(last, more=False)
 
-    async def _write_pieces(
-        self, write: Callable[[bytes], Coroutine[Any, Any, None]], sink: Sink | None
-    ) -> None:
+    @contextlib.asynccontextmanager
+    async def _kept_alive(self, write: Write) -> AsyncIterator[None]:
+        if not self._keep_alive:
+            yield
+            return
+
+        async def comment() -> None:
+            while True:
+                await asyncio.sleep(max(0.0, self._wrote_at + self._keep_alive - time.perf_counter()))
+                if time.perf_counter() >= self._wrote_at + self._keep_alive:
+                    await write(b": keep-alive\n\n")
+
+        commenting = asyncio.create_task(comment())
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
+    async def _write_pieces(self, write: Write, sink: Sink | None) -> None:
         answer = self._call.answer
         begun: set[int] = set()
         async with contextlib.aclosing(self._call.pieces(sink)) as batches:

@@ -420,3 +420,35 @@ def test_framed_chunks_are_the_same(text_model: TextModel, text: str, stream_opt
         assert isinstance(call.answer, ChunkedAnswer)
         assert call.answer.framed(sample, text) == call.answer.text_chunk(sample, text)
         assert call.answer.framed(sample, text).startswith(b'data: {"object":"text_completion","id":"id",')
+
+
+# ---- comments for proxies
+
+
+def test_a_silent_stream_says_that_it_is_alive(text_model: TextModel, words: Script) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, words), Client()
+        mesh.delay = 0.12
+        call = call_of(mesh, text_model, stream=True)
+        await EventStream(call, keep_alive=0.05)({}, client.receive, client.send)
+        assert client.text.startswith(": keep-alive\n\n"), "before the first token"
+        assert [message["type"] for message in client.messages].count("http.response.start") == 1
+        events = [each for each in client.text.split("\n\n") if each and each != ": keep-alive"]
+        assert all(each.startswith("data: ") for each in events)
+        assert events[-1] == "data: [DONE]"
+        assert client.is_complete
+
+    run(work)
+
+
+def test_a_failure_after_a_comment_is_an_event(text_model: TextModel) -> None:
+    async def work() -> None:
+        mesh, client = FakeMesh(None, failing("out of luck", after=[])), Client()
+        mesh.delay = 0.12
+        call = call_of(mesh, text_model, stream=True)
+        await EventStream(call, keep_alive=0.05)({}, client.receive, client.send)
+        assert client.messages[0]["status"] == 200
+        assert "out of luck" in client.text
+        assert client.is_complete
+
+    run(work)
