@@ -1,7 +1,7 @@
 """Chooses the next tokens of a step from the logits, all rows at once.
 
-The order is vLLM's: log-probabilities come from the unmodified logits; then allowed tokens, logit bias,
-minimum length, penalties, temperature, min-p, top-k, top-p, and the choice. Work that no row asks for
+The order is vLLM's: log-probabilities come from the unmodified logits; then allowed tokens, bad words, logit
+bias, minimum length, penalties, temperature, min-p, top-k, top-p, and the choice. Work that no row asks for
 is not done.
 
 Chance is a pure function of (seed, position, token): each token that may be chosen runs an exponential
@@ -30,6 +30,7 @@ import torch
 from engine.attention.base import Int64s
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
+from engine.thinking import forced_token
 from engine.transfer import upload
 from parallel.communicators.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
@@ -152,10 +153,12 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
     Column 0 is token ``first``; what concerns tokens outside is left to whoever has them."""
     allowed = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
     masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    banned = [i for i, row in enumerate(rows) if row.params.bad_words]
     biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
     too_short = [i for i, row in enumerate(rows) if _is_too_short(row)]
     penalised = [i for i, row in enumerate(rows) if row.params.shapes_logits_by_history]
-    if not (allowed or masked or biased or too_short or penalised):
+    forced = _forced(rows)
+    if not (allowed or masked or banned or biased or too_short or penalised or forced):
         return logits
     shaped = logits.to(torch.float32, copy=True)
     device = logits.device
@@ -170,6 +173,9 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
         places = _numbers(masked, device)
         forbidden = _forbidden([rows[i] for i in masked], first, logits.shape[1], device)
         shaped[places] = shaped[places].masked_fill_(forbidden, NEVER)
+    if banned:
+        ends = ([t - first for t in last_of_bad_words(rows[i]) if first <= t < stop] for i in banned)
+        shaped[_pairs(device, banned, ends)] = NEVER
     if biased:
         biases = [{t: b for t, b in rows[i].params.logit_bias.items() if first <= t < stop} for i in biased]
         where = _pairs(device, biased, ([t - first for t in each] for each in biases))
@@ -181,7 +187,31 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
     if penalised:
         places = _numbers(penalised, device)
         shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised], first)
+    if forced:
+        shaped[_numbers(list(forced), device)] = NEVER
+        here = ([t - first] if first <= t < stop else [] for t in forced.values())
+        shaped[_pairs(device, list(forced), here)] = 0.0
     return shaped
+
+
+def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:
+    """By row: the only token that may come, where a budget of reasoning is used up."""
+    tokens = {
+        i: forced_token(row.token_ids[row.num_prompt :], row.params.thinking)
+        for i, row in enumerate(rows)
+        if row.params.thinking is not None
+    }
+    return {i: token for i, token in tokens.items() if token is not None}
+
+
+def last_of_bad_words(row: SampleRow) -> list[int]:
+    """Tokens that would complete a bad word, of which the output ends with all others."""
+    output = row.token_ids[row.num_prompt :]
+    return [
+        last
+        for *before, last in row.params.bad_words
+        if len(before) <= len(output) and np.array_equal(output[len(output) - len(before) :], before)
+    ]
 
 
 def _is_too_short(row: SampleRow) -> bool:

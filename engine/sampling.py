@@ -6,12 +6,15 @@ for it mean the same thing here.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
 
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1024
+"""Sequences of tokens: most words are two, with and without a blank before them."""
 MAX_GRAMMAR_BYTES = 512 * 1024
 LEAST_REPETITION = 1e-6
 """Of the repetition penalty, and its inverse the most: beyond, logits of float32 would not be finite."""
@@ -23,6 +26,16 @@ class BadParameter(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many tokens the reasoning may have that an output begins with."""
+
+    tokens: int
+    begin: tuple[tuple[int, ...], ...]
+    """What the output begins with if it has any, one of these; none: it begins inside."""
+    end: tuple[int, ...]
+    """What ends it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,6 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output must not have, as the router makes them of words."""
+    thinking: ThinkingBudget | None = None
     grammar: str | None = None
     """What the output must look like: a grammar of the llguidance library, as JSON."""
     include_stop_str_in_output: bool = False
@@ -66,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     @property
     def shapes_logits_by_history(self) -> bool:
-        """Whether the tokens so far change the distribution (any of the three penalties)."""
+        """Whether one of the three penalties makes the tokens so far change the distribution."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
@@ -75,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         (A grammar comes with a mask in the step.)"""
         told = self.logprobs is not None or self.prompt_logprobs is not None
         restricted = self.allowed_token_ids is not None or bool(self.logit_bias) or self.min_tokens > 0
+        restricted = restricted or bool(self.bad_words) or self.thinking is not None
         return self.greedy and not (told or restricted or self.shapes_logits_by_history)
 
     def check(self, *, vocab_size: int, max_logprobs: int = 20, max_n: int = 128) -> None:
@@ -131,6 +148,20 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
                 raise BadParameter("allowed_token_ids", "allowed_token_ids must not be empty.")
             for token in self.allowed_token_ids:
                 _check_token("allowed_token_ids", token, vocab_size)
+        if self.thinking is not None:
+            if self.thinking.tokens < 0 or not self.thinking.end:
+                raise BadParameter(
+                    "thinking_token_budget", "thinking_token_budget must be at least 0, or -1."
+                )
+            for token in itertools.chain(self.thinking.end, *self.thinking.begin):
+                _check_token("thinking_token_budget", token, vocab_size)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise BadParameter("bad_words", f"at most {MAX_BAD_WORDS // 2} bad words are accepted.")
+        for word in self.bad_words:
+            if not word:
+                raise BadParameter("bad_words", "bad_words must not be empty.")
+            for token in word:
+                _check_token("bad_words", token, vocab_size)
         if self.grammar is not None and len(self.grammar) > MAX_GRAMMAR_BYTES:
             raise BadParameter("structured_outputs", f"a grammar may have {MAX_GRAMMAR_BYTES} characters.")
 

@@ -150,7 +150,8 @@ class Generating:
             return MessageAnswer(chat.turn_format, **common)
 
         with in_terms_of(messages_request.NAMES):
-            chat = await self._understand(messages_request.chat_request(asked), len(body))
+            wanted = messages_request.chat_request(asked)
+            chat = await self._understand(wanted, len(body), budget_is_advice=True)
             return await self._answer(request, "msg_", chat, shape)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -162,7 +163,8 @@ class Generating:
 
     # ---- helpers
 
-    async def _understand(self, wanted: ChatRequest, size: int) -> Chat:
+    async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
+        """``budget_is_advice``: a budget of reasoning that cannot be kept is no reason to refuse."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         config = self._config
@@ -174,6 +176,9 @@ class Generating:
             wanted.tools = None
         params = sampling_params(wanted, model, self._config.max_logprobs)
         prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
+        if turn_format.reads_reasoning or not budget_is_advice:
+            thinking = turn_format.thinking(prompt.text, model.tokenizer)
+            params = msgspec.structs.replace(params, thinking=thinking)
         grammar = turn_format.grammar(prompt.text, model.tokenizer)
         if grammar is not None:
             params = await self._with_grammar(params, grammar, turn_format.grammar_param)

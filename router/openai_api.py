@@ -54,6 +54,9 @@ class MoreFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Int, float] | None = None
+    bad_words: list[str] | None = None
+    thinking_token_budget: Int | None = None
+    """Most tokens of reasoning; -1: no limit."""
     allowed_token_ids: list[Int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -78,12 +81,10 @@ class MoreFields(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     # Not supported (yet): refused when set to anything that would matter.
     best_of: Any = None
-    bad_words: Any = None
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     kv_transfer_params: Any = None
     repetition_detection: Any = None
-    thinking_token_budget: Any = None
     vllm_xargs: Any = None
     custom_logit_processor: Any = None
 

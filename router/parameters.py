@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from engine.sampling import BadParameter, SamplingParams
+from engine.sampling import MAX_BAD_WORDS, BadParameter, SamplingParams
 from router.errors import bad_request, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.prompts import PromptText, too_long
 from router.rules import name_of_max_tokens, wanted_tokens
 from router.text_model import TextModel
+from router.tokens import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 """The default of /v1/completions; chat goes on up to the context length."""
 MIN_TEMPERATURE = 0.01
 """Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
 MAX_STOP_CHARACTERS = 8000
-"""Of all stop strings together."""
+"""Of all stop strings together, and of all bad words."""
 
 
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
@@ -48,6 +50,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         logprobs=_chat_logprobs(request) if isinstance(request, ChatRequest) else _logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
         logit_bias=request.logit_bias or {},
+        bad_words=_bad_words(request.bad_words or (), model.tokenizer),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output is True,
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -77,6 +80,28 @@ def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingPar
     if params.min_tokens > count:
         refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
     return count
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens: as it is and, where that begins with another token, as the next word of a text.
+    Source: vLLM's ``SamplingParams.update_from_tokenizer``."""
+    if len(words) > MAX_BAD_WORDS // 2 or sum(map(len, words)) > MAX_STOP_CHARACTERS:
+        refuse(
+            f"bad_words may be {MAX_BAD_WORDS // 2} words of {MAX_STOP_CHARACTERS} characters together.",
+            "bad_words",
+        )
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = word.lstrip()
+        if not bare:
+            refuse("bad_words must not be empty.", "bad_words")
+        alone, inside = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)
+        )
+        found.append(alone)
+        if len(inside) == len(alone) and inside[0] != alone[0]:
+            found.append(inside)
+    return tuple(found)
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

@@ -15,12 +15,10 @@ MAX_ID_LENGTH = 256
 MAX_TIMEOUT = 7 * 86400.0
 
 UNSUPPORTED = (
-    "bad_words",
     "logprob_token_ids",
     "use_beam_search",
     "kv_transfer_params",
     "repetition_detection",
-    "thinking_token_budget",
     "vllm_xargs",
     "custom_logit_processor",
     "suffix",
@@ -34,6 +32,8 @@ def check_completion(request: CompletionRequest) -> None:
     _check_common(request)
     if request.prompt is None:
         refuse("prompt is required.", "prompt")
+    if request.thinking_token_budget not in (None, -1):
+        refuse("thinking_token_budget is for chats.", "thinking_token_budget")
     if request.stream and request.prompt_logprobs is not None:
         refuse("prompt_logprobs are not available with stream.", "prompt_logprobs")
     if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
@@ -62,12 +62,14 @@ def _check_common(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
     for name in UNSUPPORTED:
-        if _matters(getattr(request, name, None)):
+        if getattr(request, name, None):
             refuse(f"{name} is not supported yet.", name)
     if request.best_of not in (None, 1, request.n):
         refuse("best_of is not supported: ask for n answers and choose.", "best_of")
     if request.request_id is not None and not usable_id(request.request_id):
         refuse(f"request_id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "request_id")
+    if (budget := request.thinking_token_budget) is not None and budget < -1:
+        refuse("thinking_token_budget must be at least 0, or -1 for none.", "thinking_token_budget")
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= MAX_ID_LENGTH:
         refuse(f"cache_salt must have 1 to {MAX_ID_LENGTH} characters.", "cache_salt")
     if request.session_id is not None and not 0 < len(request.session_id) <= MAX_ID_LENGTH:
@@ -78,11 +80,6 @@ def _check_common(request: GenerationRequest) -> None:
         refuse("truncation_side must be 'left' or 'right'.", "truncation_side")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens < -1:
         refuse("truncate_prompt_tokens must be -1 or more.", "truncate_prompt_tokens")
-
-
-def _matters(value: object) -> bool:
-    """Whether a field is set to more than its absence; a budget of 0 is."""
-    return bool(value) or (value == 0 and value is not False)
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

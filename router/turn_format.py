@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
 from router.errors import refuse
 from router.harmony import ANALYSIS, FINAL, WRITTEN_CALL, HarmonyParser
@@ -56,6 +57,7 @@ class TurnFormat:
         self._names_tool = isinstance(request.tool_choice, dict)
         self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
         self._hides_reasoning = request.include_reasoning is False
+        self._budget = request.thinking_token_budget
 
     def __repr__(self) -> str:
         if self._harmony:
@@ -66,6 +68,10 @@ class TurnFormat:
     def is_plain(self) -> bool:
         """Whether all text is content."""
         return self._tools is None and self._reasoning is None
+
+    @property
+    def reads_reasoning(self) -> bool:
+        return self._reasoning is not None
 
     @property
     def grammar_param(self) -> str:
@@ -103,6 +109,27 @@ class TurnFormat:
         """Whether a prompt in Harmony leaves it to the answer to say what it is, or is inside reasoning."""
         parser = HarmonyParser(prompt, offers_tools=False)
         return parser.between or parser.inside
+
+    def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
+        """The budget of the reasoning that an answer to a prompt may begin with; None without a limit, or if
+        it begins behind it.
+
+        Raises:
+            ApiError: there is a limit, but no reasoning is known.
+        """
+        budget, form = self._budget, self._reasoning
+        if budget is None or budget == -1:
+            return None
+        if form is None:
+            refuse("thinking_token_budget needs --reasoning-parser to be set.", "thinking_token_budget")
+        if self._harmony and not self._begins_message(prompt):
+            return None
+        is_inside = ReasoningParser(form, prompt).inside
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        return ThinkingBudget(budget, () if is_inside else tuple(map(ids, form.begin)), ids(form.end[0]))
 
     def reader(self, prompt: str) -> TurnReader:
         """For one answer to a prompt."""

@@ -9,7 +9,12 @@ from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.errors import refuse
 from router.openai_api import ChatRequest, MoreFields
 
-NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_format"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_format",
+    "thinking_token_budget": "thinking",
+}
 """What a chat request calls otherwise."""
 
 SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
@@ -36,6 +41,8 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         chat.include_reasoning = _kind(request.thinking) != "disabled"
         for name in SAME:
             setattr(chat, name, getattr(request, name))
+        if chat.thinking_token_budget is None and _kind(request.thinking) == "enabled":
+            chat.thinking_token_budget = _budget(request.thinking)
     return chat
 
 
@@ -45,6 +52,13 @@ def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
     wants = {"enabled": True, "disabled": False}.get(kind)
     switches = {} if wants is None else {"enable_thinking": wants, "thinking": wants}
     return switches | (request.chat_template_kwargs or {})
+
+
+def _budget(thinking: dict[str, Any] | None) -> int | None:
+    budget = (thinking or {}).get("budget_tokens")
+    if budget is not None and (not isinstance(budget, int) or budget < 1):
+        refuse("thinking.budget_tokens must be a whole number of at least 1.", "thinking")
+    return budget
 
 
 def _choose_tools(chat: ChatRequest, request: CountTokensRequest) -> None:

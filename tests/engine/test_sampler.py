@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler import NUCLEUS_WIDTH, SampleRow, logprob_table, read_logprobs, sample, shape_logits
-from engine.sampling import SamplingParams
+from engine.sampler import (
+    NEVER,
+    NUCLEUS_WIDTH,
+    SampleRow,
+    last_of_bad_words,
+    logprob_table,
+    read_logprobs,
+    sample,
+    shape_logits,
+)
+from engine.sampling import SamplingParams, ThinkingBudget
 
 VOCAB = 64
 HISTORY = [3, 5, 5, 9, 3, 3, 9]
@@ -252,3 +261,33 @@ def test_logprobs(rows: int) -> None:
         assert len(entry.top_ids) == 2
     assert read_logprobs(table[0].numpy(), 0).top_ids == []
     assert read_logprobs(logprob_table(logits[:1], targets[:1], 200)[0].numpy(), 200).top_ids != []
+
+
+def test_bad_words_do_not_come() -> None:
+    """The output so far is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
+    words = ((7,), (3, 9, 11), (9, 12), (5, 9, 3, 3, 9, 13), (3, 14), (9, 3, 3, 9, 15))
+    row = make_row(SamplingParams(bad_words=words))
+    assert last_of_bad_words(row) == [7, 11, 12, 15], "not what the prompt would be part of"
+    logits = make_logits(2)
+    shaped = shape_logits(logits, [make_row(SamplingParams()), row])
+    assert torch.equal(shaped[0], logits[0])
+    assert [token for token in range(VOCAB) if shaped[1, token] == NEVER] == [7, 11, 12, 15]
+    assert torch.equal(
+        shape_logits(logits[:, 10:20], [row, row], first=10)[0] == NEVER, shaped[1, 10:20] == NEVER
+    )
+    greedy = SamplingParams(temperature=0.0, bad_words=((int(logits[0].argmax()),),))
+    assert not greedy.picks_best
+    assert sample(logits[:1], [make_row(greedy)]).item() == logits[0].topk(2).indices[1]
+
+
+def test_a_budget_of_reasoning_leaves_one_token() -> None:
+    """The output so far has four tokens."""
+    logits = make_logits(3)
+    spent = SamplingParams(thinking=ThinkingBudget(4, (), (33,)), logit_bias={33: -100.0})
+    rows = [make_row(SamplingParams(thinking=ThinkingBudget(5, (), (33,)))), make_row(spent), make_row(spent)]
+    shaped = shape_logits(logits, rows)
+    assert torch.equal(shaped[0], logits[0])
+    assert sample(logits, rows).tolist()[1:] == [33, 33]
+    for first in (0, 32):  # each rank of two has half of the vocabulary
+        half = shape_logits(logits[:, first : first + 32], rows, first=first)[1]
+        assert [first + token for token in range(32) if half[token] != NEVER] == ([33] if first else [])

@@ -278,8 +278,8 @@ def test_parameters_and_priorities_per_prompt(mesh: FakeMesh, make_llm: Make) ->
             llm.generate(["a", "b"], [SamplingParams()])
         with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
             llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="bad_words is not supported yet"):
-            llm.generate("a", SamplingParams(bad_words=["x"]))
+        with pytest.raises(ValueError, match="bad_words must not be empty"):
+            llm.generate("a", SamplingParams(bad_words=[""]))
         with pytest.raises(ValueError, match="logprobs must be between 0 and 20"):
             llm.generate("a", SamplingParams(logprobs=21))
         llm.generate(["a", "b"], priority=[3, 4], use_tqdm=False)

@@ -50,6 +50,16 @@ def chat(model: TextModel, **fields: Any) -> list[Prompt]:
     return [sample.prompt for sample in make_samples("id", request, params, [prompt], model, None)]
 
 
+def test_bad_words_are_tokens_with_and_without_a_blank_before_them(text_model: TextModel) -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(text_model.tokenizer.encode(text, add_special_tokens=False))
+
+    (prompt,) = completion(text_model, bad_words=[" dog", "zq"])
+    assert prompt.params.bad_words[0] == ids("dog")
+    assert ids("zq") in prompt.params.bad_words
+    assert set(prompt.params.bad_words) <= {ids(text) for text in ("dog", " dog", "zq", " zq")}
+
+
 def with_defaults(model: TextModel, **defaults: Any) -> TextModel:
     return TextModel(model.served, model.tokenizer, model.templates, defaults)
 

@@ -219,7 +219,7 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"input": [{"content": "f"}]}, "input[0].role must be a string", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only", "input"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet", "vllm_xargs"),
-        ({"bad_words": ["a"]}, "bad_words is not supported yet", "bad_words"),
+        ({"bad_words": [" "]}, "bad_words must not be empty", "bad_words"),
         ({"guided_regex": "("}, "unclosed group", "guided_regex"),
         ({"model": "x"}, "does not exist", "model"),
     ],

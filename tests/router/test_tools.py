@@ -368,3 +368,31 @@ def test_a_model_that_writes_harmony_needs_no_flags(served: ServedModel, tmp_pat
             items = client.responses.create(model="tiny", input="Hello", tools=RESPONSES_TOOLS).output
             assert [item.type for item in items] == ["function_call"]
         server.wait_until_idle()
+
+
+# ---- budgets of reasoning
+
+
+def test_a_budget_of_reasoning(
+    client: openai.OpenAI, say: Speaker, served: ServedModel, tmp_path: Path
+) -> None:
+    """It is the instance that keeps it."""
+    say("x")
+    client.chat.completions.create(model="tiny", messages=USER, extra_body={"thinking_token_budget": 7})
+    thinking = say.server.mesh.prompts[-1].params.thinking
+    assert thinking is not None
+    ids = [tuple(say.tokenizer.encode(tag, add_special_tokens=False)) for tag in ("<think>", "</think>")]
+    assert (thinking.tokens, thinking.begin, thinking.end) == (7, (ids[0],), ids[1])
+    client.chat.completions.create(model="tiny", messages=USER, extra_body={"thinking_token_budget": -1})
+    assert say.server.mesh.prompts[-1].params.thinking is None
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": USER}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 5}
+    assert say.server.post("/v1/messages", body).status_code == 200
+    thinking = say.server.mesh.prompts[-1].params.thinking
+    assert thinking is not None
+    assert thinking.tokens == 5
+    with talking(served, tmp_path) as other:
+        Speaker(other, say.tokenizer)("x")
+        assert other.post("/v1/messages", body).status_code == 200, "where no reasoning is known it is advice"
+        refused = other.post("/v1/chat/completions", {"messages": USER, "thinking_token_budget": 7})
+        assert "thinking_token_budget needs --reasoning-parser" in refused.json()["error"]["message"]

@@ -1,0 +1,41 @@
+"""An output's reasoning, held to a number of tokens (pure)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.attention.base import Int64s
+from engine.sampling import ThinkingBudget
+
+
+def forced_token(output: Int64s, thinking: ThinkingBudget) -> int | None:
+    """The token that must come next, for the reasoning to end; None while it may go on, and after its end.
+
+    What is forced depends on nothing but the output so far: whoever goes on with a request forces the same.
+    """
+    begun = _begun(output, thinking)
+    if begun is None:
+        return None
+    thought = output[begun:]
+    over, end = len(thought) - thinking.tokens, thinking.end
+    if over < 0 or _has(thought, end):
+        return None
+    written = next((k for k in range(min(over, len(end) - 1), 0, -1) if _ends_with(thought, end[:k])), 0)
+    return end[written]
+
+
+def _begun(output: Int64s, thinking: ThinkingBudget) -> int | None:
+    """Tokens before the first thought; None if there is none."""
+    if not thinking.begin:
+        return 0
+    fits = (len(begin) for begin in thinking.begin if np.array_equal(output[: len(begin)], begin))
+    return next(fits, None)
+
+
+def _has(tokens: Int64s, part: tuple[int, ...]) -> bool:
+    starts = np.flatnonzero(tokens[: len(tokens) - len(part) + 1] == part[0])
+    return any(np.array_equal(tokens[start : start + len(part)], part) for start in starts)
+
+
+def _ends_with(tokens: Int64s, part: tuple[int, ...]) -> bool:
+    return np.array_equal(tokens[len(tokens) - len(part) :], part)
