@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -116,12 +116,12 @@ class Patience:
 
 
 @asynccontextmanager
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Without a limit of its own; with the key in OPENAI_API_KEY."""
+async def session(headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+    """Without a limit of its own; with the key in OPENAI_API_KEY, and ``headers`` besides or instead."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
-        headers={"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"},
+        headers={"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}", **(headers or {})},
     ) as found:
         yield found
 

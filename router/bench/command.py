@@ -40,6 +40,14 @@ Args = argparse.Namespace
 PROG = "lockstep bench serve"
 DATASETS = ("random", "prefix_repetition", "sharegpt", "multi_turn")
 GOALS = ("ttft", "tpot", "e2el")
+SAMPLING = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+}
+"""Fields that go into each request, with their types."""
 
 
 def main(argv: list[str]) -> int:
@@ -77,7 +85,7 @@ async def bench(args: Args) -> int:
     from router.bench import client
 
     results = []
-    async with client.session() as http:
+    async with client.session(args.header) as http:
         name = args.model or await client.model_name(http, args.base_url, args.ready_check_timeout_sec)
         target = client.Target(
             base_url=args.base_url,
@@ -86,7 +94,7 @@ async def bench(args: Args) -> int:
             is_chat=args.backend == "openai-chat",
             temperature=args.temperature,
             ignore_eos=args.ignore_eos,
-            extra_body=args.extra_body,
+            extra_body=args.sampling | args.extra_body,
         )
         if args.ready_check_timeout_sec > 0:
             first = conversations(args, random.Random(args.seed), 1)[0][0]
@@ -139,6 +147,8 @@ async def one_run(
             "request_rate": rate if rate != INFINITE else "inf",
             "burstiness": args.burstiness,
             "max_concurrency": concurrency,
+            **({"label": args.label} if args.label else {}),
+            **args.metadata,
         },
         percentiles=args.metric_percentiles,
         goals=args.goodput,
@@ -219,7 +229,9 @@ def save(args: Args, results: Sequence[Result]) -> None:
     for result in results if args.save_result else ():
         limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
         model = str(result["model_id"]).rstrip("/").split("/")[-1]
-        name = f"{args.backend}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
+        name = (
+            f"{args.label or args.backend}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
+        )
         args.result_dir.mkdir(parents=True, exist_ok=True)
         (args.result_dir / (args.result_filename or name)).write_text(json.dumps(result))
     if args.output_json:
@@ -258,6 +270,13 @@ def _goal(text: str) -> tuple[str, float]:
             f"{text!r}: goals are {', '.join(GOALS)}, as in ttft:500 (milliseconds)"
         )
     return name, float(most)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not (found and name):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    return name, value
 
 
 def parse_args(argv: Sequence[str]) -> Args:
@@ -313,12 +332,17 @@ def parse_args(argv: Sequence[str]) -> Args:
     )
     add("--ignore-eos", action="store_true", help="every answer is as long as was asked for")
     add("--temperature", type=float, default=0.0, help="of sampling (default: 0, greedy)")
+    for name, kind in SAMPLING.items():
+        add(f"--{name.replace('_', '-')}", type=kind, help="of sampling (default: the server's)")
     add("--extra-body", type=json.loads, default={}, help="JSON object merged into each request")
+    add("--header", type=_pair, nargs="+", default=[], metavar="NAME=VALUE", help="of every request")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add("--percentile-metrics", default=",".join(METRICS), help="which to report (default: %(default)s)")
     add("--metric-percentiles", type=_percents, default="99", help="such as 50,99 (default: %(default)s)")
     add("--num-warmups", type=int, default=4, help="requests before each run (default: %(default)s)")
     add("--save-result", action="store_true", help="write a JSON file per run into --result-dir")
+    add("--label", help="in results, and in the names of their files instead of the backend's")
+    add("--metadata", type=_pair, nargs="+", default=[], metavar="KEY=VALUE", help="further lines of results")
     add("--result-dir", type=Path, default=Path(), help="(default: here)")
     add("--result-filename", help="instead of a name made of the run")
     add("--output-json", type=Path, metavar="FILE", help="write the sums of all runs into one file")
@@ -326,7 +350,8 @@ def parse_args(argv: Sequence[str]) -> Args:
     add("--disable-tqdm", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     args.percentile_metrics = args.percentile_metrics.split(",")
-    args.goodput = dict(args.goodput)
+    args.goodput, args.header, args.metadata = dict(args.goodput), dict(args.header), dict(args.metadata)
+    args.sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     problem = _problem(args)
     if problem is not None:
         parser.error(problem)

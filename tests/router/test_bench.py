@@ -14,7 +14,7 @@ import pytest
 
 from router.bench import client
 from router.bench.arrivals import Arrivals, pauses
-from router.bench.command import main, parse_args
+from router.bench.command import main, parse_args, save
 from router.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
 from router.bench.report import Outcome, meets, report, summary
 
@@ -115,6 +115,7 @@ def test_summary_and_goodput() -> None:
         (["--port", "-1"], "too small"),
         (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
         (["--percentile-metrics", "foo"], "metrics are ttft"),
+        (["--header", "x"], "'x' must be NAME=VALUE"),
     ],
 )
 def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +123,33 @@ def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.Capt
         parse_args(argv)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_flags_for_requests_and_results(tmp_path: Path) -> None:
+    argv = [
+        "--header",
+        "X-Session-Id=a=b",
+        "X-A=",
+        "--label",
+        "mine",
+        "--metadata",
+        "gpu=none",
+        "--top-k",
+        "3",
+    ]
+    args = parse_args([*argv, "--save-result", "--result-dir", str(tmp_path)])
+    assert args.header == {"X-Session-Id": "a=b", "X-A": ""}
+    assert (args.metadata, args.sampling) == ({"gpu": "none"}, {"top_k": 3})
+    save(args, [{"max_concurrency": None, "model_id": "m", "request_rate": "inf", "date": "d"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine-infqps-m-d.json"]
+
+
+def test_headers_go_with_every_request() -> None:
+    async def run() -> dict[str, str]:
+        async with client.session({"X-A": "1", "Authorization": "Bearer mine"}) as http:
+            return dict(http.headers)
+
+    assert asyncio.run(run()) == {"X-A": "1", "Authorization": "Bearer mine"}
 
 
 def test_where_results_cannot_go_is_said_before_anything_is_measured(
