@@ -51,8 +51,8 @@ class DeltaWriter:
                     delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
                 case Content(text):
                     delta.content = (delta.content or "") + text
-                case CallBegin(name):
-                    id = self._reader.new_call_id()
+                case CallBegin(name, given):
+                    id = given or self._reader.new_call_id()
                     calls.append(ToolCallDelta(self._num_calls, FunctionCall("", name), id, "function"))
                     self._num_calls += 1
                 case CallArguments(text) if calls and calls[-1].index == self._num_calls - 1:

@@ -79,8 +79,8 @@ class ItemSequence:
 
     def _take(self, parsed: Parsed, events: list[ItemEvent]) -> None:
         match parsed:
-            case CallBegin(name):
-                self._open(Kind.CALL, events, name, self._reader.new_call_id())
+            case CallBegin(name, id):
+                self._open(Kind.CALL, events, name, id or self._reader.new_call_id())
                 return
             case Reasoning(text):
                 kind = Kind.REASONING

@@ -23,6 +23,8 @@ class CallBegin(msgspec.Struct, frozen=True):
     """A tool is called; its arguments follow."""
 
     name: str
+    id: str = ""
+    """The call's, where the model writes one."""
 
 
 class CallArguments(msgspec.Struct, frozen=True):

@@ -106,8 +106,8 @@ def turn_of(pieces: Sequence[tuple[str, int]], reader: TurnReader) -> Turn:
                     turn.reasoning += text
                 case Content(text):
                     turn.content += text
-                case CallBegin(name):
-                    turn.calls.append(Call(reader.new_call_id(), name))
+                case CallBegin(name, id):
+                    turn.calls.append(Call(id or reader.new_call_id(), name))
                 case CallArguments(text):
                     turn.calls[-1].arguments += text
     turn.num_reasoning_tokens = reader.num_reasoning_tokens

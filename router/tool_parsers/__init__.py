@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from router.tool_parsers.base import ToolParser
-from router.tool_parsers.deepseek import DeepseekV3, DeepseekV31
+from router.tool_parsers.deepseek import DeepseekV3, DeepseekV31, KimiK2
 from router.tool_parsers.llama import LlamaJson
-from router.tool_parsers.marked_json import Granite, Granite20bFunctionCalling, Hermes
+from router.tool_parsers.marked_json import (
+    Granite,
+    Granite20bFunctionCalling,
+    Hermes,
+    HunyuanA13b,
+    InternLm,
+    Phi4Mini,
+)
 from router.tool_parsers.mistral import Mistral
 from router.tool_parsers.pythonic import Pythonic
-from router.tool_parsers.tagged import Glm45, Qwen3Coder
+from router.tool_parsers.tagged import Glm45, MinimaxM2, Qwen3Coder, SeedOss
 
 TOOL_PARSERS: Mapping[str, type[ToolParser]] = {
     "hermes": Hermes,
@@ -23,7 +30,15 @@ TOOL_PARSERS: Mapping[str, type[ToolParser]] = {
     "granite-20b-fc": Granite20bFunctionCalling,
     "granite4": Hermes,
     "qwen3_coder": Qwen3Coder,
+    "qwen3_xml": Qwen3Coder,
+    "seed_oss": SeedOss,
+    "minimax_m2": MinimaxM2,
     "glm45": Glm45,
+    "glm47": Glm45,
+    "kimi_k2": KimiK2,
+    "internlm": InternLm,
+    "hunyuan_a13b": HunyuanA13b,
+    "phi4_mini_json": Phi4Mini,
     "pythonic": Pythonic,
     "llama4_pythonic": Pythonic,
 }

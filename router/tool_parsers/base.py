@@ -103,9 +103,9 @@ class ToolParser(ABC):
             self._follows_call = False
             self._events.append(Content(text))
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, id: str = "") -> None:
         self._follows_call = True
-        self._events.append(CallBegin(name))
+        self._events.append(CallBegin(name, id))
 
     def _argue(self, text: str) -> None:
         self._events.append(CallArguments(text))

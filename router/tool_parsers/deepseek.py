@@ -1,6 +1,8 @@
-"""DeepSeek V3, R1 and V3.1: calls between tokens of their own (pure)."""
+"""DeepSeek V3, R1 and V3.1, Kimi K2: calls between tokens of their own (pure)."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from router.tool_parsers.base import CallFormat, State, ToolParser, Tools
 from router.tool_parsers.json_text import MAX_NAME, JsonEnd
@@ -16,7 +18,9 @@ class DeepseekV3(ToolParser):
     """Per call ``BEGIN function SEP name NEWLINE ```json NEWLINE {...} NEWLINE ``` END``."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
-    written = CallFormat(
+    calls_begin, calls_end = CALLS_BEGIN, CALLS_END
+    call_begin, call_end, separator = CALL_BEGIN, CALL_END, SEPARATOR
+    written: ClassVar[CallFormat | None] = CallFormat(
         f"{CALL_BEGIN}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}",
         between="\n", begin=CALLS_BEGIN, end=CALLS_END,
     )  # fmt: skip
@@ -29,21 +33,21 @@ class DeepseekV3(ToolParser):
         return self._outside
 
     def _outside(self) -> State | None:
-        marker = self._passed(CALLS_BEGIN, CALL_BEGIN, CALL_END, CALLS_END)
-        return None if marker is None else self._head if marker == CALL_BEGIN else self._outside
+        marker = self._passed(self.calls_begin, self.call_begin, self.call_end, self.calls_end)
+        return None if marker is None else self._head if marker == self.call_begin else self._outside
 
     def _head(self) -> State | None:
         """The name, up to where the arguments begin."""
-        found = [at for mark in ("{", CALL_END) if (at := self._buffer.find(mark, 0, MAX_HEAD)) >= 0]
+        found = [at for mark in ("{", self.call_end) if (at := self._buffer.find(mark, 0, MAX_HEAD)) >= 0]
         if not found and len(self._buffer) < MAX_HEAD and not self._ended:
             return None
         head = self._buffer[: min(found, default=0)]
-        name = self._name_in(head)
-        if name is None:
+        name, id = self._name_in(head)
+        if not name:
             return self._no_call()
         self._take(len(head))
         self._opening = ""
-        self._begin(name)
+        self._begin(name, id)
         if not self._buffer.startswith("{"):
             self._argue("{}")
             return self._outside
@@ -56,22 +60,21 @@ class DeepseekV3(ToolParser):
 
     def _tail(self) -> State | None:
         """What stands between the arguments and the end of the call is dropped."""
-        end = self._buffer.find(CALL_END)
+        end = self._buffer.find(self.call_end)
         if end >= 0:
-            self._take(end + len(CALL_END))
+            self._take(end + len(self.call_end))
             return self._outside
-        self._take(max(0, len(self._buffer) - len(CALL_END) + 1))
+        self._take(max(0, len(self._buffer) - len(self.call_end) + 1))
         return None
 
     def _no_call(self) -> State:
         self._give_back()
         return self._outside
 
-    @staticmethod
-    def _name_in(head: str) -> str | None:
-        _, separator, rest = head.partition(SEPARATOR)
-        name = rest.split("\n", 1)[0].strip()
-        return name if separator and name else None
+    def _name_in(self, head: str) -> tuple[str, str]:
+        """The name and the id of a call, each empty if there is none."""
+        _, _, rest = head.partition(self.separator)
+        return rest.split("\n", 1)[0].strip(), ""
 
 
 class DeepseekV31(DeepseekV3):
@@ -79,7 +82,20 @@ class DeepseekV31(DeepseekV3):
 
     written = CallFormat(CALL_BEGIN, SEPARATOR, CALL_END, between="", begin=CALLS_BEGIN, end=CALLS_END)
 
-    @staticmethod
-    def _name_in(head: str) -> str | None:
-        name, separator, _ = head.partition(SEPARATOR)
-        return name.strip() if separator and name.strip() else None
+    def _name_in(self, head: str) -> tuple[str, str]:
+        name, separator, _ = head.partition(self.separator)
+        return (name.strip() if separator else ""), ""
+
+
+class KimiK2(DeepseekV31):
+    """Kimi K2: per call ``BEGIN functions.name:0 SEP {...} END``, which is the call's id as well."""
+
+    calls_begin, calls_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    call_begin, call_end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    separator = "<|tool_call_argument_begin|>"
+    markers = (calls_begin, calls_end, call_begin, call_end, separator)
+    written = None  # ids count up, which no fixed text can
+
+    def _name_in(self, head: str) -> tuple[str, str]:
+        id = super()._name_in(head)[0]
+        return id.removeprefix("functions.").rsplit(":", 1)[0], id

@@ -97,6 +97,40 @@ class Granite20bFunctionCalling(MarkedJson):
     written = CallFormat('<function_call> {"name": "', '", "arguments": ', "}", between="\n")
 
 
+class InternLm(MarkedJson):
+    """InternLM 2 and later: ``<|action_start|><|plugin|>{...}<|action_end|>``."""
+
+    markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+    opening = ("<|action_start|><|plugin|>",)
+    closing = ("<|action_end|>",)
+    written = CallFormat(
+        '<|action_start|><|plugin|>{"name": "', '", "parameters": ', "}<|action_end|>", between="\n"
+    )
+
+
+class HunyuanA13b(MarkedJson):
+    """Hunyuan A13B: ``<tool_calls>[{...}, {...}]</tool_calls>``."""
+
+    markers = ("<tool_calls>", "</tool_calls>")
+    opening = ("<tool_calls>",)
+    closing = ("</tool_calls>",)
+    written = CallFormat(
+        '{"name": "', '", "arguments": ', "}", between=", ", begin="<tool_calls>[", end="]</tool_calls>"
+    )
+
+
+class Phi4Mini(MarkedJson):
+    """Phi-4-mini: ``functools[{...}, {...}]``."""
+
+    markers = ("functools[",)
+    opening = markers
+    written = CallFormat('{"name": "', '", "arguments": ', "}", between=", ", begin="functools[", end="]")
+
+    def _opened(self) -> State | None:
+        self._in_list = True
+        return self._begin_call()
+
+
 class CallList(MarkedJson):
     """``[{"name": ..., "parameters": {...}}, ...]`` and nothing else: for calls that are asked for where the
     model's own format is unknown, or no JSON."""

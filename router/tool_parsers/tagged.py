@@ -1,4 +1,4 @@
-"""Calls written with a tag per argument: Qwen3-Coder and GLM 4.5 (pure)."""
+"""Calls written with a tag per argument: Qwen3-Coder and its like, GLM 4.5 (pure)."""
 
 from __future__ import annotations
 
@@ -96,34 +96,55 @@ class Tagged(ToolParser):
 class Qwen3Coder(Tagged):
     """``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``."""
 
+    calls: ClassVar[tuple[str, str]] = (CALL, CALL_END)
+    """What stands around calls."""
+    name_begin: ClassVar[str] = "<function="
+    name_end: ClassVar[str] = ">"
     markers = (CALL, CALL_END)
     key_begin, key_end, call_end = "<parameter=", ">", "</function>"
     value_end = ("</parameter>", "<parameter=", "</function>")
 
     def _outside(self) -> State | None:
-        marker = self._passed(CALL, CALL_END, "<function=")
-        if marker is None or marker == CALL_END:
+        marker = self._passed(*self.calls, self.name_begin)
+        if marker is None or marker == self.calls[1]:
             return None if marker is None else self._outside
-        return self._opened if marker == CALL else self._name
+        return self._opened if marker == self.calls[0] else self._name
 
     def _opened(self) -> State | None:
         self._next()
-        mark = self._taken("<function=")
+        mark = self._taken(self.name_begin)
         return None if mark is None else self._name if mark else self._no_call()
 
     def _name(self) -> State | None:
-        end = self._buffer.find(">", 0, MAX_NAME)
+        end = self._buffer.find(self.name_end, 0, MAX_NAME)
         if end < 0 and len(self._buffer) < MAX_NAME and not self._ended:
             return None
         name = self._buffer[: max(end, 0)].strip()
         if not name or "\n" in name:
             return self._no_call()
-        self._take(end + 1)
+        self._take(end + len(self.name_end))
         return self._begin_call(name)
 
     def _no_call(self) -> State:
         self._give_back()
         return self._outside
+
+
+class SeedOss(Qwen3Coder):
+    """The same in ``<seed:tool_call>``."""
+
+    calls = ("<seed:tool_call>", "</seed:tool_call>")
+    markers = calls
+
+
+class MinimaxM2(Qwen3Coder):
+    """``<invoke name="f"><parameter name="a">1</parameter></invoke>`` in ``<minimax:tool_call>``."""
+
+    calls = ("<minimax:tool_call>", "</minimax:tool_call>")
+    markers = calls
+    name_begin, name_end = '<invoke name="', '">'
+    key_begin, key_end, call_end = '<parameter name="', '">', "</invoke>"
+    value_end = ("</parameter>", '<parameter name="', "</invoke>")
 
 
 class Glm45(Tagged):

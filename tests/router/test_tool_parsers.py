@@ -156,6 +156,22 @@ CASES: list[tuple[str, str, list[Parsed]]] = [
     ("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>", [CallBegin("f")]),
     ("glm45", "<tool_call>f<arg_key>x</arg_key> y", [*call("f"), Content("y")]),
     ("glm45", "<tool_call>two words</tool_call>", [Content("<tool_call>two words")]),
+    # their like
+    ("seed_oss", "Hm. <seed:tool_call>\n<function=f>\n<parameter=text>\n12\n</parameter>\n</function>\n</seed:tool_call>",
+     [Content("Hm."), *call("f", '{"text": "12"}')]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">12</parameter>\n<parameter name="n">12'
+     '</parameter>\n</invoke>\n<invoke name="bare">\n</invoke>\n</minimax:tool_call>',
+     [*call("f", '{"text": "12", "n": 12}'), *call("bare")]),
+    ("internlm", f"See.<|action_start|><|plugin|>\n{NAMED}<|action_end|>\n", [Content("See."), *call("weather", WEATHER)]),
+    ("hunyuan_a13b", f"<tool_calls>[{NAMED},\n{NAMED}]</tool_calls>", call("weather", WEATHER) * 2),
+    ("phi4_mini_json", f"functools[{NAMED}]", call("weather", WEATHER)),
+    ("phi4_mini_json", "from functools import [x]", [Content("from functools import [x]")]),
+    ("phi4_mini_json", "functools[x]", [Content("functools[x]")]),
+    ("kimi_k2", "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>"
+     + WEATHER + "<|tool_call_end|><|tool_calls_section_end|>",
+     [Content("Ok."), CallBegin("weather", "functions.weather:3"), CallArguments(WEATHER)]),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>",
+     [Content("<|tool_call_begin|>functions.f:0")]),
     # pythonic
     ("pythonic", "[f(a=1, b='x, ]) \\'', c=[1, (2.5, None)], d={'k': True})]",
      call("f", '{"a": 1, "b": "x, ]) \'", "c": [1, [2.5, null]], "d": {"k": true}}')),
@@ -188,6 +204,9 @@ PIECES = [
     "[ARGS]", "[CALL_ID]", "<|python_start|>", "<|python_end|>", DS_BEGIN, DS_END, DS_CALL, DS_CALL_END,
     DS_SEP, "function", '{"name": ', '"f"', '"arguments": ', '"parameters": ', "{", "}", "[", "]", "(", ")",
     '"', "'", "\\", ",", ":", ";", "=", "==", " ", "\n", "a=", "f(", "g(b=1", "```json", "null", "1.5", "x",
+    "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="', 'f">', '<parameter name="', "</invoke>",
+    "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|action_start|><|plugin|>", "<|action_end|>", "<tool_calls>", "</tool_calls>", "functools[",
     "<function=", "f>", "<parameter=", "k>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<", "ü🙂", NAMED, WEATHER, "long" * 70, "é" * 255, "\\ud800",
 ]  # fmt: skip
@@ -249,14 +268,35 @@ def written(name: str, calls: list[tuple[str, dict[str, object]]]) -> str:
             return f"<|tool_call|>[{','.join(as_json)}]"
         case "granite-20b-fc":
             return "\n".join(f"<function_call> {text}" for text in as_json)
-        case "qwen3_coder":
+        case "qwen3_coder" | "qwen3_xml" | "seed_oss":
             each = [
                 f"<function={f}>"
                 + "".join(f"<parameter={k}>\n{json.dumps(v)}\n</parameter>" for k, v in a.items())
                 for f, a in calls
             ]
-            return "".join(f"<tool_call>{text}</function></tool_call>" for text in each)
-        case "glm45":
+            tag = "seed:tool_call" if name == "seed_oss" else "tool_call"
+            return "".join(f"<{tag}>{text}</function></{tag}>" for text in each)
+        case "minimax_m2":
+            each = [
+                f'<invoke name="{f}">\n'
+                + "".join(f'<parameter name="{k}">{json.dumps(v)}</parameter>\n' for k, v in a.items())
+                for f, a in calls
+            ]
+            text = "".join(f"{each}</invoke>\n" for each in each)
+            return f"<minimax:tool_call>\n{text}</minimax:tool_call>"
+        case "internlm":
+            return "\n".join(f"<|action_start|><|plugin|>{text}<|action_end|>" for text in as_json)
+        case "hunyuan_a13b":
+            return f"<tool_calls>[{', '.join(as_json)}]</tool_calls>"
+        case "phi4_mini_json":
+            return f"functools[{', '.join(as_json)}]"
+        case "kimi_k2":
+            each = [
+                f"<|tool_call_begin|>functions.{f}:{n}<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>"
+                for n, (f, a) in enumerate(calls)
+            ]
+            return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+        case "glm45" | "glm47":
             each = [
                 f
                 + "".join(
