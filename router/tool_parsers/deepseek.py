@@ -80,7 +80,9 @@ class DeepseekV3(ToolParser):
 class DeepseekV31(DeepseekV3):
     """Per call ``BEGIN name SEP {...} END``."""
 
-    written = CallFormat(CALL_BEGIN, SEPARATOR, CALL_END, between="", begin=CALLS_BEGIN, end=CALLS_END)
+    written: ClassVar[CallFormat | None] = CallFormat(
+        CALL_BEGIN, SEPARATOR, CALL_END, between="", begin=CALLS_BEGIN, end=CALLS_END
+    )
 
     def _name_in(self, head: str) -> tuple[str, str]:
         name, separator, _ = head.partition(self.separator)
