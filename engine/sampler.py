@@ -195,13 +195,18 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
 
 
 def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:
-    """By row: the only token that may come, where a budget of reasoning is used up."""
+    """By row: the only token that may come, where a budget of reasoning is used up. A grammar that does not
+    let it come yet (in the middle of a character) is followed first."""
     tokens = {
         i: forced_token(row.token_ids[row.num_prompt :], row.params.thinking)
         for i, row in enumerate(rows)
         if row.params.thinking is not None
     }
-    return {i: token for i, token in tokens.items() if token is not None}
+    return {i: token for i, token in tokens.items() if token is not None and _lets(rows[i].mask, token)}
+
+
+def _lets(mask: npt.NDArray[np.uint8] | None, token: int) -> bool:
+    return mask is None or bool(mask[token // 8] >> token % 8 & 1)
 
 
 def last_of_bad_words(row: SampleRow) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -288,6 +289,12 @@ def test_a_budget_of_reasoning_leaves_one_token() -> None:
     shaped = shape_logits(logits, rows)
     assert torch.equal(shaped[0], logits[0])
     assert sample(logits, rows).tolist()[1:] == [33, 33]
+    mask = np.full(VOCAB // 8, 255, dtype=np.uint8)
+    allowed = dataclasses.replace(rows[1], mask=mask)
+    assert sample(logits[:1], [allowed]).item() == 33
+    mask = mask.copy()
+    mask[33 // 8] -= 1 << 33 % 8
+    assert sample(logits[:1], [dataclasses.replace(rows[1], mask=mask)]).item() != 33, "not yet"
     for first in (0, 32):  # each rank of two has half of the vocabulary
         half = shape_logits(logits[:, first : first + 32], rows, first=first)[1]
         assert [first + token for token in range(32) if half[token] != NEVER] == ([33] if first else [])
