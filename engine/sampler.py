@@ -211,12 +211,10 @@ def _lets(mask: npt.NDArray[np.uint8] | None, token: int) -> bool:
 
 def last_of_bad_words(row: SampleRow) -> list[int]:
     """Tokens that would complete a bad word, of which the output ends with all others."""
-    output = row.token_ids[row.num_prompt :]
-    return [
-        last
-        for *before, last in row.params.bad_words
-        if len(before) <= len(output) and np.array_equal(output[len(output) - len(before) :], before)
-    ]
+    words = row.params.bad_words
+    longest = max(map(len, words))
+    tail = tuple(row.token_ids[max(row.num_prompt, len(row.token_ids) - longest + 1) :].tolist())
+    return [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
 
 
 def _is_too_short(row: SampleRow) -> bool:

@@ -351,10 +351,8 @@ class MeshClient:
 
     def _leave_idle_instances(self) -> None:
         """Requests do not stay for ever at an instance that no group takes in."""
-        now = time.monotonic()
-        for instance in list(self._pool):
-            if instance.idle_since is not None and now > instance.idle_since + ORPHAN_TIMEOUT:
-                self._move_requests(instance, "no_group", patience=0.0)
+        for instance in self._pool.without_group(time.monotonic(), ORPHAN_TIMEOUT):
+            self._move_requests(instance, "no_group", patience=0.0)
 
     def _place_orphans(self) -> None:
         """Requests that waited for an instance to come, or to answer."""

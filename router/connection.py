@@ -8,6 +8,7 @@ does everything while the client does not keep up.
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -92,6 +93,33 @@ class ChunkWriter:
             return True
 
         return fill
+
+
+class TimedWriter:
+    """A :class:`BodyWriter` that knows when it wrote last, on the clock of ``time.perf_counter``."""
+
+    def __init__(self, writer: BodyWriter) -> None:
+        self._writer = writer
+        self.is_open = writer.is_open
+        self.wrote_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<TimedWriter to {self._writer!r}>"
+
+    def write(self, part: bytes) -> None:
+        """See :class:`BodyWriter`."""
+        self.wrote_at = time.perf_counter()
+        self._writer.write(part)
+
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        """See :class:`BodyWriter`."""
+        fill = self._writer.filling(before, after)
+
+        def timed(between: bytes) -> bool:
+            self.wrote_at = time.perf_counter()
+            return fill(between)
+
+        return timed
 
 
 class PatientProtocol(HttpToolsProtocol):

@@ -172,8 +172,7 @@ class Generating:
         turn_format = TurnFormat(wanted, config, harmony=speaks)
         if turn_format.needs_special_tokens(model.tokenizer):
             wanted.skip_special_tokens = False
-        if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
-            wanted.tools = None
+        self._keep_tools_out(wanted)
         params = sampling_params(wanted, model, self._config.max_logprobs)
         prompt = await run_sized(lambda: chat_prompt(wanted, model), size)
         if turn_format.reads_reasoning or not budget_is_advice:
@@ -188,9 +187,13 @@ class Generating:
         """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
+        self._keep_tools_out(wanted)
+        return await run_sized(lambda: num_prompt_tokens(wanted, model), size)
+
+    def _keep_tools_out(self, wanted: ChatRequest) -> None:
+        """Of a prompt whose answer may not call them, if that is wanted."""
         if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
             wanted.tools = None
-        return await run_sized(lambda: num_prompt_tokens(wanted, model), size)
 
     async def _with_grammar(self, params: SamplingParams, text: str, param: str) -> SamplingParams:
         await self._grammars.check(text, param)

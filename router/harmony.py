@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
-from router.reasoning import ReasoningFormat
+from router.reasoning import ReasoningFormat, TurnParser
 from router.tokens import Tokenizer
 from router.tool_parsers.base import CallFormat, held
 
@@ -62,8 +62,8 @@ def check_halves(reasoning_parser: str | None, tool_call_parser: str | None) -> 
         )
 
 
-class HarmonyParser:
-    """Reads one answer, however its text is cut into chunks. Text without any header is content.
+class HarmonyParser(TurnParser):
+    """Reads one answer. Text without any header is content.
 
     Messages of one kind are a line apart. Calls of tools that nobody offered, which the model was trained
     with (``browser``, ``python``), are reasoning: no client could answer them.
@@ -71,8 +71,8 @@ class HarmonyParser:
 
     def __init__(self, prompt: str, *, offers_tools: bool) -> None:
         """``prompt``: its last message may be one that the answer goes on with."""
+        super().__init__()
         self._offers_tools = offers_tools
-        self._buffer = ""
         self._kind: type[Reasoning | Content | CallArguments] | None = None
         """Of the message; None between two."""
         self._events: list[Parsed] = []
@@ -88,20 +88,12 @@ class HarmonyParser:
 
     @property
     def inside(self) -> bool:
-        """Whether the next text is reasoning, as far as is known."""
         return self._kind is Reasoning
 
     @property
     def between(self) -> bool:
         """Whether the next text begins a message."""
         return self._kind is None
-
-    def feed(self, text: str) -> list[Parsed]:
-        self._buffer += text
-        return self._run(ended=False)
-
-    def flush(self) -> list[Parsed]:
-        return self._run(ended=True)
 
     def _run(self, *, ended: bool) -> list[Parsed]:
         while self._buffer and (self._read_header(ended) if self._kind is None else self._read_body(ended)):

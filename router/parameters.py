@@ -90,18 +90,14 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
             f"bad_words may be {MAX_BAD_WORDS // 2} words of {MAX_STOP_CHARACTERS} characters together.",
             "bad_words",
         )
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        bare = word.lstrip()
-        if not bare:
-            refuse("bad_words must not be empty.", "bad_words")
-        alone, inside = (
-            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, " " + bare)
-        )
-        found.append(alone)
-        if len(inside) == len(alone) and inside[0] != alone[0]:
-            found.append(inside)
-    return tuple(found)
+    bare = [word.lstrip() for word in words]
+    if not all(bare):
+        refuse("bad_words must not be empty.", "bad_words")
+    texts = [*bare, *(f" {word}" for word in bare)]
+    ids = list(map(tuple, tokenizer.encode_all(texts, add_special_tokens=False)))
+    pairs = zip(ids[: len(bare)], ids[len(bare) :], strict=True)
+    inside = [second for first, second in pairs if len(first) == len(second) and first[:1] != second[:1]]
+    return (*ids[: len(bare)], *inside)
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

@@ -219,6 +219,14 @@ class Pool:
             wanted_share=self.index.evictions.share,
         )
 
+    def without_group(self, now: float, patience: float) -> list[Instance]:
+        """Those that no group has taken in for so many seconds: what they have is not computed."""
+        return [
+            instance
+            for instance in self
+            if instance.idle_since is not None and now > instance.idle_since + patience
+        ]
+
     def apply(self, view: View, now: float) -> Changes:
         """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
         unless the coordinator has just started and may not know of it yet; but a rank that another instance

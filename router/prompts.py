@@ -71,14 +71,17 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
         refuse("There are more messages than the model's context can hold.", "messages")
     text = render_chat(request, model)
     _check_length(text, request, model)
-    ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True)
-    return PromptText(_fit(ids, request, model), text)
+    return PromptText(_fit(_chat_ids(text, request, model), request, model), text)
+
+
+def _chat_ids(text: str, request: ChatRequest, model: TextModel) -> list[int]:
+    """A template writes special tokens itself."""
+    return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True)
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
     """How many tokens a conversation is, also where they are more than the model takes."""
-    text = render_chat(request, model)
-    return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
+    return len(_chat_ids(render_chat(request, model), request, model))
 
 
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:

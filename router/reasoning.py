@@ -6,6 +6,7 @@ the model's own text begins inside: the prompt's last characters tell.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import msgspec
@@ -46,24 +47,17 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 """By the names that ``--reasoning-parser`` takes, which are vLLM's."""
 
 
-class ReasoningParser:
-    """Splits the text of one answer, however it is cut into chunks. Blanks next to a tag belong to it.
+class TurnParser(ABC):
+    """Splits the text of one answer, however it is cut into chunks. ``feed`` takes the next chunk, ``flush``
+    says that none comes any more; both return what is certain by then."""
 
-    Only an answer that begins with reasoning has any: a tag in the middle of an answer is text.
-    """
-
-    def __init__(self, form: ReasoningFormat, prompt: str) -> None:
-        tail = prompt.rstrip()
-        self._form = form
-        self.inside = tail.endswith(form.begin) or (form.implied and not tail.endswith(form.end))
-        """Whether the next text is reasoning, as far as is known."""
-        self._at_edge = True
-        """Whether nothing but blanks came since the last tag."""
-        self._may_begin = True
+    def __init__(self) -> None:
         self._buffer = ""
 
-    def __repr__(self) -> str:
-        return f"<ReasoningParser {'inside' if self.inside else 'outside'}, holding {self._buffer!r}>"
+    @property
+    @abstractmethod
+    def inside(self) -> bool:
+        """Whether the next text is reasoning, as far as is known."""
 
     def feed(self, text: str) -> list[Parsed]:
         self._buffer += text
@@ -72,13 +66,40 @@ class ReasoningParser:
     def flush(self) -> list[Parsed]:
         return self._run(ended=True)
 
+    @abstractmethod
+    def _run(self, *, ended: bool) -> list[Parsed]:
+        """Take from the buffer what is certain."""
+
+
+class ReasoningParser(TurnParser):
+    """Splits by tags. Blanks next to one belong to it.
+
+    Only an answer that begins with reasoning has any: a tag in the middle of an answer is text.
+    """
+
+    def __init__(self, form: ReasoningFormat, prompt: str) -> None:
+        super().__init__()
+        tail = prompt.rstrip()
+        self._form = form
+        self._inside = tail.endswith(form.begin) or (form.implied and not tail.endswith(form.end))
+        self._at_edge = True
+        """Whether nothing but blanks came since the last tag."""
+        self._may_begin = True
+
+    @property
+    def inside(self) -> bool:
+        return self._inside
+
+    def __repr__(self) -> str:
+        return f"<ReasoningParser {'inside' if self._inside else 'outside'}, holding {self._buffer!r}>"
+
     def _run(self, *, ended: bool) -> list[Parsed]:
         if self._may_begin and not self._begins(ended):
             return []
         events: list[Parsed] = []
-        if self.inside:
+        if self._inside:
             events.append(Reasoning(self._reasoning(ended)))
-        if not self.inside:
+        if not self._inside:
             events.append(Content(self._content()))
         return merged(events)
 
@@ -87,10 +108,10 @@ class ReasoningParser:
         start = self._buffer.lstrip()
         if tag := next((tag for tag in self._form.begin if start.startswith(tag)), None):
             self._buffer = start[len(tag) :]
-            self.inside = True
+            self._inside = True
         elif not ended and any(tag.startswith(start) for tag in self._form.begin):
             return False
-        elif not self.inside:
+        elif not self._inside:
             self._at_edge = False  # the blanks are the answer's own
         self._may_begin = False
         return True
@@ -102,7 +123,7 @@ class ReasoningParser:
             at, tag = min(found)
             text, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(tag) :]
             text = self._from_edge(text)
-            self.inside, self._at_edge = False, True
+            self._inside, self._at_edge = False, True
             return text
         keep = 0 if ended else held(self._buffer, *self._form.end)
         certain = len(self._buffer) - keep

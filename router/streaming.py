@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.messages import Delta, FinishReason
 from router.answers import Answer
-from router.connection import writer_of
+from router.connection import TimedWriter, writer_of
 from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.meter import Meter
@@ -221,12 +221,15 @@ class EventStream(Response):
         self._send_timeout = send_timeout
         self._keep_alive = keep_alive
         self._wrote_at = time.perf_counter()
+        self._shortcut: TimedWriter | None = None
         self._waits_since: float | None = None
         """When the server began to hold back the latest write, as the client did not take the ones before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             writer = writer_of(scope)
+            if writer is not None and self._keep_alive:
+                writer = self._shortcut = TimedWriter(writer)
             sink = BodySink(self._call.answer, writer) if writer is not None else None
             await unless_gone(receive, self._run(send, sink), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
@@ -272,8 +275,11 @@ class EventStream(Response):
 
         async def comment() -> None:
             while True:
-                await asyncio.sleep(max(0.0, self._wrote_at + self._keep_alive - time.perf_counter()))
-                if time.perf_counter() >= self._wrote_at + self._keep_alive:
+                wrote_at = max(self._wrote_at, self._shortcut.wrote_at if self._shortcut else 0.0)
+                silence_left = wrote_at + self._keep_alive - time.perf_counter()
+                if silence_left > 0:
+                    await asyncio.sleep(silence_left)
+                else:
                     await write(b": keep-alive\n\n")
 
         commenting = asyncio.create_task(comment())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
+from router.dialects import Dialect, Harmony, Tags
 from router.errors import refuse
-from router.harmony import ANALYSIS, FINAL, WRITTEN_CALL, HarmonyParser
-from router.harmony import MARKERS as HARMONY_MARKERS
 from router.openai_api import ChatRequest
-from router.reasoning import REASONING_PARSERS, ReasoningFormat, ReasoningParser
+from router.reasoning import REASONING_PARSERS, ReasoningParser
 from router.structured import form_of
 from router.tokens import Tokenizer
 from router.tool_parsers import TOOL_PARSERS
-from router.tool_parsers.base import ToolParser, Tools
+from router.tool_parsers.base import Tools
 from router.tool_parsers.marked_json import CallList
 from router.turn_grammar import TurnGrammar
 from router.turns import TurnReader
@@ -31,11 +30,9 @@ class TurnFormat:
 
     def __init__(self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False) -> None:
         self._config = config.structured_outputs
-        self._harmony = harmony
         self._form = form_of(request, self._config)
-        self._offered: Tools = request.tools or ()
         self._asked_for = _asked_for(request)
-        self._offers_tools = offers_tools = bool(request.tools) and request.tool_choice != "none"
+        offers_tools = bool(request.tools) and request.tool_choice != "none"
         if offers_tools and not (self._asked_for or config.enable_auto_tool_choice or harmony):
             refuse(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set.',
@@ -43,35 +40,32 @@ class TurnFormat:
             )
         if self._asked_for and self._form is not None and self._form.param != "response_format":
             refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
-        self._tools: type[ToolParser] | None = None
-        self._reasoning: ReasoningFormat | None = None
+        self._dialect: Dialect
         if harmony:
-            self._reasoning = ANALYSIS
+            self._dialect = Harmony(offers_tools=offers_tools)
         else:
-            if offers_tools and config.tool_call_parser:
-                self._tools = TOOL_PARSERS[config.tool_call_parser]
-            if self._asked_for and (self._tools is None or self._tools.written is None):
-                self._tools = CallList
-            if config.reasoning_parser:
-                self._reasoning = REASONING_PARSERS[config.reasoning_parser]
+            named = config.tool_call_parser if offers_tools else None
+            calls = TOOL_PARSERS[named] if named else None
+            if self._asked_for and (calls is None or calls.written is None):
+                calls = CallList
+            reasoning = REASONING_PARSERS[config.reasoning_parser] if config.reasoning_parser else None
+            self._dialect = Tags(reasoning, calls, request.tools or ())
         self._names_tool = isinstance(request.tool_choice, dict)
         self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
         self._hides_reasoning = request.include_reasoning is False
         self._budget = request.thinking_token_budget
 
     def __repr__(self) -> str:
-        if self._harmony:
-            return f"<TurnFormat Harmony form={self._form}>"
-        return f"<TurnFormat tools={self._tools} reasoning={self._reasoning} form={self._form}>"
+        return f"<TurnFormat {self._dialect!r} form={self._form}>"
 
     @property
     def is_plain(self) -> bool:
         """Whether all text is content."""
-        return self._tools is None and self._reasoning is None
+        return self._dialect.is_plain
 
     @property
     def reads_reasoning(self) -> bool:
-        return self._reasoning is not None
+        return self._dialect.reasoning is not None
 
     @property
     def grammar_param(self) -> str:
@@ -80,35 +74,23 @@ class TurnFormat:
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether what the parsers look for is lost when special tokens are skipped."""
-        if self._harmony:
-            return any(map(tokenizer.is_special, HARMONY_MARKERS))
-        markers = [*self._tools.markers] if self._tools else []
-        if self._reasoning is not None:
-            markers += [*self._reasoning.begin, *self._reasoning.end]
-        return any(tokenizer.is_special(marker) for marker in markers)
+        return any(map(tokenizer.is_special, self._dialect.markers))
 
     def grammar(self, prompt: str, tokenizer: Tokenizer) -> str | None:
         """What the answers to a prompt follow, None for any text."""
         if not self._asked_for and self._form is None:
             return None
-        turn = TurnGrammar(tokenizer, self._config)
-        in_answer = self._harmony and not self._begins_message(prompt)
-        if self._reasoning is not None and not in_answer:
-            turn.reasoning(self._reasoning, prompt)
+        turn, dialect = TurnGrammar(tokenizer, self._config), self._dialect
+        begins = not dialect.is_in_answer(prompt)
+        if begins and dialect.reasoning is not None:
+            turn.reasoning(dialect.reasoning, prompt)
         if self._asked_for:
-            written = WRITTEN_CALL if self._harmony else self._tools.written if self._tools else None
-            assert written is not None
-            turn.calls(self._asked_for, written, most_one=self._harmony or self._max_calls == 1)
+            assert dialect.written is not None
+            most_one = dialect.most_one_call or self._max_calls == 1
+            turn.calls(self._asked_for, dialect.written, most_one=most_one)
         elif self._form is not None:
-            if self._harmony and not in_answer:
-                turn.opening(FINAL)
-            turn.answer(self._form)
+            turn.answer(self._form, dialect.opening if begins else "")
         return turn.text()
-
-    def _begins_message(self, prompt: str) -> bool:
-        """Whether a prompt in Harmony leaves it to the answer to say what it is, or is inside reasoning."""
-        parser = HarmonyParser(prompt, offers_tools=False)
-        return parser.between or parser.inside
 
     def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
         """The budget of the reasoning that an answer to a prompt may begin with; None without a limit, or if
@@ -117,12 +99,12 @@ class TurnFormat:
         Raises:
             ApiError: there is a limit, but no reasoning is known.
         """
-        budget, form = self._budget, self._reasoning
+        budget, form = self._budget, self._dialect.reasoning
         if budget is None or budget == -1:
             return None
         if form is None:
             refuse("thinking_token_budget needs --reasoning-parser to be set.", "thinking_token_budget")
-        if self._harmony and not self._begins_message(prompt):
+        if self._dialect.is_in_answer(prompt):
             return None
         is_inside = ReasoningParser(form, prompt).inside
 
@@ -133,14 +115,8 @@ class TurnFormat:
 
     def reader(self, prompt: str) -> TurnReader:
         """For one answer to a prompt."""
-        reasoning: ReasoningParser | HarmonyParser | None = None
-        if self._harmony:
-            reasoning = HarmonyParser(prompt, offers_tools=self._offers_tools)
-        elif self._reasoning is not None:
-            reasoning = ReasoningParser(self._reasoning, prompt)
         return TurnReader(
-            reasoning,
-            None if self._tools is None else self._tools(self._offered),
+            *self._dialect.parsers(prompt),
             max_calls=self._max_calls,
             hides_reasoning=self._hides_reasoning,
             names_tool=self._names_tool,

@@ -56,12 +56,10 @@ class TurnGrammar:
         is_inside = ReasoningParser(form, prompt).inside
         self._start.append(thought if is_inside else f"(({self._any_of(form.begin)}) {thought})?")
 
-    def opening(self, text: str) -> None:
-        """What comes next is this."""
-        self._start.append(self.literal(text))
-
-    def answer(self, form: Form) -> None:
-        """The answer has a form."""
+    def answer(self, form: Form, opening: str = "") -> None:
+        """The answer has a form, behind its opening."""
+        if opening:
+            self._start.append(self.literal(opening))
         self._start.append(f"@{ANSWER}")
         self._bodies[ANSWER] = form.body
 

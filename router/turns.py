@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from router.harmony import HarmonyParser
 from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
-from router.reasoning import ReasoningParser
+from router.reasoning import TurnParser
 from router.tool_parsers.base import ToolParser
 
 
@@ -19,7 +18,7 @@ class TurnReader:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | HarmonyParser | None = None,
+        reasoning: TurnParser | None = None,
         tools: ToolParser | None = None,
         *,
         max_calls: int = 0,

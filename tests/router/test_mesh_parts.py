@@ -81,8 +81,11 @@ def test_an_instance_without_a_group_is_not_idle_for_ever() -> None:
     for now in (2.0, 3.0):
         pool.apply(view(member("a", 0, State.LOADED)), now)
         assert instance.idle_since == 2.0
-    pool.apply(view(member("a", 0)), 4.0)
+    assert pool.without_group(61.0, 60.0) == []
+    assert pool.without_group(62.5, 60.0) == [instance]
+    pool.apply(view(member("a", 0)), 63.0)
     assert instance.idle_since is None
+    assert pool.without_group(200.0, 60.0) == []
 
 
 def capacity(num_blocks: int) -> Capacity:

@@ -248,6 +248,26 @@ def test_a_stream_is_the_same_either_way(
     assert (sum(written) > 5) == goes_straight
 
 
+def test_no_comment_goes_into_a_stream_that_is_not_silent(
+    text_model: TextModel, tokenizer: Tokenizer
+) -> None:
+    """Also where its tokens go straight to the socket."""
+    words = saying(tokenizer.encode(" Hello world! Hello you" * 4, add_special_tokens=False))
+
+    async def run() -> None:
+        client, mesh = WritingClient(0), FakeMesh(None, words)
+        mesh.delay = 0.02
+        call = call_of(mesh, text_model, stream=True)
+        scope = {"extensions": {EXTENSION: lambda: client}}
+        await EventStream(call, keep_alive=0.3)(scope, client.receive, client.send)
+        assert client.num_written > 5
+        assert ": keep-alive" not in client.text
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began > 0.4, "longer than a comment would have waited"
+
+
 # ---- the real server
 
 
