@@ -119,7 +119,8 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
         before = await find_view(endpoint, ASK_TIMEOUT, keys)
         answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
     except KeyRefused as error:
-        return _fail(name, str(error))
+        _fail(name, str(error))
+        return process.EXIT_REFUSED
     except TimeoutError:
         return _fail(name, f"no answer from a coordinator at {endpoint}: is it running? see -dpa and -dpp")
     if answer.status != ACCEPTED:

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int LANES = 16;      // outputs of a panel; also keys of a block of the cache
-constexpr int MAX_ROWS = 8;    // inputs that share one pass over a panel
+constexpr int MAX_ROWS = 12;   // inputs that share one pass over two panels: their sums fill the registers
 
 struct Float {
     using Element = float;

@@ -1,6 +1,6 @@
 // Rows of inputs against two panels of weights: the inner loop of everything, with vectors or with tiles.
 //
-// With AVX-512 up to 8 rows share one pass over the panels; with AMX 32 do, and a tile of weights is a panel as it
+// With AVX-512 up to 12 rows share one pass over the panels; with AMX 32 do, and a tile of weights is a panel as it
 // lies. Which of the two computes a matrix depends on the machine and on its number of inputs, never on the
 // number of rows, so that a row's outputs are the same bits whatever else is in the batch.
 
@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "compressed.hpp"
 #include "numbers.hpp"
@@ -17,19 +19,35 @@
 
 namespace {
 
-template <class T, int ROWS>
+constexpr int MANY_ROWS = 8;  // inputs that share a pass where there are so many that none of them stays in the first cache
+
+// Panels that come next: a line of each is asked for in every step.
+struct Asked {
+    const char *one = nullptr, *two = nullptr;
+};
+
+// STRIDE: words from one step to the next; 0: `stride`. ASKS: there are panels to ask for. A few rows go through their weights as
+// fast as these come by themselves: asking then costs more than it brings.
+template <class T, int ROWS, int64_t STRIDE, bool ASKS>
 inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, int64_t stride,
-                     const uint32_t* const* inputs, int64_t offset, int64_t steps) {
+                     const uint32_t* const* inputs, int64_t offset, int64_t steps, Asked asked) {
     __m512 first[ROWS], second[ROWS];  // of this function alone, so that they stay in registers
-    const uint32_t* from[ROWS];
+    int64_t behind[ROWS];              // bytes from the first row: for more pointers there are no registers left
     for (int row = 0; row < ROWS; ++row) {
         first[row] = sum[row][0], second[row] = sum[row][1];
-        from[row] = inputs[row] + offset;
+        behind[row] = reinterpret_cast<const char*>(inputs[row]) - reinterpret_cast<const char*>(inputs[0]);
     }
-    for (int64_t step = 0; step < steps; ++step) {
-        __m512i wa = _mm512_loadu_si512(a + step * stride), wb = _mm512_loadu_si512(b + step * stride);
+    auto *from = reinterpret_cast<const char*>(inputs[0] + offset), *weights = reinterpret_cast<const char*>(a);
+    const int64_t to_second = reinterpret_cast<const char*>(b) - weights, next = 4 * (STRIDE != 0 ? STRIDE : stride);
+    for (const char* end = from + 4 * steps; from != end; from += 4, weights += next) {
+        __m512i wa = _mm512_loadu_si512(weights), wb = _mm512_loadu_si512(weights + to_second);
+        if (ASKS && ROWS >= 3) {
+            _mm_prefetch(asked.one, _MM_HINT_T1);
+            _mm_prefetch(asked.two, _MM_HINT_T1);
+            asked.one += 64, asked.two += 64;
+        }
         for (int row = 0; row < ROWS; ++row) {
-            uint32_t input = from[row][step];
+            uint32_t input = *reinterpret_cast<const uint32_t*>(from + behind[row]);
             first[row] = T::madd(first[row], wa, input);
             second[row] = T::madd(second[row], wb, input);
         }
@@ -37,19 +55,17 @@ inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32
     for (int row = 0; row < ROWS; ++row) sum[row][0] = first[row], sum[row][1] = second[row];
 }
 
-template <class T>
+// The function for each number of rows, from one on.
+template <class T, int64_t STRIDE, bool ASKS, int... BEFORE>
+constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
+    return std::array{&multiply<T, BEFORE + 1, STRIDE, ASKS>...};
+}
+
+template <class T, int64_t STRIDE = 0, bool ASKS = false>
 void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, int64_t stride,
-              const uint32_t* const* inputs, int64_t offset, int64_t steps) {
-    switch (rows) {
-        case 1: return multiply<T, 1>(sum, a, b, stride, inputs, offset, steps);
-        case 2: return multiply<T, 2>(sum, a, b, stride, inputs, offset, steps);
-        case 3: return multiply<T, 3>(sum, a, b, stride, inputs, offset, steps);
-        case 4: return multiply<T, 4>(sum, a, b, stride, inputs, offset, steps);
-        case 5: return multiply<T, 5>(sum, a, b, stride, inputs, offset, steps);
-        case 6: return multiply<T, 6>(sum, a, b, stride, inputs, offset, steps);
-        case 7: return multiply<T, 7>(sum, a, b, stride, inputs, offset, steps);
-        default: return multiply<T, 8>(sum, a, b, stride, inputs, offset, steps);
-    }
+              const uint32_t* const* inputs, int64_t offset, int64_t steps, Asked asked = {}) {
+    static constexpr auto of = multiply_of<T, STRIDE, ASKS>(std::make_integer_sequence<int, MAX_ROWS>());
+    of[size_t(rows) - 1](sum, a, b, stride, inputs, offset, steps, asked);
 }
 
 void clear(__m512 (&sum)[MAX_ROWS][2]) {
@@ -241,13 +257,19 @@ class Products {
             }
             a.words = words, b.words = words + steps * LANES;
         }
-        for (int64_t begin = 0; begin < rows; begin += MAX_ROWS) {
-            int now = int(std::min<int64_t>(MAX_ROWS, rows - begin));
+        const int64_t most = rows <= 4 * MAX_ROWS ? MAX_ROWS : MANY_ROWS;
+        int64_t passes = (rows + most - 1) / most;
+        for (int64_t begin = 0, now; begin < rows; begin += now) {
+            now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
             const uint32_t* inputs[MAX_ROWS];
             for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * pitch_of<T>(k));
             __m512 sum[MAX_ROWS][2];
             clear(sum);
-            ::multiply<T>(now, sum, a.words, b.words, LANES, inputs, 0, steps);
+            if (begin == 0 && cold) {
+                ::multiply<T, LANES, true>(int(now), sum, a.words, b.words, LANES, inputs, 0, steps, {then.a.bytes(0), then.b.bytes(0)});
+            } else {
+                ::multiply<T, LANES>(int(now), sum, a.words, b.words, LANES, inputs, 0, steps);
+            }
             for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
         }
     }

@@ -62,7 +62,7 @@ def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         speed = f", {host.mbit / 1000:g} Gbit/s" if host.mbit else ""
         text = f"{name_of(host)}: TCP over {host.interface}{speed}, MTU {host.mtu}"
         if host.infiniband:
-            text += f"; InfiniBand or RoCE for NCCL: {', '.join(host.infiniband)}"
+            text += f"; InfiniBand or RoCE, which gloo does not use: {', '.join(host.infiniband)}"
         if host.faster:
             fix = f"use a faster one: --instance-address (or -dpa) of {', '.join(host.faster)}"
             yield note(AREA, f"node {host.rank}", text, fix)
@@ -88,10 +88,6 @@ def _differences(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     if len({host.mtu for host in hosts}) > 1:
         text = f"the MTU differs: {each([host.mtu for host in hosts])}"
         yield warning(AREA, "MTU", text, "ip link set DEVICE mtu, the same on all hosts and switches between")
-    wired = {bool(host.infiniband) for host in hosts}
-    if len(wired) > 1:
-        text = f"only some hosts have InfiniBand: {each([len(h.infiniband) for h in hosts])} ports"
-        yield warning(AREA, "InfiniBand", text, "NCCL will take sockets; look at ibstat on the others")
 
 
 def _pairs(found: Links) -> Iterator[Finding]:
@@ -123,6 +119,6 @@ def _pair(hosts: Sequence[HostFacts], small: Timing, large: Timing) -> Finding:
         )
     slowest = min(host.mbit for host in hosts)
     if rate * 8 < POOR_SHARE * slowest * 1e6:
-        fix = "a larger MTU on all hosts (9000), free cores; NCCL over InfiniBand on GPUs"
+        fix = "a larger MTU on all hosts (9000), free cores"
         return note(AREA, what, f"{text}: a small part of {slowest / 1000:g} Gbit/s", fix)
     return ok(AREA, what, text)

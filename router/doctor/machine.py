@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,6 @@ AREA = "machine"
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB
 """Bytes that one instance of even a small model takes."""
-LEAST_SHM = 1 * GIB
 LEAST_FILES = 4096
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "sve", "bf16")
 
@@ -37,8 +35,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     """Of the host, or the limit of the control group if that is less."""
     free_memory: int
-    shm: int | None
-    """Room in /dev/shm; None if there is none."""
     open_files: int
     has_gpu: bool
 
@@ -59,7 +55,6 @@ def read_machine() -> Machine:
         environment=dict(os.environ),
         memory=total,
         free_memory=min(memory.available, total - used) if used is not None else memory.available,
-        shm=shutil.disk_usage("/dev/shm").free if os.path.ismount("/dev/shm") else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the processes take what they may
         has_gpu=Path("/dev/nvidia0").exists(),
     )
@@ -124,7 +119,7 @@ def _memory(machine: Machine) -> Finding:
 
 
 def _shared_memory(machine: Machine) -> Finding:
-    """Our own shared memory needs memfd and pidfd; NCCL's needs /dev/shm."""
+    """Instances share memory through memfd and pidfd; nothing of ours is in /dev/shm."""
     try:
         os.close(os.memfd_create("lockstep-doctor"))
         os.close(os.pidfd_open(os.getpid()))
@@ -132,14 +127,7 @@ def _shared_memory(machine: Machine) -> Finding:
         fix = "use Linux 5.3 or newer, or give --all2all-backend allgather_reducescatter"
         text = f"memfd or pidfd does not work here ({error.strerror}): instances cannot share memory"
         return broken(AREA, "shared memory", text, fix)
-    if machine.shm is None:
-        text = "memfd works; there is no /dev/shm"
-    else:
-        text = f"memfd works; {machine.shm / GIB:.1f} GiB in /dev/shm"
-    if machine.has_gpu and (machine.shm or 0) < LEAST_SHM:
-        fix = "docker run --shm-size=2g, or in Kubernetes an emptyDir of medium Memory at /dev/shm"
-        return warning(AREA, "shared memory", f"{text}, which NCCL needs between GPUs", fix)
-    return ok(AREA, "shared memory", text)
+    return ok(AREA, "shared memory", "memfd and pidfd work")
 
 
 def _files(machine: Machine) -> Finding:

@@ -1,4 +1,4 @@
-"""The addresses of this host, what its name means, and which network NCCL would take."""
+"""The addresses of this host, what its name means, and what carries collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.addresses import Interface, interfaces, is_loopback
 from engine.probe.infiniband import active_ports
-from router.doctor.findings import Finding, note, ok, warning
+from router.doctor.findings import Finding, note, ok
 
 AREA = "network"
 
@@ -19,7 +19,7 @@ def check_network(has_gpu: bool) -> list[Finding]:
     return [
         *check_interfaces(found),
         check_host_name(socket.gethostname(), _addresses_of_name()),
-        check_transport(active_ports(), found, os.environ, has_gpu),
+        check_transport(active_ports(), os.environ, has_gpu),
     ]
 
 
@@ -58,31 +58,16 @@ def _addresses_of_name() -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
 
-def check_transport(
-    infiniband: Sequence[str], found: Sequence[Interface], environment: Mapping[str, str], has_gpu: bool
-) -> Finding:
-    """Which network carries collectives: gloo's is the instance's address; NCCL chooses by itself, as its
-    variables allow (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)."""
-    variables = ", ".join(
-        f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("NCCL_")
-    )
-    said = f" ({variables})" if variables else ""
+def check_transport(infiniband: Sequence[str], environment: Mapping[str, str], has_gpu: bool) -> Finding:
+    """What carries collectives between hosts: gloo, over the instance's address."""
     if "GLOO_SOCKET_IFNAME" in environment:
         fix = "--instance-address chooses the interface"
         return note(
             AREA, "transport", "GLOO_SOCKET_IFNAME is ignored: gloo binds to the instance's address", fix
         )
-    if not has_gpu:
-        hardware = f"; InfiniBand {', '.join(infiniband)} is not used by gloo" if infiniband else ""
-        return ok(AREA, "transport", f"no GPU: gloo over TCP on the instance's address{hardware}{said}")
-    if infiniband and environment.get("NCCL_IB_DISABLE") == "1":
-        text = f"NCCL over sockets, although there is InfiniBand: {', '.join(infiniband)}{said}"
-        return warning(AREA, "transport", text, "unset NCCL_IB_DISABLE")
+    text = "gloo over TCP on the instance's address"
+    if has_gpu:
+        text += ", through the host's memory (NCCL is not used)"
     if infiniband:
-        return ok(AREA, "transport", f"NCCL over InfiniBand or RoCE: {', '.join(infiniband)}{said}")
-    chosen = environment.get("NCCL_SOCKET_IFNAME")
-    usable = [str(each) for each in found]
-    if chosen is None and len(usable) > 1:
-        text = f"NCCL over a socket of its choice among {', '.join(usable)}{said}"
-        return note(AREA, "transport", text, "NCCL_SOCKET_IFNAME names the interface")
-    return ok(AREA, "transport", f"NCCL over sockets, {chosen or ', '.join(usable) or 'loopback only'}{said}")
+        text += f"; InfiniBand {', '.join(infiniband)} is not used by gloo"
+    return ok(AREA, "transport", text)
