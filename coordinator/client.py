@@ -251,7 +251,8 @@ class Membership:
         """Who never was a member ends when its key is refused. A member serves on: what answers at the
         coordinator's address is not its coordinator."""
         while True:
-            refused = await connection.broken()
+            await connection.broken()
+            refused = await connection.refusal()
             if refused is not None and not self._answered.is_set():
                 self._standing.take(Refused(str(refused)))
                 self._answered.set()
@@ -322,7 +323,8 @@ class Watcher:
     async def _watch_key(self) -> None:
         """A coordinator that answered once was the right one; later a refusal is just an absence."""
         while True:
-            refused = await self._connection.broken()
+            await self._connection.broken()
+            refused = await self._connection.refusal()
             if refused is not None and self._heard_at is None:
                 raise KeyRefused(f"the coordinator at {self._connection.endpoint} refused us: {refused}")
 

@@ -1,6 +1,7 @@
 """What becomes of a connecting socket's connections: made, broken, or refused for their keys.
 
-ZeroMQ reconnects by itself and says nothing of it to whoever sends and receives; its monitor does.
+ZeroMQ reconnects by itself and says nothing of it to whoever sends and receives; its monitor does. It
+gives up where the other end breaks its rules: after a handshake that failed, after a message too large.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from coordinator.greeting import mechanism_at
 
 REFUSED_INTERVAL = 1.0
-"""Seconds until the next try after a handshake that failed for the keys."""
+"""Seconds until the next try where ZeroMQ itself has given up."""
 GREETING_TIMEOUT = 1.0
 """Seconds to find out why a listener hung up."""
 ENOUGH_FAILURES = 3
@@ -45,7 +46,7 @@ class Handshakes:
         has_keys: bool,
         connect_again: Callable[[], None],
     ) -> None:
-        """``connect_again``: where ZeroMQ itself has given up."""
+        """``connect_again``: unless there is a connection by then."""
         self._socket = socket
         self._endpoint = endpoint
         self._has_keys = has_keys
@@ -60,27 +61,30 @@ class Handshakes:
     def __repr__(self) -> str:
         return f"<Handshakes with {self._endpoint}, {self._failed} failed>"
 
-    async def broken(self) -> KeyRefused | None:
-        """Wait until a connection breaks: the listener's process ended, or the network did. Or the two ends
-        do not have the same key, as far as that can be told: then why. It is tried again all the same."""
+    async def broken(self) -> None:
+        """Wait until a connection breaks: the listener's process ended, or the network did, or it sent what
+        nobody may, or :meth:`refusal`. It is tried again all the same."""
         while True:
             event = int((await recv_monitor_message(self._monitor))["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = 0
-            elif event & FAILED:
+                continue
+            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after the others ZeroMQ may have given up
+                asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._connect_again)
+            if event & FAILED:
                 self._failed += 1
-                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after these, ZeroMQ itself gives up
-                    asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._connect_again)
             else:
-                return await self._refusal() if self._failed else None
+                return
 
     def close(self) -> None:
         """Before the socket is closed."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
-    async def _refusal(self) -> KeyRefused | None:
-        """Whether keys are the reason for failed handshakes."""
+    async def refusal(self) -> KeyRefused | None:
+        """After a break: whether keys are the reason, as far as that can be told."""
+        if not self._failed:
+            return None
         match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:
             case "CURVE", False:
                 return KeyRefused(

@@ -56,6 +56,10 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
+class TooLarge(ValueError):
+    """A message that would cost its receiver the connection."""
+
+
 class PortInUse(OSError):
     """An address that cannot be bound; the message says which and what to do."""
 
@@ -194,8 +198,14 @@ class Listener(_Bound[In], Generic[In, Out]):
                 os.close(self._interrupts)
 
     def send(self, peer: Peer, message: Out) -> bool:
-        """Queue a message; False if the peer is gone or does not keep up."""
+        """Queue a message; False if the peer is gone or does not keep up.
+
+        Raises:
+            TooLarge: it has more than ``MAX_MESSAGE_BYTES``.
+        """
         frame = encode(message)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise TooLarge(f"{len(frame)} bytes in one message")
         try:
             self._socket.send(peer, _MORE)  # what send_multipart does beside takes twice as long as both
             self._socket.send(frame, _NOBLOCK)
@@ -346,16 +356,22 @@ class AsyncConnection(Generic[In, Out]):
             self._complaints.add(error)
             return None
 
-    async def broken(self) -> KeyRefused | None:
-        """Wait until a connection breaks; why, if it is for the keys. It is tried again all the same."""
-        return await self._handshakes.broken()
+    async def broken(self) -> None:
+        """Wait until a connection breaks. It is tried again."""
+        await self._handshakes.broken()
+
+    async def refusal(self) -> KeyRefused | None:
+        """After a break: why, if it is for the keys. May take a second."""
+        return await self._handshakes.refusal()
 
     def _connect_again(self) -> None:
-        if not self._socket.closed:
+        if self._socket.closed:
+            return
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:  # with IMMEDIATE: nobody to send to
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disconnect(self.endpoint)
             self._socket.connect(self.endpoint)
-            self._arrivals.check()
+        self._arrivals.check()
 
     def send(self, message: Out) -> bool:
         """Queue a message; False if there is no connection now, or its queue is full."""

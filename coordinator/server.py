@@ -15,6 +15,7 @@ from coordinator.codec import PROTOCOL, OtherProtocol
 from coordinator.keys import MeshKeys
 from coordinator.membership import Membership
 from coordinator.messages import FromCoordinator, Refused, ToCoordinator, View
+from coordinator.own_time import OwnTime
 from coordinator.records import Instruction, Note, Rules, Send
 from coordinator.rpc import AsyncListener
 
@@ -44,6 +45,7 @@ class Coordinator:
             listen_fd=listen_fd,
         )
         self._membership = Membership(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
+        self._time = OwnTime()
 
     @property
     def endpoint(self) -> str:
@@ -67,12 +69,12 @@ class Coordinator:
                 reason = f"this instance speaks protocol {message.version}, the coordinator {PROTOCOL}"
                 self._listener.send(peer, Refused(reason + ": install the same version everywhere"))
             else:
-                self._carry_out(self._membership.handle(peer, message, time.monotonic()))
+                self._carry_out(self._membership.handle(peer, message, self._time.at(time.monotonic())))
 
     async def _watch_the_clock(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self._carry_out(self._membership.tick(time.monotonic()))
+            self._carry_out(self._membership.tick(self._time.at(time.monotonic())))
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from coordinator.rpc import MAX_MESSAGE_BYTES
 from coordinator.tracing import Tracing
 from engine.block_log import BlockEvents, BlockLog
 from engine.blocks import BlockPool
@@ -16,7 +17,7 @@ from engine.config import EngineConfig
 from engine.executor.base import Executor
 from engine.grammar_compiler import GrammarCompiler
 from engine.handout import Handout
-from engine.messages import Capacity, LockstepCounters, Refused, Report, Submit
+from engine.messages import Capacity, LockstepCounters, Refused, Report, Submit, logprobs_bytes
 from engine.news import Standing
 from engine.outcomes import handouts_of
 from engine.pace import Agreement, Alone, Pace
@@ -363,6 +364,9 @@ class EngineCore:
             return f"a token id is outside the vocabulary of {vocab_size}"
         if submit.params.max_tokens is not None and len(submit.output_ids) >= submit.params.max_tokens:
             return "the request was complete already"
+        most = submit.params.prompt_logprobs
+        if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES // 2:
+            return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
         try:
             submit.params.check(vocab_size=vocab_size, max_logprobs=vocab_size)
         except BadParameter as error:

@@ -52,5 +52,5 @@ class DeepThread:
                 continue
             try:
                 future.set_result(work())
-            except Exception as error:  # noqa: BLE001 (handed to whoever waits)
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits; a panic of Rust is no Exception)
                 future.set_exception(error)

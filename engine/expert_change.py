@@ -46,6 +46,8 @@ class HeldExperts:
         """In memory of each, as far as it costs anything: native kernels keep one of their own."""
         self._next: _Change | None = None
         self._preparing = threading.Lock()
+        self._swapping = threading.Lock()
+        """Held while tensors are made from those that are held, or take their place."""
 
     def __repr__(self) -> str:
         return f"<HeldExperts {len(self.experts)} of each of {len(self._layers)} layers>"
@@ -104,7 +106,10 @@ class HeldExperts:
     def _prepare(
         self, wanted: tuple[int, ...], free_bytes: int, should_stop: Callable[[], bool]
     ) -> tuple[_Change, int]:
-        missing = [expert for expert in wanted if expert not in self.experts]
+        held = (
+            self.experts
+        )  # others may be installed while this reads: what it makes from these does not fit then
+        missing = [expert for expert in wanted if expert not in held]
         if len(missing) * self.bytes_per_expert * self.copies > free_bytes:
             raise CheckpointError(
                 f"{len(missing)} more experts of {self.bytes_per_expert / 2**20:.0f} MiB each do not fit "
@@ -112,9 +117,11 @@ class HeldExperts:
             )
         began = time.monotonic()
         rows = read_experts(self._model, self._directory, missing, should_stop) if missing else {}
-        change = _Change(self.experts, wanted, missing, rows)
-        if len(wanted) * self.bytes_per_expert <= free_bytes and wanted != self.experts:
-            change.build(self._layers)
+        change = _Change(held, wanted, missing, rows)
+        if len(wanted) * self.bytes_per_expert <= free_bytes and wanted != held:
+            with self._swapping:
+                if self.experts == held:
+                    change.build(self._layers)
         logger.debug("experts %s read in %.3f s", missing, time.monotonic() - began)
         return change, len(missing)
 
@@ -126,15 +133,27 @@ class HeldExperts:
             change is not None and (change.before, change.after) == (self.experts, wanted)
         )
 
-    def install(self, experts: Sequence[int]) -> None:
-        """Hold these from now on; between two steps."""
-        assert self.is_prepared(experts), f"{self._next!r} was prepared, not {experts}"
-        change, self._next = self._next, None
-        wanted = tuple(sorted(experts))
-        if wanted != self.experts:
-            assert change is not None
-            change.install(self._layers)
-            self.experts = wanted
+    def install(self, experts: Sequence[int], free_bytes: Callable[[], int]) -> None:
+        """Hold these from now on; between two steps. What is not prepared, or was from others than are held
+        now, is read first.
+
+        Raises:
+            CheckpointError: they do not fit into ``free_bytes``, or cannot be read any more.
+        """
+        while not self._install_prepared(tuple(sorted(experts))):
+            self.prepare(experts, free_bytes())
+
+    def _install_prepared(self, wanted: tuple[int, ...]) -> bool:
+        with self._swapping:
+            change = self._next
+            if not self.is_prepared(wanted):
+                return False
+            if wanted != self.experts:
+                assert change is not None
+                change.install(self._layers)
+                self.experts = wanted
+            self._next = None
+            return True
 
 
 class _Change:

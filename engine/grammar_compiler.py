@@ -109,7 +109,7 @@ class GrammarCompiler:
                 request.grammar = self._grammar_of(request, text, output_ids)
             except GrammarError as error:
                 problem = str(error)
-            except Exception:
+            except BaseException:  # a panic of Rust is no Exception
                 logger.exception("a grammar could not be compiled")
                 problem = "the grammar could not be compiled"
         self._done.append(Compiled(request, problem))

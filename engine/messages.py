@@ -36,6 +36,8 @@ class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
     """Tell it what the prefix cache comes to know and forgets."""
     missed_blocks: bool = False
     """It lacks some of that: tell it everything anew."""
+    unanswered: bool = False
+    """It waits for :class:`Attached`, or has lost it with the news that an earlier connection broke."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -89,6 +91,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+def logprobs_bytes(most: int) -> int:
+    """What a :class:`TokenLogprobs` with so many top ones takes in a message, at most."""
+    return 32 + 14 * most  # an id is up to 5 bytes, a float 9
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -263,6 +270,8 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 
     instance: str
     capacity: Capacity
+    repeated: bool = False
+    """The router asked again, over the same connection: what it has here is not lost."""
 
 
 ToRouter = Tokens | Refused | Recalled | Attached

@@ -12,13 +12,15 @@ import zmq
 
 from coordinator.keys import MeshKeys
 from coordinator.messages import Load
-from coordinator.rpc import Listener, Peer
+from coordinator.rpc import Listener, Peer, TooLarge
 from engine.core import EngineCore
-from engine.handout import Handout
+from engine.handout import Handout, halves
 from engine.messages import (
     Abort,
     Attach,
     Attached,
+    Delta,
+    FinishReason,
     Recall,
     Recalled,
     Refused,
@@ -216,12 +218,17 @@ class Server:
             if isinstance(message, Wake):
                 self._core.pace.on_wake(message)
                 continue
+            is_new = peer not in self._routers
             router = self._router(peer)
             match message:
-                case Attach(name, wants_blocks, missed_blocks):
-                    router.name, router.wants_blocks = name, wants_blocks
-                    if missed_blocks:
+                case Attach():
+                    router.name, router.wants_blocks = message.router, message.wants_blocks
+                    if message.missed_blocks:
                         router.has_blocks = None
+                    if message.unanswered and not is_new:
+                        self._listener.send(
+                            peer, Attached(self._instance, self._core.capacity, repeated=True)
+                        )
                 case Submit():
                     router.last_dispatch = max(router.last_dispatch, message.request)
                     self._submit(peer, message)
@@ -293,13 +300,26 @@ class Server:
         blocks = None
         if report is not None and router.wants_blocks:
             blocks = self._core.block_events(router.has_blocks)
-        if not self._listener.send(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
+        if not self._send_in_parts(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
             self._forget(peer)
             return
         if blocks is not None:
             router.has_blocks = blocks.next
         if report is not None:
             router.news.told(report, time.monotonic())
+
+    def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
+        """In one message, nearly always: log-probabilities of many long prompts may be too much for one."""
+        try:
+            return self._listener.send(peer, tokens)
+        except TooLarge as error:
+            if len(tokens.deltas) < 2:  # what one request asked for
+                numbers = [delta.request for delta in tokens.deltas]
+                self._core.abort(peer, numbers)
+                why = f"the answer is too large: {error}"
+                deltas = [Delta(number, [], FinishReason.ERROR, error=why) for number in numbers]
+                return self._listener.send(peer, msgspec.structs.replace(tokens, deltas=deltas, blocks=None))
+        return all(self._send_in_parts(peer, part) for part in halves(tokens))
 
     def _report_changes(self, *, at_rest: bool = False) -> None:
         """To those who were told nothing lately; at rest at once, as nothing may change for long."""

@@ -76,11 +76,14 @@ class StepRows:
 
 def admit_of(request: Request, slot: int) -> Admit:
     """What the workers are told of a request that takes a slot."""
+    params = request.params
+    if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # told by its first delta
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
     return Admit(
         slot=slot,
         token_ids=request.token_ids[:],
         num_prompt=request.num_prompt,
-        params=request.params,
+        params=params,
         seed=request.seed,
         stop_ids=tuple(sorted(request.stop_ids)),
     )

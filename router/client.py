@@ -440,6 +440,8 @@ class MeshClient:
 
     def _on_attached(self, instance: Instance, attached: Attached) -> None:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
+        if attached.repeated and instance.attached:
+            return
         instance.attached, instance.capacity = True, attached.capacity
         self._move_requests(instance, "reattached")
         self._place_orphans()

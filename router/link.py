@@ -10,6 +10,7 @@ import logging
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import zmq.asyncio
 
 from coordinator.codec import OtherProtocol
@@ -72,7 +73,7 @@ class Link:
 
     async def _attach_again(self) -> None:
         while True:
-            sent = self.send(self._attach)
+            sent = self.send(msgspec.structs.replace(self._attach, unanswered=not self._instance.attached))
             await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
 
     async def _watch(self) -> None:
@@ -80,12 +81,13 @@ class Link:
         answers on a new connection."""
         complained = False
         while True:
-            refused = await self._connection.broken()
+            await self._connection.broken()
+            self._receiver.connection_broke(self._instance)
+            refused = await self._connection.refusal()
             if refused is not None and not complained:
                 complained = True
                 rank, endpoint = self._instance.rank, self._connection.endpoint
                 logger.error("instance %d at %s refused us: %s", rank, endpoint, refused)
-            self._receiver.connection_broke(self._instance)
 
     async def _receive(self) -> None:
         try:

@@ -108,7 +108,10 @@ class Overseer:
         if way.warning:
             logger.warning("%s", way.warning)
         self._supervisor.retire(way.drain)
-        await self._supervisor.grow(way.start)
+        try:
+            await self._supervisor.grow(way.start)
+        except OSError as error:  # those that were started before stay: asked again, the rest follows
+            return _answer(wish, UNAVAILABLE, f"not all instances could be started: {error}")
         parts = [
             f"starting instance {', '.join(map(str, way.start))}" if way.start else "",
             f"draining instance {', '.join(map(str, way.drain))}" if way.drain else "",

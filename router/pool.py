@@ -65,6 +65,8 @@ class Instance:
     """When a view first said that it has its weights and cannot serve, for want of a group; None: it serves,
     loads or drains."""
     capacity: Capacity | None = None
+    moved: bool = False
+    """Whether a report told of steps that were taken since the newest view."""
     last_dispatch: int = 0
     unreported: deque[Sent] = field(default_factory=deque)
     """What the last report does not include."""
@@ -92,7 +94,7 @@ class Instance:
 
     def sees(self, member: Member, now: float) -> None:
         """What a new view says of it."""
-        self.member = member
+        self.member, self.moved = member, False
         if member.state is not State.LOADED:
             self.idle_since = None
         elif self.idle_since is None:
@@ -126,7 +128,9 @@ class Instance:
     def take_report(self, report: Report, now: float) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
         self._crowd, self._crowd_at = self.crowd(now), now
-        self.report = report
+        before, self.report = self.report, report
+        if before is not None and report.counters.steps > before.counters.steps:
+            self.moved = True
         while self.unreported and self.unreported[0].number <= report.last_dispatch:
             self.sent = _sum(self.sent, self.unreported.popleft(), -1)
 
@@ -151,7 +155,7 @@ class Instance:
             host=self.member.host,
             ready=self.ready,
             admitted=self.trust.admits(now),
-            stalled_for=self.member.load.stalled_for,
+            stalled_for=0.0 if self.moved else self.member.load.stalled_for,
             waiting_tokens=report.uncached_tokens + sent.uncached,
             requests=report.running + report.waiting + len(self.unreported),
             dispatches=self.last_dispatch,

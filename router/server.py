@@ -297,4 +297,6 @@ async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
         logger.error("the coordinator is of another version: %s", error)
     except KeyRefused as error:
         logger.error("%s", error)
+    except Exception:  # started again, this router knows the world; as it is, it would answer without
+        logger.exception("the mesh cannot be followed any more")
     server.should_exit = True

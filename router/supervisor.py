@@ -268,23 +268,30 @@ class Supervisor:
 
     async def _start_again(self, child: Child, status: int) -> None:
         """After the pause that is due, under the old rank."""
-        now = time.monotonic()
-        served_for = 0.0 if child.began is None else now - child.began
-        delay = self._restarts.after_end(child.key, child.spec.role, served_for)
-        if delay is None:
-            logger.error("%s ended too often in a row: it is not started again", child.spec.name)
-            self._end_without_instances(status)
-            return
-        self._coming_back[child.key] = self._successor(child)
-        logger.info("%s is started again in %.1f s", child.spec.name, delay)
-        await asyncio.sleep(delay)
-        spec = self._coming_back.pop(child.key, None)
-        if spec is None or self._ended.is_set():
-            self._end_without_instances(0)
-            return
-        logger.info("starting %s again", spec.name)
-        self._record(Event.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
-        await self._start(child.key, spec)
+        served_for = 0.0 if child.began is None else time.monotonic() - child.began
+        while True:
+            delay = self._restarts.after_end(child.key, child.spec.role, served_for)
+            if delay is None:
+                logger.error("%s ended too often in a row: it is not started again", child.spec.name)
+                self._end_without_instances(status)
+                return
+            self._coming_back[child.key] = self._successor(child)
+            logger.info("%s is started again in %.1f s", child.spec.name, delay)
+            await asyncio.sleep(delay)
+            spec = self._coming_back.pop(child.key, None)
+            if spec is None or self._ended.is_set():
+                self._end_without_instances(0)
+                return
+            logger.info("starting %s again", spec.name)
+            try:
+                await self._start(child.key, spec)
+            except OSError as error:  # no memory, no process or no descriptor to be had, for now
+                logger.error("%s cannot be started: %s", spec.name, error)
+                self._coming_back.pop(child.key, None)
+                served_for = 0.0
+            else:
+                self._record(Event.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
+                return
 
     def _successor(self, child: Child) -> ProcessSpec:
         if child.spec.role != "engine" or child.rank is None or self._engine_spec is None:

@@ -306,9 +306,7 @@ class UniExecutor:
         assert self._model.experts is not None
         assert self._held is not None
         mine = placement.experts_of(group.rank)
-        if not self._held.is_prepared(mine):
-            self._held.prepare(mine, self.spare_memory())
-        self._held.install(mine)
+        self._held.install(mine, self.spare_memory)
         self._model.experts.join(group, placement)
         if self._program is not None:
             self._program.join(group, placement)

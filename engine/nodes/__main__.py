@@ -171,7 +171,8 @@ class Node:
 
     async def _watch_connection(self) -> None:
         while True:
-            refused = await self._connection.broken()
+            await self._connection.broken()
+            refused = await self._connection.refusal()
             if refused is not None:
                 raise refused
             if self._workers:

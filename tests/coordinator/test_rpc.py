@@ -88,6 +88,46 @@ def test_asyncio_ends_talk() -> None:
     asyncio.run(talk())
 
 
+def test_a_connection_outlives_what_is_too_large() -> None:
+    """ZeroMQ gives a connection up for good that brought such a message."""
+
+    async def talk() -> None:
+        context = zmq.asyncio.Context()
+        listener: AsyncListener[Any, Any] = AsyncListener(
+            context, "tcp://127.0.0.1:0", ToCoordinator, name="test"
+        )
+        connection: AsyncConnection[Any, Any] = AsyncConnection(
+            context, listener.endpoint, ToCoordinator, name="test", max_bytes=10_000
+        )
+        breaks = 0
+
+        async def count_breaks() -> None:
+            nonlocal breaks
+            while True:
+                await connection.broken()
+                assert await connection.refusal() is None
+                breaks += 1
+
+        counting = asyncio.create_task(count_breaks())
+        while not connection.send(Watch("first")):  # noqa: ASYNC110 (nothing is queued unconnected)
+            await asyncio.sleep(0.01)
+        peer, _ = await asyncio.wait_for(listener.receive(), 5)
+        assert listener.send(peer, Watch("x" * 20_000))
+        async with asyncio.timeout(10):
+            while not breaks or not connection.send(Watch("again")):  # noqa: ASYNC110 (as above)
+                await asyncio.sleep(0.01)
+        successor, message = await asyncio.wait_for(listener.receive(), 5)
+        assert (message, breaks) == (Watch("again"), 1)
+        assert listener.send(successor, Watch("welcome"))
+        assert await asyncio.wait_for(connection.receive(), 5) == Watch("welcome")
+        counting.cancel()
+        connection.close(linger_ms=0)
+        listener.close()
+        context.term()
+
+    asyncio.run(talk())
+
+
 def test_messages_are_taken_as_they_come() -> None:
     """All of them, in order, also when their taker sends; garbage in between is dropped, others get their
     turn, and what the taker raises ends it."""

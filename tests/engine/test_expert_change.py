@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from coordinator.messages import Form
+from engine import expert_change
 from engine.checkpoint import CheckpointError, ReadingStopped, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -64,7 +65,7 @@ def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int
         free = max(free_bytes, missing * held.bytes_per_expert)
         assert held.prepare(wanted, free) == missing
         assert_holds(model, whole, before)
-        held.install(wanted)
+        held.install(wanted, lambda: 0)
         assert_holds(model, whole, list(wanted))
         assert not held.is_prepared([0])
 
@@ -87,6 +88,36 @@ def test_what_does_not_fit_is_refused(directory: Path) -> None:
     with pytest.raises(ReadingStopped):
         held.prepare(range(num_experts), PLENTY, lambda: True)
     assert not held.is_prepared(range(num_experts))
+
+
+def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
+    directory: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take their place while they are read."""
+    num_experts = read_model_info(directory).num_experts
+    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(num_experts // 2))
+    between, last = [1], [0, 1, num_experts - 1]
+    held.prepare(between, PLENTY)
+    prepared, reads = held._next, []
+    assert prepared is not None
+    read = expert_change.read_experts
+
+    def read_late(*args: Any) -> Any:
+        rows = read(*args)
+        reads.append(args[2])
+        if len(reads) == 1:  # the steps' thread is faster
+            prepared.install(held._layers)
+            held.experts = (1,)
+        return rows
+
+    monkeypatch.setattr(expert_change, "read_experts", read_late)
+    held.prepare(last, PLENTY)
+    assert_holds(model, whole, between)
+    assert not held.is_prepared(last)
+    held.install(last, lambda: PLENTY)
+    assert reads == [[num_experts - 1], [0, num_experts - 1]]
+    assert_holds(model, whole, last)
 
 
 class Marching:

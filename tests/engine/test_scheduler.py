@@ -13,6 +13,7 @@ from engine.request import Request, Status, from_submit, stream_seed
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler, SchedulerRules
 from engine.step import Step
+from engine.step_making import admit_of
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 
 PEER = b"router"
@@ -294,6 +295,17 @@ def test_prompt_logprobs_cover_the_prompt_once() -> None:
         assert got is not None
         assert got[0] is None
         assert [entry.token_id for entry in got[1:] if entry] == prompt[1:]
+
+
+def test_who_was_told_the_prompt_does_not_ask_for_it_again() -> None:
+    """Computed again after a preemption or a loss, it would need a row of logits for each token."""
+    bench = Bench()
+    wanted = SamplingParams(max_tokens=4, prompt_logprobs=5)
+    request = bench.requests[bench.add(tokens(10, 23), params=wanted)]
+    assert admit_of(request, 0).params.prompt_logprobs == 5
+    request.prompt_logprobs = None  # as its first delta does
+    assert admit_of(request, 0).params.prompt_logprobs is None
+    assert admit_of(request, 0).params.max_tokens == 4
 
 
 def test_priority_goes_first() -> None:

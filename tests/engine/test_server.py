@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import zmq
 
+from coordinator import rpc
 from coordinator.codec import Decoder, encode
+from engine import core, messages
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.base import WorkerLost
-from engine.messages import Abort, Attach, Submit, Tokens, ToRouter
+from engine.messages import Abort, Attach, Attached, Submit, TokenLogprobs, Tokens, ToRouter
 from engine.sampling import SamplingParams
 from engine.server import Server
 from engine.step import Step, StepResult
@@ -69,6 +72,8 @@ class Router:
         self._decoder: Decoder[ToRouter] = Decoder(ToRouter)
         self._tokens: dict[int, list[int]] = {}
         self._finished: set[int] = set()
+        self.errors: dict[int, str] = {}
+        self.attached: list[Attached] = []
         listener = self.server._listener
         send = listener.send
 
@@ -83,13 +88,15 @@ class Router:
         for message in messages:
             self._socket.send(encode(message))
 
-    def tokens(self, timeout: float = 10.0) -> dict[int, list[int]]:
-        """All that has come, once nothing has for a moment, or every request has ended."""
+    def tokens(self, timeout: float = 10.0, requests: int = 1) -> dict[int, list[int]]:
+        """All that has come, once nothing has for a moment, or so many requests and all others have ended."""
         deadline = time.monotonic() + timeout
-        while len(self._finished) < len(self._tokens) or not self._tokens:
+        while len(self._finished) < max(len(self._tokens), requests):
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
                 break
             message = self._decoder.decode(self._socket.recv())
+            if isinstance(message, Attached):
+                self.attached.append(message)
             if isinstance(message, Tokens):
                 singles = iter(message.singles)
                 for number, token in zip(singles, singles, strict=True):
@@ -98,6 +105,8 @@ class Router:
                     self._tokens.setdefault(delta.request, []).extend(delta.token_ids)
                     if delta.finish_reason is not None:
                         self._finished.add(delta.request)
+                    if delta.error:
+                        self.errors[delta.request] = delta.error
         return self._tokens
 
     def close(self) -> None:
@@ -212,6 +221,50 @@ def test_whose_request_is_aborted_gets_no_more_than_what_was_done() -> None:
     assert tokens[2] == expected_output(PROMPT, 9)
     assert tokens[1] == expected_output(PROMPT, 9)[: len(tokens[1])]
     assert router.core.report(0, 0).blocks_used == 0
+    router.close()
+
+
+def test_answers_too_large_for_one_message_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large by itself fails, and the others do not."""
+    monkeypatch.setattr(rpc, "MAX_MESSAGE_BYTES", 450)
+    router = Router(Watched([], computes_apart=False), [])
+    told = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=0)
+    router.say(Attach("r"))
+    for number, length in enumerate((58, 10, 10, 10)):
+        prompt = [1 + token % 9 for token in range(length)]
+        router.say(Submit(number, str(number), prompt, told, seed=0, cache_salt=str(number)))
+    run_until_idle(router)
+    tokens = router.tokens(requests=4)
+    assert {number: len(found) for number, found in tokens.items()} == {0: 0, 1: 3, 2: 3, 3: 3}
+    assert "too large" in router.errors[0]
+    assert router.core.is_empty
+    router.close()
+
+
+def test_log_probabilities_that_no_message_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "MAX_MESSAGE_BYTES", 2 * 4 * messages.logprobs_bytes(20))
+    router = Router(Watched([], computes_apart=False), [])
+    params = SamplingParams(max_tokens=1, prompt_logprobs=20)
+    assert router.core.submit(b"r", Submit(1, "1", [1] * 4, params, seed=0)) is None
+    refused = router.core.submit(b"r", Submit(2, "2", [1] * 5, params, seed=0))
+    assert refused is not None
+    assert "ask for fewer" in refused.reason
+    assert not refused.retry
+    router.close()
+
+
+@pytest.mark.parametrize("most", [0, 1, 15, 16, 20, 100])
+def test_how_large_log_probabilities_get_in_a_message(most: int) -> None:
+    entry = TokenLogprobs(2**32 - 1, -1e-9, 2**32 - 1, [2**32 - 1] * most, [-1e-9] * most)
+    assert len(msgspec.msgpack.encode(entry)) <= messages.logprobs_bytes(most)
+
+
+def test_a_router_that_asks_again_is_told_again_that_nothing_is_lost() -> None:
+    router = Router(Watched([], computes_apart=False), [])
+    router.say(Attach("r", unanswered=True), Attach("r", unanswered=True), Attach("r"), submit(1, 2))
+    run_until_idle(router)
+    router.tokens()
+    assert [message.repeated for message in router.attached] == [False, True]
     router.close()
 
 

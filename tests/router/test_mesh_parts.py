@@ -187,6 +187,25 @@ def test_who_says_that_it_leaves_gets_nothing_more_whatever_the_view_says() -> N
         chooser.choose(entry, 0.0)
 
 
+def test_who_reports_steps_does_not_stand_still_whatever_an_old_view_says() -> None:
+    pool = Pool()
+    stalled = member("a", 0)
+    stalled = msgspec.structs.replace(stalled, load=msgspec.structs.replace(stalled.load, stalled_for=20.0))
+    pool.apply(view(stalled), 0.0)
+    (instance,) = pool
+
+    def after(steps: int) -> Report:
+        return Report(0, 1, 0, 0, 0, 10, Counters(steps=steps))
+
+    for steps in (7, 7):
+        instance.take_report(after(steps), 1.0)
+        assert instance.candidate(1.0).stalled_for == 20.0
+    instance.take_report(after(8), 2.0)
+    assert instance.candidate(2.0).stalled_for == 0.0
+    pool.apply(view(stalled), 3.0)
+    assert instance.candidate(3.0).stalled_for == 20.0
+
+
 # ---- policy
 
 

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator import process
 from coordinator.messages import Load, Member, State, View
+from router import supervisor as supervising
 from router.child import exit_status
 from router.faults import Event
 from router.launch import ProcessSpec
@@ -148,6 +151,29 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
         assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever killed a process may leave no memory for its successor, for a while."""
+    supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
+    spawn, failed = supervising.spawn, 0
+
+    async def spawn_late(*args: Any) -> Any:
+        nonlocal failed
+        if failed < 2:
+            failed += 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return await spawn(*args)
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Coordinator")
+        assert pid is not None
+        monkeypatch.setattr(supervising, "spawn", spawn_late)
+        os.kill(pid, signal.SIGKILL)
+        await until_async(lambda: pid_of(supervisor, "Coordinator") not in (None, pid))
+        assert failed == 2
 
     assert supervised(supervisor, act) == 0
 

@@ -1,0 +1,28 @@
+"""Time in which this process could hear others (pure).
+
+Whoever was stopped, or had no core, or whose whole machine slept, finds on coming back that everybody has
+been silent for long. That silence is its own.
+"""
+
+from __future__ import annotations
+
+LONGEST_GAP = 0.25
+"""Seconds between two readings that count at most. The clock is read every 0.05 s."""
+
+
+class OwnTime:
+    """Seconds since the first reading, less those in which nobody read it."""
+
+    def __init__(self) -> None:
+        self._read_at: float | None = None
+        self._time = 0.0
+
+    def __repr__(self) -> str:
+        return f"<OwnTime {self._time:.1f} s>"
+
+    def at(self, now: float) -> float:
+        """``now``: of a clock that only goes forward."""
+        if self._read_at is not None:
+            self._time += min(now - self._read_at, LONGEST_GAP)
+        self._read_at = now
+        return self._time
