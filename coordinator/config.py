@@ -40,7 +40,12 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 def endpoint(address: str, port: int) -> str:
     """A ZeroMQ endpoint; IPv6 addresses are put in brackets."""
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    return url("tcp", address, port)
+
+
+def url(scheme: str, address: str, port: int) -> str:
+    """The same for any scheme."""
+    return f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

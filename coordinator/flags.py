@@ -315,7 +315,7 @@ def to_argv(config: msgspec.Struct) -> list[str]:
         elif field.repeated:
             argv += [f"{field.long_name}={item}" for item in value]
         elif field.many:
-            argv += [field.long_name, *map(str, value)]
+            argv.append(f"{field.long_name}={msgspec.json.encode(value).decode()}")
         else:
             argv.append(f"{field.long_name}={value}")
     return argv

@@ -32,6 +32,8 @@ EXPERTS_INTERFACE = "use_experts_implementation"
 """In transformers' modelling code, the mark of experts that can be spread."""
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+UNWANTED_FILES = ["*/*"]
+"""In folders are the same weights in other formats."""
 
 DTYPE_NAMES = {
     "float32": "float32",
@@ -119,7 +121,11 @@ def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=WANTED_FILES))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
+            )
+        )
     except HFValidationError as error:
         raise CheckpointError(f"model {repository!r} is no valid repository id: {error}") from error
     except LocalEntryNotFoundError as error:
@@ -203,6 +209,9 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: none there, or one that the index names is missing.
     """
+    whole = directory / "model.safetensors"
+    if whole.is_file():  # what transformers reads then, whatever index or parts an earlier model left
+        return [whole]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:

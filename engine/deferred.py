@@ -29,6 +29,8 @@ from typing import Any
 
 import msgspec
 
+from parallel.caches import cache_directory
+
 OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
 
@@ -159,7 +161,10 @@ class _Scan:
         directory = path.parent if path.is_file() else path
         if directory.name != "models":
             return self._scan(str(module_path))
-        file = _cache() / f"models-{_state(directory)}.json"
+        try:
+            file = cache_directory("libraries") / f"models-{_state(directory)}.json"
+        except OSError:
+            return self._scan(str(module_path))
         kept = self._kept.get(file)
         if kept is None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -183,10 +188,6 @@ class _Scan:
                 fresh.rename(file)
             finally:
                 fresh.unlink(missing_ok=True)  # half of it, on a disk that is full
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "libraries"
 
 
 def _state(directory: Path) -> str:

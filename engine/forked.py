@@ -209,6 +209,10 @@ class ForkServer:
         request = Fork(
             entry, tuple(argv), dict(environment), tuple(descriptors), os.getcwd(), os.getpid(), branches
         )
+        try:
+            frame = msgspec.msgpack.encode(request)
+        except ValueError as error:  # bytes of a variable or of the directory that are no UTF-8
+            raise Unforked(f"the fork server takes valid UTF-8 only: {error}") from error
         with self._asking:
             if self.problem:
                 raise Unforked(self.problem)
@@ -216,7 +220,7 @@ class ForkServer:
                 with open(os.devnull) as nothing, _takes_orphans():
                     self._connection.settimeout(timeout)
                     passed = (*(streams or (nothing.fileno(), 1, 2)), *descriptors)
-                    socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], passed)
+                    socket.send_fds(self._connection, [frame], passed)
                     payload = self._connection.recv(MAX_MESSAGE)
                 if not payload:
                     raise OSError("it has ended")

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from parallel.caches import cache_directory
+
 logger = logging.getLogger(__name__)
 
 COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared", "-march=native")
@@ -37,7 +39,7 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
     options = [*COMPILE, *flags]
     what = [*(each.read_text() for each in (source, *headers)), compiler, *options, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
-    directory = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep" / "kernels"
+    directory = cache_directory("kernels")
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{source.stem}-{key.hexdigest()[:16]}.so"
     if path.exists():

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from coordinator import process
-from coordinator.config import CoordinatorConfig, endpoint
+from coordinator.config import CoordinatorConfig, endpoint, url
 from coordinator.flags import to_argv
 from coordinator.messages import Settings
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
@@ -55,6 +55,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             **thread_environment(self.threads),
             process.PARENT_VARIABLE: str(os.getpid()),
         }
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether a view of the mesh tells of it; the workers on another host of an instance are none."""
+        return self.role == "engine" and self.module != "engine.nodes"
 
     @property
     def may_be_forked(self) -> bool:
@@ -149,7 +154,7 @@ def node_specs(config: ServeConfig, cores: int) -> list[ProcessSpec]:
     nodes = config.engine.nodes
     workers = config.engine.num_local_workers
     instances = config.mesh.local_size
-    threads = config.engine.device.cpu_threads or cores // instances
+    threads = config.engine.device.cpu_threads or cores // max(1, instances)
     return [
         ProcessSpec(
             name=f"Node_{nodes.node_rank}",
@@ -216,7 +221,7 @@ def _router(config: ServeConfig, number: int, doors: Doors | None) -> ProcessSpe
         name="Router" if config.api_server_count == 1 else f"Router_{number}",
         role="router",
         argv=tuple(to_argv(arguments)),
-        address=f"{config.http.scheme}://{config.http.host}:{config.http.port}",
+        address=url(config.http.scheme, config.http.host, config.http.port),
         threads=1,
         descriptors=tuple(fd for fd in (doors.http, doors.admin) if fd is not None) if doors else (),
     )
@@ -226,9 +231,8 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
     """The process tree, before anything is started."""
     tree = Tree(title, highlight=False)
     for spec in table:
-        is_instance = spec.role == "engine" and spec.module != "engine.nodes"
-        rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if is_instance else ""
-        most = "up to " if spec.rank is None and is_instance else ""
+        rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if spec.is_instance else ""
+        most = "up to " if spec.rank is None and spec.is_instance else ""
         threads = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
         branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {threads}", highlight=False)
         for place in spec.workers:

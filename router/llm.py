@@ -282,7 +282,7 @@ class LLM:
         theirs), far below what their queues hold."""
         scheduler = self._config.engine.scheduler
         of_one = min(QUEUED_PER_RUNNING * scheduler.max_num_seqs, max(1, scheduler.max_num_queued_reqs))
-        return of_one * self._config.mesh.local_size
+        return of_one * max(1, self._config.mesh.local_size)
 
     def _close(self, *, waits_for_others: bool) -> None:
         self._finalizer.detach()

@@ -36,9 +36,12 @@ def llm_config(arguments: dict[str, Any]) -> ServeConfig:
     if not given.get("headless"):
         given.setdefault("data_parallel_size", 1)
     try:
-        return from_flat(ServeConfig, given)
+        config = from_flat(ServeConfig, given)
     except FlagError as error:
         raise ValueError(_as_arguments(str(error))) from error
+    if config.engine.nodes.node_rank > 0:
+        raise ValueError("node_rank is 0 where LLM runs: start `serve --node-rank` on the other hosts")
+    return config
 
 
 def _nearest(name: str) -> str:

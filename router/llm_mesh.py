@@ -23,7 +23,7 @@ import msgspec
 import uvloop
 
 from coordinator import keys
-from coordinator.messages import Member, Settings
+from coordinator.messages import Member, Settings, State
 from parallel.topology import usable_cores
 from router.client import MeshClient
 from router.config import ServeConfig
@@ -228,7 +228,8 @@ class PrivateMesh:
         view = self.client.view
         if view is None or self.client.model is None:
             return False
-        return self.client.num_ready >= len(view.members) > 0
+        serving = sum(member.state is State.READY for member in view.members)
+        return self.client.num_ready >= serving > 0
 
     async def _unless_ended(self, work: Coroutine[Any, Any, Result]) -> Result:
         assert self._supervising is not None

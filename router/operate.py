@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from coordinator import process
 from coordinator.client import fetch_view
+from coordinator.codec import OtherProtocol
 from coordinator.commands import ask, find_view
 from coordinator.config import MeshConfig
 from coordinator.flags import Count, Natural, flag, parse
@@ -118,7 +119,7 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
     try:
         before = await find_view(endpoint, ASK_TIMEOUT, keys)
         answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
-    except KeyRefused as error:
+    except (KeyRefused, OtherProtocol) as error:
         _fail(name, str(error))
         return process.EXIT_REFUSED
     except TimeoutError:
@@ -130,6 +131,9 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
     while wait:
         try:
             view = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+        except (KeyRefused, OtherProtocol) as error:  # of another coordinator at this address
+            _fail(name, str(error))
+            return process.EXIT_REFUSED
         except TimeoutError:
             return _fail(
                 name, f"the coordinator at {endpoint} is away; lockstep status tells when it is back"

@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from coordinator import process
+from coordinator.config import url
 from coordinator.flags import parse
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
@@ -240,12 +241,12 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
 
 def _own_host(http: HttpConfig) -> str:
     """Where this host reaches the endpoint."""
-    return "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
 
 
 def _print_try_line(config: ServeConfig, view: View) -> None:
     http = config.http
-    host = _own_host(http)
+    address = url(http.scheme, _own_host(http), http.port)
     name = view.settings.served_model_name[0] if view.settings else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if http.api_key else ""
     body = msgspec.json.encode(
@@ -253,8 +254,8 @@ def _print_try_line(config: ServeConfig, view: View) -> None:
     ).decode()
     print(
         f"\n{len(view.members)} instance{'s' * (len(view.members) != 1)} ready at "
-        f"{http.scheme}://{host}:{http.port}/v1. Try:\n\n"
-        f"  curl {http.scheme}://{host}:{http.port}/v1/completions{key} "
+        f"{address}/v1. Try:\n\n"
+        f"  curl {address}/v1/completions{key} "
         f"-H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coordinator import process
 from coordinator.client import fetch_view
+from coordinator.codec import OtherProtocol
 from coordinator.commands import find_view
 from coordinator.config import MeshConfig
 from coordinator.flags import flag, parse
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = process.mesh_keys(config.mesh, "lockstep status")
     try:
         view = asyncio.run(find_view(endpoint, config.timeout, keys))
-    except KeyRefused as error:
+    except (KeyRefused, OtherProtocol) as error:
         print(f"lockstep status: {error}", file=sys.stderr)
         return process.EXIT_REFUSED
     except TimeoutError:
@@ -86,6 +87,9 @@ def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | Non
                         f"the coordinator has been silent for {time.monotonic() - silent_since:.0f} s"
                     )
                 live.update(shown, refresh=True)
+    except (KeyRefused, OtherProtocol) as error:  # of another coordinator at this address
+        print(f"lockstep status: {error}", file=sys.stderr)
+        return process.EXIT_REFUSED
     except KeyboardInterrupt:
         return 0
 

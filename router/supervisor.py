@@ -123,6 +123,7 @@ class Supervisor:
             if spec not in forked:
                 await self.start(spec)
         starting = asyncio.ensure_future(self._start_forked(forked))
+        starting.add_done_callback(self._on_started)
         waiting = asyncio.ensure_future(self._wait_until_ready(until_ready))
         await self._ended.wait()
         waiting.cancel()
@@ -143,6 +144,12 @@ class Supervisor:
                 each.cancel()
         if not self._stopping:
             await asyncio.gather(*(self.start(spec) for spec in table))
+
+    def _on_started(self, starting: asyncio.Future[None]) -> None:
+        if not starting.cancelled() and (error := starting.exception()) is not None:
+            logger.error("not all instances could be started: %s", error, exc_info=error)
+            self.problem = self.problem or str(error)
+            self._end(process.EXIT_FAILED)
 
     async def start(self, spec: ProcessSpec) -> None:
         """One process more."""
@@ -224,7 +231,7 @@ class Supervisor:
                 return
         if started is None:
             started = await spawn(spec, environment)
-        began = None if spec.role == "engine" else time.monotonic()
+        began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
         child = self._children[key] = Child(key, spec, started, began, spec.rank, name=name)
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
@@ -303,9 +310,10 @@ class Supervisor:
         was emptied on purpose: then others may come."""
         if self._of_role("engine") or any(spec.role == "engine" for spec in self._coming_back.values()):
             return
-        is_head = any(spec.role == "router" for spec in self._table)
-        if is_head and (status == 0 or self._others_serve()):
-            logger.info("no local instance is left; the endpoint stays for others")
+        has_endpoint = any(spec.role == "router" for spec in self._table)
+        is_head = has_endpoint or any(spec.role == "coordinator" for spec in self._table)
+        if (has_endpoint and status == 0) or (is_head and self._others_serve()):
+            logger.info("no local instance is left; the mesh stays for others")
             return
         logger.log(logging.ERROR if status else logging.INFO, "no local instance is left")
         self.problem = f"no local instance is left: {self._last_end}"
@@ -330,12 +338,12 @@ class Supervisor:
 
     # ---- the end
 
-    async def _stop_all(self, starting: Awaitable[object]) -> None:
+    async def _stop_all(self, starting: asyncio.Future[None]) -> None:
         """Routers first, so that nothing new comes in; the coordinator last."""
         self._stopping = True
         if self._fork_server is not None:
             self._fork_server.close()
-        await starting
+        await asyncio.wait([starting])
         for door in self._doors:
             door.close()
         is_head = any(spec.role == "router" for spec in self._table)

@@ -34,7 +34,10 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model_name: Annotated[str | None, flag("--model", help="Unset: the first that the server lists.")] = None
     system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
     quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
-    api_key: Annotated[str | None, flag(help="Unset: OPENAI_API_KEY of the environment.")] = None
+    api_key: Annotated[
+        tuple[str, ...],
+        flag(repeated=True, help="Of several the first is used; unset: OPENAI_API_KEY of the environment."),
+    ] = ()
     max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
     temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
     timeout: Annotated[
@@ -57,7 +60,7 @@ class Conversation:
         self._config = config
         self._url = config.url.rstrip("/")
         self._system = config.system_prompt
-        self._key = config.api_key or os.environ.get("OPENAI_API_KEY")
+        self._key = config.api_key[0] if config.api_key else os.environ.get("OPENAI_API_KEY")
         self._messages: list[dict[str, str]] = []
         self.model = ""
         self.reset()

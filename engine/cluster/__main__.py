@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -153,6 +154,18 @@ class Shadow:
         self._signals.append(number)
 
 
+def _with_whole_paths(config: InstanceConfig) -> InstanceConfig:
+    """Actors are in a directory of Ray's."""
+    model, key = config.engine.model, config.mesh.mesh_key_file
+    if model.model is not None and Path(model.model).is_dir():
+        model = msgspec.structs.replace(model, model=str(Path(model.model).absolute()))
+    return msgspec.structs.replace(
+        config,
+        engine=msgspec.structs.replace(config.engine, model=model),
+        mesh=msgspec.structs.replace(config.mesh, mesh_key_file=key and str(Path(key).absolute())),
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     config = parse(
         InstanceConfig,
@@ -161,10 +174,12 @@ def main(argv: list[str] | None = None) -> int:
         description="One instance of a Lockstep mesh, somewhere in a Ray cluster.",
     )
     rank = config.mesh.data_parallel_start_rank
-    process.set_up("Shadow" if rank is None else f"Shadow_{rank}", config.log_level)
+    process.set_up(
+        "Shadow" if rank is None else f"Shadow_{rank}", config.log_level, config.mesh.observability.log_format
+    )
     began = time.monotonic()
     try:
-        status = Shadow(config).run()
+        status = Shadow(_with_whole_paths(config)).run()
     except CannotStart as error:
         logger.error("%s", error)
         return process.EXIT_FAILED

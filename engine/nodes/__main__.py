@@ -193,16 +193,16 @@ class Node:
                         process.EXIT_REFUSED, f"the engine at {self._endpoint} refuses this host: {reason}"
                     )
                 case Hire():
-                    self._hire(message)
+                    await self._hire(message)
                 case Tell(number, payload):
                     self._tell(number, payload)
                 case End(status, reason):
                     raise Over(status, f"the instance ends: {reason}")
 
-    def _hire(self, hire: Hire) -> None:
+    async def _hire(self, hire: Hire) -> None:
         if self._workers:
             return
-        self._info = self._find_model(hire)
+        self._info = await asyncio.to_thread(self._find_model, hire)  # may take minutes: it may be downloaded
         nodes = self._config.nodes
         threads = self._share().threads
         loop = asyncio.get_running_loop()
@@ -313,7 +313,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m engine.nodes",
         description="Workers of an instance whose engine is on another host.",
     )
-    process.set_up(f"Node_{config.engine.nodes.node_rank}", config.log_level)
+    process.set_up(
+        f"Node_{config.engine.nodes.node_rank}", config.log_level, config.mesh.observability.log_format
+    )
     keys = process.mesh_keys(config.mesh, "python -m engine.nodes")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator import process
+from coordinator.config import url
 from coordinator.flags import OneLineParser
 from router.bench.arrivals import INFINITE, Arrivals
 from router.bench.datasets import LOWEST_ID, Conversation, Shape, prefix_repetition, random_prompts, sharegpt
@@ -233,7 +234,10 @@ def save(args: Args, results: Sequence[Result]) -> None:
             f"{args.label or args.backend}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
         )
         args.result_dir.mkdir(parents=True, exist_ok=True)
-        (args.result_dir / (args.result_filename or name)).write_text(json.dumps(result))
+        if args.result_filename:
+            given = Path(args.result_filename)
+            name = str(given if len(results) == 1 else given.with_stem(f"{given.stem}{limit}"))
+        (args.result_dir / name).write_text(json.dumps(result))
     if args.output_json:
         sums = [{key: result[key] for key in result if key[:-1] not in DETAILS} for result in results]
         page = {"command": shlex.join(sys.argv), "machine": machine(), "runs": sums}
@@ -355,7 +359,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     problem = _problem(args)
     if problem is not None:
         parser.error(problem)
-    where = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    where = url("http", args.host or "127.0.0.1", args.port or 8000)
     args.base_url = (args.base_url or where).rstrip("/")
     args.backend = "openai" if args.backend == "vllm" else args.backend
     args.endpoint = args.endpoint or f"/v1/{'chat/' * (args.backend == 'openai-chat')}completions"

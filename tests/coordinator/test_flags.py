@@ -47,6 +47,13 @@ def test_rendered_flags_give_the_same_config() -> None:
     assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
 
 
+@pytest.mark.parametrize("methods", ["[]", "[GET]", "['[a', '-b', 'c d', \"e'f\"]"])
+def test_lists_of_a_file_reach_those_who_are_started(tmp_path: Path, methods: str) -> None:
+    (tmp_path / "mesh.yaml").write_text(f"allowed-methods: {methods}")
+    config = parse("--config", str(tmp_path / "mesh.yaml"))
+    assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
+
+
 def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
     file.write_text("model: /m\ndata-parallel-size: 4\nmax-model-len: 8k\nenable_prefix_caching: false\n")

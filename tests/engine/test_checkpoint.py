@@ -88,6 +88,17 @@ def test_broken_directories_are_told_apart(copy: Path) -> None:
         weight_files(copy)
 
 
+def test_a_whole_file_is_what_is_read_whatever_lies_beside_it(copy: Path) -> None:
+    """As transformers chooses: a model may have been saved anew over one in parts, or the other way round."""
+    for left in ("part-1.safetensors", "consolidated.safetensors"):
+        (copy / left).write_bytes(b"old")
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-9.safetensors"}}')
+    assert weight_files(copy) == [copy / "model.safetensors"]
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-1.safetensors"}}')
+    assert weight_files(copy) == [copy / "part-1.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -105,6 +116,7 @@ def test_a_config_of_other_types(copy: Path, changes: dict[str, object], message
 
 @pytest.mark.parametrize("weight_map", ['"x"', '{"a": 5}', '{"a": ["b"]}', "[]"])
 def test_an_index_of_other_types(copy: Path, weight_map: str) -> None:
+    (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
     with pytest.raises(CheckpointError, match="has a weight_map that maps no names to files"):
         read_model_info(copy)

@@ -12,14 +12,13 @@ import torch
 import transformers
 
 from coordinator.messages import Form
-from engine import expert_change
 from engine.checkpoint import CheckpointError, ReadingStopped, read_model_info
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
 from engine.executor.base import SpreadExecutor
 from engine.expert_change import HeldExperts
-from engine.expert_weights import ExpertShare, expert_modules
+from engine.expert_weights import ExpertShare, expert_modules, read_experts
 from engine.messages import Submit
 from engine.pace import Agreement
 from engine.sampling import SamplingParams
@@ -101,17 +100,16 @@ def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
     held.prepare(between, PLENTY)
     prepared, reads = held._next, []
     assert prepared is not None
-    read = expert_change.read_experts
 
     def read_late(*args: Any) -> Any:
-        rows = read(*args)
+        rows = read_experts(*args)
         reads.append(args[2])
         if len(reads) == 1:  # the steps' thread is faster
             prepared.install(held._layers)
             held.experts = (1,)
         return rows
 
-    monkeypatch.setattr(expert_change, "read_experts", read_late)
+    monkeypatch.setattr("engine.expert_change.read_experts", read_late)
     held.prepare(last, PLENTY)
     assert_holds(model, whole, between)
     assert not held.is_prepared(last)

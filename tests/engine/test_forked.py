@@ -102,6 +102,15 @@ def test_a_forked_process_is_a_child_like_any_other(server: ForkServer) -> None:
     theirs.close()
 
 
+def test_what_no_message_can_hold_is_for_the_plain_way(server: ForkServer) -> None:
+    """Bytes of an environment need not be UTF-8; others are forked all the same."""
+    with pytest.raises(Unforked, match="UTF-8"):
+        server.fork("part:report", [], environment(FLAVOUR=os.fsdecode(b"\xff")))
+    assert not server.problem
+    child = server.fork("part:fail", [], environment(), streams=(0, 1, 1))
+    assert asyncio.run(child.ended()) != 0
+
+
 def test_what_it_says_last_and_its_status_are_those_of_a_python_program(server: ForkServer) -> None:
     out, write = os.pipe()
     assert server.fork("part:fail", [], environment(), streams=(0, 1, write)).wait(60) == 1

@@ -144,6 +144,24 @@ def test_flags_for_requests_and_results(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine-infqps-m-d.json"]
 
 
+def test_results_of_several_runs_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    argv = [
+        "--concurrency",
+        "1",
+        "8",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "x.json",
+    ]
+    run = {"model_id": "m", "request_rate": "inf", "date": "d"}
+    save(parse_args(argv), [{"max_concurrency": limit, **run} for limit in (1, 8)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-concurrency1.json", "x-concurrency8.json"]
+    save(parse_args(argv), [{"max_concurrency": 1, **run}])
+    assert (tmp_path / "x.json").is_file()
+
+
 def test_headers_go_with_every_request() -> None:
     async def run() -> dict[str, str]:
         async with client.session({"X-A": "1", "Authorization": "Bearer mine"}) as http:

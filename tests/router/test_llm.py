@@ -65,6 +65,7 @@ def test_a_dtype_of_torch_is_understood() -> None:
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs: Expected `int` >= 1"),
         ({"max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens 4 must be at least max_num_seqs 128"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization: Expected `float` <= 1"),
+        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, ValueError, "node_rank is 0 where LLM runs"),
         ({"data_parallel_address": "10.0.0.1"}, ValueError, "data_parallel_address 10.0.0.1 is not loopback"),
     ],
 )  # fmt: skip

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator import process
 from coordinator.messages import Load, Member, State, View
-from router import supervisor as supervising
-from router.child import exit_status
+from router import restarts
+from router.child import exit_status, spawn
 from router.faults import Event
 from router.launch import ProcessSpec
 from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
@@ -158,7 +159,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
 def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever killed a process may leave no memory for its successor, for a while."""
     supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
-    spawn, failed = supervising.spawn, 0
+    failed = 0
 
     async def spawn_late(*args: Any) -> Any:
         nonlocal failed
@@ -170,12 +171,61 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     async def act() -> None:
         pid = pid_of(supervisor, "Coordinator")
         assert pid is not None
-        monkeypatch.setattr(supervising, "spawn", spawn_late)
+        monkeypatch.setattr("router.supervisor.spawn", spawn_late)
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: pid_of(supervisor, "Coordinator") not in (None, pid))
         assert failed == 2
 
     assert supervised(supervisor, act) == 0
+
+
+def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No view tells since when they serve."""
+    monkeypatch.setattr(restarts, "STEADY", 0.2)
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.01)
+    ends = f"import time; time.sleep(0.3); raise SystemExit({process.EXIT_WORKER_LOST})"
+    node = msgspec.structs.replace(spec("Node_1", "engine", code=ends), module="engine.nodes")
+    supervisor = Supervisor([node], restart=True)
+
+    async def act() -> None:
+        await until_async(
+            lambda: supervisor.faults.counts.get(Event.RESTART, {}).get("engine", 0) > MAX_INSTANCE_RESTARTS
+        )
+
+    supervised(supervisor, act)
+
+
+def test_a_head_without_an_endpoint_stays_while_instances_elsewhere_serve() -> None:
+    """That of an LLM: what its own instance had goes on there."""
+    supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine_0")
+        assert pid is not None
+        supervisor.learn(view(member(0, pid), member(1, 1, host="elsewhere")))
+        os.kill(pid, signal.SIGKILL)
+        await until_async(lambda: not supervisor._of_role("engine"))
+        assert pid_of(supervisor, "Coordinator") is not None
+        assert not supervisor.problem
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_instances_that_cannot_be_started_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
+
+    async def fail(table: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervisor, "_start_forked", fail)
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    assert asyncio.run(supervisor.run(never)) == process.EXIT_FAILED
+    assert "temporarily unavailable" in supervisor.problem
 
 
 def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() -> None:
