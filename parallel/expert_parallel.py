@@ -72,7 +72,8 @@ class ExpertParallel:
     to find out the shapes of a model while it is loaded.
 
     Where pairs go is worked out in numpy on the host: for the few hundred numbers of a step that is faster
-    than small torch calls, and the collectives need the counts on the host anyway.
+    than small torch calls, and the collectives need the counts on the host anyway. Communicators carry CPU
+    tensors only: those of another device travel through the host's memory.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class ExpertParallel:
     ) -> torch.Tensor:
         began = time.perf_counter()
         top_k = expert_ids.shape[1]
-        gathered = group.all_gather_view(_pack(hidden, expert_ids), self.sizes)  # read before the combine
+        packed = _on_host(_pack(hidden, expert_ids))
+        gathered = group.all_gather_view(packed, self.sizes)  # read before the combine
         all_hidden, all_ids = _unpack(gathered, hidden)
         owners = self._owners[all_ids.reshape(-1)]
         mine = (owners == self.rank).nonzero()[0]
@@ -176,7 +178,7 @@ class ExpertParallel:
         receive = [row[self.rank] for row in counts]
         on_device = _like(hidden, order)
         pairs = hidden.index_select(0, on_device // expert_ids.shape[1])
-        packed = _pack(pairs, expert_ids.reshape(-1, 1).index_select(0, on_device))
+        packed = _on_host(_pack(pairs, expert_ids.reshape(-1, 1).index_select(0, on_device)))
         rows, ids = _unpack(group.all_to_all(packed, send, receive), hidden)
         arrived = time.perf_counter()
         computed = self._compute(module, rows, np.arange(len(ids)), ids[:, 0])
@@ -221,17 +223,19 @@ def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
     """Results go to the ranks whose pairs they are; those of the pairs of this one come, of pair ``order[i]``
-    as number i. Returns them by pair."""
-    parts = group.all_to_all_views(computed, send, receive)
+    as number i. Returns them by pair, on the device of ``computed``."""
+    on_host = _on_host(computed)
+    parts = group.all_to_all_views(on_host, send, receive)
     width = computed.shape[1]
-    if computed.device.type != "cpu" or len(order) * width * computed.itemsize < _LARGE:
-        return torch.cat(list(parts)).index_select(0, _like(computed, _places(order)))
-    outputs = computed.new_empty(len(order), width)
+    if len(order) * width * computed.itemsize < _LARGE:
+        sorted_rows = torch.cat(list(parts)).index_select(0, torch.from_numpy(_places(order)))
+        return sorted_rows if on_host is computed else sorted_rows.to(computed.device)
+    outputs = on_host.new_empty(len(order), width)
     rows, begin = _rows(outputs), 0
     for part in parts:  # each row from where its owner left it straight to its place
         rows[order[begin : begin + len(part)]] = _rows(part)
         begin += len(part)
-    return outputs
+    return outputs if on_host is computed else outputs.to(computed.device)
 
 
 def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
@@ -256,9 +260,16 @@ def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Ints]:
-    """The inverse of :func:`_pack`: hidden [n, H] as a view, ids [n, k] on the host."""
+    """The inverse of :func:`_pack`, of what a communicator gave: hidden [n, H] on the device of ``like`` (a
+    view on the CPU), ids [n, k] on the host."""
     width = like.shape[1]
-    return packed[:, :width], _to_host(packed[:, width:].contiguous().view(torch.int32))
+    hidden = packed[:, :width] if like.is_cpu else packed[:, :width].to(like.device)
+    return hidden, _to_host(packed[:, width:].contiguous().view(torch.int32))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """As communicators take it; a tensor on the CPU is returned as it is."""
+    return tensor if tensor.is_cpu else tensor.cpu()
 
 
 def _to_host(numbers: torch.Tensor) -> Ints:

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from parallel.communicators.arithmetic import plain
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
 from parallel.placement import Placement, place
+from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
 
 MEMBERS, EXPERTS, HIDDEN, TOP_K = 3, 7, 128, 2
 STEPS = [(5, 0, 2), (900, 300, 1), (0, 0, 1), (64, 700, 650), (3, 3, 3)]
 """Tokens of each member; some make more of results than is worth moving twice."""
 LAYERS = 3
 PATIENCE = 60.0
+CPU = torch.device("cpu")
 
 
 class Scaling:
@@ -42,6 +45,20 @@ def experts(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
     return made
 
 
+def experts_elsewhere(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
+    """The same on another device than the CPU."""
+    placement = place(EXPERTS, size, "round_robin")
+    factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)])
+
+    def compute(
+        module: Any, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        assert rows.device == numbers.device == weights.device == DEVICE
+        return (rows * factors.to(DEVICE).index_select(0, numbers[:, 0])[:, None]).to(rows.dtype)
+
+    return ExpertParallel(placement, rank, dispatch, compute)
+
+
 def tokens(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     rows = STEPS[step][rank]
@@ -50,12 +67,14 @@ def tokens(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     return hidden, ids, torch.rand(rows, TOP_K, generator=generator).to(dtype)
 
 
-def serve(experts: ExpertParallel, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def serve(
+    experts: ExpertParallel, rank: int, dtype: torch.dtype, device: torch.device = CPU
+) -> list[torch.Tensor]:
     """The results of all steps: as many layers, each fed by the one before."""
     results = []
     with torch.inference_mode():
         for step, sizes in enumerate(STEPS):
-            hidden, ids, weights = tokens(step, rank, dtype)
+            hidden, ids, weights = (each.to(device) for each in tokens(step, rank, dtype))
             experts.begin(sizes)
             for _ in range(LAYERS):
                 hidden = experts.forward(None, hidden, ids, weights)
@@ -81,3 +100,38 @@ def test_members_have_the_bits_of_one(dispatch: Dispatch, dtype: torch.dtype) ->
     for rank in range(MEMBERS):
         alone = serve(experts(1, 0, dispatch), rank, dtype)
         assert all(torch.equal(one, right) for one, right in zip(found[rank], alone, strict=True))
+
+
+@pytest.mark.parametrize("dispatch", ["allgather_reducescatter", "all_to_all"])
+def test_tensors_of_another_device_travel_through_host_memory(dispatch: Dispatch) -> None:
+    """Communicators refuse them; what comes back is where it was."""
+    store, dtype = HashStore(), torch.bfloat16
+
+    def member(rank: int) -> list[torch.Tensor]:
+        group = SharedMemoryCommunicator(store, rank, MEMBERS, timeout=PATIENCE)
+        with OtherDevice():
+            mine = experts_elsewhere(MEMBERS, rank, dispatch)
+            mine.join(group, mine.placement)
+            found = serve(mine, rank, dtype, DEVICE)
+        group.close()
+        return found
+
+    with ThreadPoolExecutor(MEMBERS) as pool:
+        found = list(pool.map(member, range(MEMBERS)))
+    for rank in range(MEMBERS):
+        alone = serve(experts(1, 0, dispatch), rank, dtype)
+        for there, here in zip(found[rank], alone, strict=True):
+            assert isinstance(there, Elsewhere)
+            assert there.device == DEVICE
+            assert torch.equal(there.inside, here)
+
+
+def test_the_other_device_is_another_one() -> None:
+    with OtherDevice():
+        there = torch.ones(2).to(DEVICE)
+        assert not there.is_cpu
+        assert there.cpu().is_cpu
+        with pytest.raises(AssertionError, match="on different devices"):
+            there + torch.ones(2)
+        with pytest.raises(ValueError, match="CPU tensors only"):
+            plain(there)
