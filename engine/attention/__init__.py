@@ -30,13 +30,20 @@ def make_attention(
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend = "TORCH_SDPA",
+    programs: int | None = None,
 ) -> PagedAttention:
-    """The KV cache of a model and its attention, on ``device``, by a backend that can run there."""
+    """The KV cache of a model and its attention, on ``device``, by a backend that can run there.
+    ``programs``: how many of them keep the device busy, for TRITON_ATTN; None: what suits it."""
     if backend == "TRITON_ATTN":
         from engine.attention.triton_paged import TritonPagedAttention
 
         return TritonPagedAttention(
-            layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+            layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            programs=programs,
         )
     from engine.attention.torch_paged import TorchPagedAttention
 

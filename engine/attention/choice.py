@@ -17,6 +17,7 @@ import torch
 from engine.attention import Backend, make_attention, why_not_triton
 from engine.attention.base import PLAN_KEYWORD, AttentionPlan, AttentionUse, PackedRows, PagedAttention
 from engine.attention.probe import run_stage
+from engine.attention.splits import SPLIT_KEYS
 from engine.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Greatest difference of a token, relative to the mean size of a layer's output: what rounding makes, not
 what another formula makes."""
-PROMPT, OTHER_PROMPT = 300, 7
-"""Tokens of the two requests: enough for several tiles, and for contexts that are cut."""
+PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
+"""Tokens of the two requests: enough for several tiles, and for a context that is cut into three."""
+PROGRAMS = 1 << 16
+"""For the kernels to suppose, so that contexts are cut in the check where they might be on this device."""
 
 
 def choose_backend(
@@ -84,6 +87,7 @@ def _compare(model: LoadedModel, block_size: int) -> str | None:
                 model.stage,
                 torch.from_numpy(ids).to(model.device),
                 torch.from_numpy(positions).to(model.device),
+                logits_to_keep=torch.zeros(1, dtype=torch.int64, device=model.device),
                 **{PLAN_KEYWORD: both.plan(packed)},
             )
     return both.verdict(TOLERANCE.get(model.dtype, 3e-2))
@@ -105,6 +109,7 @@ class _Both:
                 dtype=model.dtype,
                 device=model.device,
                 backend=backend,
+                programs=PROGRAMS,
             )
 
         self._first = make("TORCH_SDPA")

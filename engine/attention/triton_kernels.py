@@ -8,6 +8,10 @@ and where few rows have long contexts, each context is cut over several programs
 
 Numbers are added up in float32, and products of float32 are not rounded to TF32. ``WIDEN`` multiplies in
 float32 whatever the type: Triton's interpreter, which runs these kernels without a GPU, has no bfloat16.
+
+Triton compiles a kernel anew for arguments that are 1, or that begin to be multiples of 16 (addresses of 16
+bytes). Where that changes from step to step and gains nothing, it is told not to: nothing is to be compiled
+while an instance serves.
 """
 
 from __future__ import annotations
@@ -45,7 +49,18 @@ def store(
     tl.store(values + place * VALUE_DIM + v, new_value, mask=in_value)
 
 
+STEP_SIZES = ["splits", "table_width"]
+STEP_ADDRESSES = ["part_sums", "part_peaks", "part_totals"]
+TILE_ADDRESSES = ["tile_rows", "tile_tokens", "tile_counts", "tile_positions"]
+
+
 @triton.jit
+def keys_per_part(length, splits, BLOCK_N: tl.constexpr):
+    """Of a context of ``length`` keys that is cut into so many parts, the last of which may be empty."""
+    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_ADDRESSES + TILE_ADDRESSES)
 def attend(
     query,
     keys,
@@ -84,7 +99,8 @@ def attend(
 ):
     """Program (tile, kv_head, split). Without ``SPLIT`` results go to attended [tokens, heads, value_dim];
     with it (tiles of one query), sums, peaks and totals over a part of the context go to the parts
-    [splits, tiles, heads(, value_dim)], which :func:`merge` puts together.
+    [splits, tiles, heads(, value_dim)], which :func:`merge` puts together. Of parts without keys nothing is
+    written: shorter contexts than the longest have some.
 
     query: [heads, tokens, key_dim], strides given, last one 1. tables: [rows, table_width] of blocks.
     tile_*: [tiles] row, first packed token, queries, and position of the first."""
@@ -115,9 +131,10 @@ def attend(
         begin = tl.maximum(position - window + 1, 0)
     end = position + count
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+        share = keys_per_part(end - begin, splits, BLOCK_N)
         begin += split * share
         end = tl.minimum(begin + share, end)
+        in_tile = m // GROUP < tl.where(begin < end, count, 0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -176,7 +193,10 @@ def attend(
         )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=[*STEP_ADDRESSES, "tile_tokens", "tile_positions"],
+)
 def merge(
     part_sums,
     part_peaks,
@@ -184,10 +204,14 @@ def merge(
     sinks,
     attended,
     tile_tokens,
+    tile_positions,
+    window,
     splits,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Program (tile, head): the parts of a context, as :func:`attend` left them, become one line of
@@ -202,11 +226,15 @@ def merge(
         peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32)
         total = tl.zeros([1], tl.float32) + 1.0
     sums = tl.zeros([BLOCK_V], tl.float32)
-    for split in range(splits):
+    length = tl.load(tile_positions + tile).to(tl.int32) + 1
+    if WINDOWED:
+        length = tl.minimum(length, window)
+    parts = tl.cdiv(length, keys_per_part(length, splits, BLOCK_N))  # those that have keys
+    for split in range(parts):
         part = (split * tl.num_programs(0) + tile) * HEADS + head
         part_peak = tl.load(part_peaks + part)
         higher = tl.maximum(peak, part_peak)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # splits without any key
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # products may overflow
         shrink, grow = tl.exp(peak - base), tl.exp(part_peak - base)
         total = total * shrink + tl.load(part_totals + part) * grow
         sums = sums * shrink + tl.load(part_sums + part * VALUE_DIM + v, mask=in_value, other=0.0) * grow

@@ -16,6 +16,7 @@ import torch
 
 from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
+from engine.attention.splits import num_splits
 from engine.attention.torch_paged import zeros
 from engine.transfer import upload
 
@@ -26,9 +27,6 @@ TILE_BYTES = 16 << 10
 MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
-SPLIT_KEYS = 256
-"""A context is cut into parts of at least so many keys."""
-MOST_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -108,8 +106,7 @@ class TritonPagedAttention:
     def splits(self, num_tiles: int, layer: LayerShape, longest: int) -> int:
         """Into how many parts the context of each of so many queries is cut."""
         seen = longest if layer.window is None else min(longest, layer.window)
-        wanted = self.programs // max(num_tiles * layer.kv_heads, 1)
-        return max(1, min(wanted, seen // SPLIT_KEYS, MOST_SPLITS))
+        return num_splits(num_tiles * layer.kv_heads, seen, self.programs)
 
 
 def _programs(device: torch.device) -> int:
@@ -278,6 +275,8 @@ class _Launch:
         sums = attended.new_empty(*parts, shape.value_dim, dtype=torch.float32)
         peaks, totals = attended.new_empty(2, *parts, dtype=torch.float32)
         sinks = attended if self.sinks is None else self.sinks
+        window = 0 if shape.window is None else shape.window
+        block_n = self._keys_at_once()
         kernels.attend[(num_tiles, shape.kv_heads, splits)](
             query,
             self.keys,
@@ -294,7 +293,7 @@ class _Launch:
             tiles.positions,
             self.scale,
             1.0 if self.softcap is None else self.softcap,
-            0 if shape.window is None else shape.window,
+            window,
             splits,
             self.cache.block_size,
             query.stride(0),
@@ -305,7 +304,7 @@ class _Launch:
             KEY_DIM=shape.key_dim,
             VALUE_DIM=shape.value_dim,
             BLOCK_M=_padded(queries * self.heads // shape.kv_heads),
-            BLOCK_N=self._keys_at_once(),
+            BLOCK_N=block_n,
             BLOCK_K=self.block_k,
             BLOCK_V=self.block_v,
             SPLIT=splits > 1,
@@ -322,10 +321,14 @@ class _Launch:
                 sinks,
                 attended,
                 tiles.tokens,
+                tiles.positions,
+                window,
                 splits,
                 HEADS=self.heads,
                 VALUE_DIM=shape.value_dim,
+                BLOCK_N=block_n,
                 BLOCK_V=self.block_v,
+                WINDOWED=shape.window is not None,
                 SINKS=self.sinks is not None,
             )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import INTERPRET, choice, why_not_triton
+from engine.attention import INTERPRET, choice, splits, why_not_triton
 from engine.attention.base import LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.checkpoint import CheckpointError, read_model_info
@@ -29,13 +29,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if why_not_triton(DEVICE) is not None:
     pytest.skip(f"no Triton: {why_not_triton(DEVICE)}", allow_module_level=True)
 
-from engine.attention import triton_paged  # noqa: E402 (loads triton)
+from engine.attention import triton_kernels, triton_paged  # noqa: E402 (loads triton)
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Makes a cache whose contexts are cut for ``programs`` of them, with small tiles and splits."""
-    monkeypatch.setattr(triton_paged, "SPLIT_KEYS", 8)
+    monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
     monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
     monkeypatch.setattr(triton_paged, "QUERY_LINES", 12)
 
@@ -70,8 +70,8 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
     softcap = 1.5 if special in ("softcap", "both") else None
     cache = make(layers)
     cut: list[int] = []
-    splits = cache.splits
-    cache.splits = lambda *arguments: cut.append(splits(*arguments)) or cut[-1]
+    splits_of = cache.splits
+    cache.splits = lambda *arguments: cut.append(splits_of(*arguments)) or cut[-1]
     requests = Requests(layers, group, lengths, seed=len(lengths))
     requests.lengths = [length - 1 for length in lengths]  # the last token of each comes alone
     while rows := requests.next_rows(longest) or last_rows(requests, lengths):
@@ -85,7 +85,7 @@ def test_equals_the_definition(shapes, special, longest, group, lengths, make) -
             torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
     assert requests.done == lengths
     seen = max(min(layer.window or max(lengths), max(lengths)) for layer in layers)
-    assert max(cut) == min(seen // triton_paged.SPLIT_KEYS, 32) or seen < 2 * triton_paged.SPLIT_KEYS
+    assert max(cut) == min(seen // splits.SPLIT_KEYS, 32) or seen < 2 * splits.SPLIT_KEYS
 
 
 def last_rows(requests: Requests, lengths: list[int]) -> list[tuple[int, int, int]]:
@@ -138,11 +138,62 @@ def load(tmp_path: Path, family: str):
     return load_model(read_model_info(directory), settings, dtype=torch.float32, device=DEVICE)
 
 
+class Forgetful:
+    """:func:`triton_kernels.merge`, of the first part only."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(sums, peaks, totals, *rest, **options):
+            for part in range(1, len(sums)):
+                peaks[part] = float("-inf")
+                totals[part] = 0.0
+                sums[part] = 0.0
+            self.kernel[grid](sums, peaks, totals, *rest, **options)
+
+        return launch
+
+
+def test_rows_of_all_lengths_are_merged(make) -> None:
+    """Short contexts beside a long one have parts without keys, of which nothing is written."""
+    layers = [LayerShape(2, 16, 16, None), LayerShape(2, 16, 16, 20)]
+    ours = make(layers)
+    other = TorchPagedAttention(
+        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=DEVICE
+    )
+    generator = torch.Generator().manual_seed(5)
+    for mine, its in zip(ours.keys + ours.values, other.keys + other.values, strict=True):
+        its.copy_(torch.randn(its.shape, generator=generator))
+        mine[:-BLOCK_SIZE] = its
+    starts = np.array([0, 15, 16, 3, 60, 31])
+    tables = np.random.default_rng(3).permutation(NUM_BLOCKS)[:96].reshape(6, 16).astype(np.int32)
+    packed = PackedRows(starts, np.ones_like(starts), tables, starts, len(starts))
+    plans = ours.plan(packed), other.plan(packed)
+    for layer, shape in enumerate(layers):
+        query = torch.randn(4, 6, shape.key_dim, generator=generator).to(DEVICE)
+        key, value = torch.randn(2, 2, 6, 16, generator=generator).to(DEVICE)
+        found, expected = (plan.attend(layer, query, key, value, scale=0.3) for plan in plans)
+        assert ours.splits(6, shape, 61) > 1
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
-    """On soft caps and windows, and on sinks."""
+    """On soft caps and windows, and on sinks; contexts are cut, and not."""
     monkeypatch.setattr(choice, "PROMPT", 24)
+    monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
+    monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
     monkeypatch.setattr(triton_paged, "QUERY_LINES", 32)
+    cut: set[int] = set()
+    splits_of = triton_paged.TritonPagedAttention.splits
+
+    def count(cache, *arguments):
+        cut.add(parts := splits_of(cache, *arguments))
+        return parts
+
+    monkeypatch.setattr(triton_paged.TritonPagedAttention, "splits", count)
     assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), 8) == "TRITON_ATTN"
+    assert cut >= {1, 3}
     model = load(tmp_path, "gpt_oss")
     assert choice.choose_backend("TRITON_ATTN", model, 8) == "TRITON_ATTN"
     on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
@@ -159,6 +210,10 @@ def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged.TritonPagedAttention, "slots", lose)
         with pytest.raises(CheckpointError, match="cannot serve: on a few steps of this model it differs"):
+            choice.choose_backend("TRITON_ATTN", model, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "merge", Forgetful(triton_kernels.merge))
+        with pytest.raises(CheckpointError, match="on a few steps of this model it differs"):
             choice.choose_backend("TRITON_ATTN", model, 8)
     with monkeypatch.context() as patch:
         patch.setattr(triton_paged, "_padded", fail)
@@ -203,7 +258,14 @@ options = dict(WINDOWED=True, CAPPED=True, SINKS=True, WIDEN=False)
 compile(kernels.store, 80, **shape)
 compile(kernels.attend, 90, HEADS=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
 compile(kernels.attend, 80, HEADS=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
-compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_V=64, SINKS=True)
+compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
+
+# What changes from step to step, as sizes and as places in arrays, must not compile anything anew.
+tiles, parts = {"tile_rows", "tile_tokens", "tile_counts", "tile_positions"}, {"part_peaks", "part_totals"}
+for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merge, {"splits"})):
+    assert {each.name for each in kernel.params if each.do_not_specialize} == sizes
+    places = {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
+    assert places >= (tiles | parts) & set(kernel.arg_names), places
 """
 
 
