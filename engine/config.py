@@ -227,7 +227,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Count, ...],
         flag(
             help="Numbers of running requests for which decode steps are captured as CUDA graphs; smaller "
-            "steps are filled up. Unset: 1, 2, 4, 8, then every 8 up to --max-num-seqs."
+            "steps are filled up. Unset: 1, 2, 4, 8, then every 8 up to --max-num-seqs, at most 512."
         ),
     ] = ()
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 SMALL = (1, 2, 4, 8)
 STRIDE = 8
+MOST_ROWS = 512
+"""Of sizes that nobody asked for: each takes time when an instance starts, and a step of more rows computes
+for so long that launching its kernels one by one costs little."""
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
@@ -14,8 +17,9 @@ def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
     ones and then every eighth, so that at most 7 rows of a larger step compute for nobody."""
     if wanted:
         return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
-    sizes = {*SMALL, *range(2 * STRIDE, max_num_seqs + 1, STRIDE), max_num_seqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+    most = min(max_num_seqs, MOST_ROWS)
+    sizes = {*SMALL, *range(2 * STRIDE, most + 1, STRIDE), most}
+    return tuple(sorted(size for size in sizes if size <= most))
 
 
 def size_for(num_rows: int, sizes: Sequence[int]) -> int | None:
