@@ -71,6 +71,20 @@ def size_cache(
     return num_blocks, min(asked_len, capacity)
 
 
+def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
+    """Bytes of a CUDA device for the KV cache of one worker: what is left of its share of the device after
+    its largest step, or of what others leave it, if that is less.
+
+    Args:
+        total: bytes of the device.
+        free: those that nobody has now.
+        reserved: those that this process's allocator has now.
+        peak: the most that it has had.
+        utilization: the share, ``--gpu-memory-utilization``.
+    """
+    return max(0, min(int(total * utilization), free + reserved) - peak)
+
+
 def _bytes(count: int) -> str:
     """A number of bytes for people."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

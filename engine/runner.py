@@ -168,10 +168,7 @@ class ModelRunner:
         self._continuing: _Continuing | None = None
         shard = model.stage.shard
         self._shard = shard
-        self._vocabulary: VocabularyShard | None = None
-        if shard.size > 1:
-            ranks = TensorRank(shard.rank, shard.size, shard.ranks)
-            self._vocabulary = VocabularyShard(ranks, model.vocab_size)
+        self._vocabulary = vocabulary_of(model)
 
     def __repr__(self) -> str:
         name = type(self._model.module).__name__
@@ -390,6 +387,14 @@ class ModelRunner:
             by_row[index] = token
             self._slots[step.slots[index]].put(ends[index], token)
         return StepResult(by_row, logprobs, prompt_logprobs)
+
+
+def vocabulary_of(model: LoadedModel) -> VocabularyShard | None:
+    """The tokens of a tensor-parallel rank; None if it has all."""
+    shard = model.stage.shard
+    if shard.size == 1:
+        return None
+    return VocabularyShard(TensorRank(shard.rank, shard.size, shard.ranks), model.vocab_size)
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:

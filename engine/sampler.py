@@ -35,8 +35,9 @@ from engine.transfer import upload
 from parallel.communicators.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
 
-CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Rows are sampled and normalised in chunks of about this size: on CPU, what stays in the cache."""
+CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Rows are sampled and normalised in chunks of about this size: on CPU, what stays in the cache; on a GPU, of
+which top-p takes some hundred megabytes."""
 LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
 """Top-p looks at this many of the most likely tokens before it sorts the whole vocabulary (CPU)."""
@@ -429,6 +430,27 @@ def logprob_table(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> 
         columns = (target, own, rank, best_ids, best)
         parts.append(torch.cat([column.double() for column in columns], dim=-1))
     return torch.cat(parts)
+
+
+def rehearse(logits: torch.Tensor, vocabulary: VocabularyShard | None = None) -> None:
+    """Do with all rows of logits [rows, vocabulary], or tokens of this rank, what takes the most memory:
+    masks, penalties, top-p over the whole vocabulary, log-probabilities. What comes of it means nothing."""
+    vocab_size = int(logits.shape[1]) if vocabulary is None else vocabulary.vocab_size
+    params = SamplingParams(
+        temperature=0.9,
+        top_p=0.9,
+        min_p=0.001,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+    )
+    history = np.zeros(1, dtype=np.int64)
+    mask = np.full(-(-vocab_size // 8), 255, dtype=np.uint8)
+    rows = [SampleRow(params, 0, 1, history, 0, (), mask)] * len(logits)
+    if vocabulary is None:
+        logprob_table(logits, sample(logits, rows), 1)
+    else:
+        logprob_table(vocabulary.whole(logits), sample_shard(logits, rows, vocabulary), 1)
 
 
 def read_logprobs(line: npt.NDArray[np.float64], num_top: int) -> TokenLogprobs:

@@ -7,6 +7,7 @@ of what is missing, instead of served wrong.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable
@@ -160,7 +161,7 @@ def _load_model(
             with _LOADING:
                 module = _read_shard(info, settings, sharded, config, dtype, is_part)
         elif dummy:
-            module = _make_dummy(config, dtype, settings.trust_remote_code)
+            module = _make_dummy(config, dtype, device, settings.trust_remote_code)
         else:
             module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
     except (CheckpointError, MemoryError):
@@ -287,8 +288,11 @@ def _quantization_method(config: Any) -> str | None:
     return str(quantization.quant_method)
 
 
-def _make_dummy(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    with torch.random.fork_rng(devices=[]):  # all instances make the same weights
+def _make_dummy(config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """Drawn where they are to be: a host would take minutes for those of a large model, and hold them all."""
+    there = contextlib.nullcontext() if device.type == "cpu" else device
+    devices = [device] if device.type == "cuda" else []
+    with there, torch.random.fork_rng(devices=devices):  # all instances make the same weights
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(
             config,

@@ -18,6 +18,7 @@ from engine import memory
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.attention.choice import choose_backend
+from engine.cache_size import share_of_device
 from engine.checkpoint import CheckpointError, ModelInfo, chosen_dtype
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
@@ -30,7 +31,8 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
 from engine.recovery import owned_by_rank
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, vocabulary_of
+from engine.sampler import rehearse
 from engine.shard import WHOLE, Shard
 from engine.step import KVSpec, ModelFacts, Step, StepResult, most_tokens
 from engine.trace import Span
@@ -149,20 +151,24 @@ class UniExecutor:
         return ExpertShare(placement, rank), dispatch
 
     def _device(self) -> torch.device:
+        """Where this worker computes. A CUDA device becomes the current one of the calling thread, the one
+        that steps: Triton launches kernels there, wherever their tensors are."""
         wanted = self._config.device.device
         if wanted == "cuda" and not torch.cuda.is_available():
             raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        if wanted == "cuda" and not self._shard.is_whole:
-            found, place = torch.cuda.device_count(), self._shard.device
-            if place >= found:
-                raise CheckpointError(
-                    f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
-                    f"on this host, each of which needs a CUDA device; torch finds {found} here"
-                )
-            return torch.device("cuda", place)
-        return torch.device(wanted)
+        if wanted == "cpu":
+            return torch.device("cpu")
+        found, place = torch.cuda.device_count(), self._shard.device
+        if place >= found:
+            raise CheckpointError(
+                f"-tp {self._shard.size} -pp {self._shard.num_stages} puts at least {place + 1} workers "
+                f"on this host, each of which needs a CUDA device; torch finds {found} here"
+            )
+        device = torch.device("cuda", place)
+        torch.cuda.set_device(device)
+        return device
 
     def free_kv_memory(self) -> int:
         """See ``executor.base.Executor``. On CUDA, after a run of the largest step."""
@@ -170,15 +176,19 @@ class UniExecutor:
         if self._model.device.type == "cpu":
             return min(CPU_KV_LIMIT, int(memory.available_memory() * CPU_KV_SHARE))
         self._run_largest_step()
-        free, total = torch.cuda.mem_get_info(self._model.device)
-        held = torch.cuda.memory_reserved(self._model.device)
-        peak = torch.cuda.max_memory_reserved(self._model.device)
-        used_by_others = total - free - held
-        budget = int(total * self._config.cache.gpu_memory_utilization)
-        return max(0, budget - int(used_by_others + peak))
+        device = self._model.device
+        free, total = torch.cuda.mem_get_info(device)
+        return share_of_device(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(device),
+            peak=torch.cuda.max_memory_reserved(device),
+            utilization=self._config.cache.gpu_memory_utilization,
+        )
 
     def _run_largest_step(self) -> None:
-        """One prompt as long as the token budget, so that the allocator has seen its largest step."""
+        """One prompt as long as the token budget, and as many tokens to choose as there may be requests, so
+        that the allocator has seen its largest step."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None
         length = min(most_tokens(self._config.scheduler.token_budget()), self._info.context_length)
@@ -193,7 +203,7 @@ class UniExecutor:
             num_single=0,
         )
         ids = torch.from_numpy(positions % model.vocab_size).to(model.device).unsqueeze(0)
-        num_logits = min(self._config.scheduler.max_num_seqs, length)
+        num_sampled = self._config.scheduler.max_num_seqs
         with torch.inference_mode():
             hidden = None
             if not self._shard.is_first:
@@ -204,11 +214,13 @@ class UniExecutor:
                 input_ids=ids,
                 position_ids=torch.from_numpy(positions).to(model.device).unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.arange(num_logits, device=model.device),
+                logits_to_keep=torch.arange(min(num_sampled, length), device=model.device),
                 **{PLAN_KEYWORD: cache.plan(packed)},
             )
             if self._shard.is_last:
-                torch.softmax(output.float(), dim=-1)
+                if len(output) < num_sampled:  # the context is shorter than that
+                    output = output.new_zeros(num_sampled, output.shape[1])
+                rehearse(output, vocabulary_of(model))
         torch.cuda.synchronize(model.device)
 
     def allocate(self, num_blocks: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import cache_size
-from engine.cache_size import TooLittleMemory, size_cache
+from engine.cache_size import TooLittleMemory, share_of_device, size_cache
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.step import KVSpec, ModelFacts
 
@@ -42,3 +42,18 @@ def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -
         sized(num_gpu_blocks_override=201)
     with pytest.raises(TooLittleMemory, match="too little for one block"):
         sized(kv_cache_memory_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("free", "utilization", "left"),
+    [
+        (78, 0.9, 62),  # 90 for this one, of which its largest step takes 28
+        (34, 0.45, 17),  # another one has 45: that does not count as this one's
+        (34, 0.9, 26),  # but what it has cannot be had
+        (0, 0.9, 0),
+        (60, 0.2, 0),
+    ],
+)
+def test_a_share_of_a_device_is_of_what_others_leave(free: int, utilization: float, left: int) -> None:
+    found = share_of_device(total=100, free=free, reserved=20, peak=28, utilization=utilization)
+    assert found == left

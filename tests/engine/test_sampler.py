@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine import sampler
 from engine.sampler import (
     NEVER,
     NUCLEUS_WIDTH,
@@ -17,6 +18,7 @@ from engine.sampler import (
     last_of_bad_words,
     logprob_table,
     read_logprobs,
+    rehearse,
     sample,
     shape_logits,
 )
@@ -298,3 +300,20 @@ def test_a_budget_of_reasoning_leaves_one_token() -> None:
     for first in (0, 32):  # each rank of two has half of the vocabulary
         half = shape_logits(logits[:, first : first + 32], rows, first=first)[1]
         assert [first + token for token in range(32) if half[token] != NEVER] == ([33] if first else [])
+
+
+def test_a_rehearsal_does_what_takes_the_most_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every row: masks, penalties, the whole vocabulary in order, log-probabilities."""
+    done: dict[str, int] = {}
+    for name in ("_forbidden", "_penalise", "_truncate", "logprob_table"):
+        original = getattr(sampler, name)
+
+        def note(first: Any, *rest: Any, name: str = name, original: Any = original) -> Any:
+            done[name] = done.get(name, 0) + len(first)
+            if name == "_truncate":
+                assert rest[-1] == first.shape[1], "not only the most likely ones"
+            return original(first, *rest)
+
+        monkeypatch.setattr(sampler, name, note)
+    rehearse(make_logits(5, 61))
+    assert done == {"_forbidden": 5, "_penalise": 5, "_truncate": 5, "logprob_table": 5}

@@ -93,6 +93,13 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(result.prompt_logprobs.get(7, [])) == 3
 
 
+def test_a_rehearsal_of_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "upload", PretendedDevice().upload)
+    with FakeTensorMode(), Launches() as launches, Indexing():
+        sampler.rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
+    assert "sort" in launches.names
+
+
 def test_the_pretended_device_notices() -> None:
     with FakeTensorMode(), Launches(), Indexing():
         logits = torch.empty(3, VOCAB, device="cuda")

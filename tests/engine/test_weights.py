@@ -227,6 +227,27 @@ def test_dummy_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     assert first.num_parameters == load(tmp_path).num_parameters
 
 
+def test_dummy_weights_are_drawn_where_they_are_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the host first: the model arrives with nothing left to be moved."""
+    info = read_model_info(make_tiny_model(tmp_path, "qwen3_moe"))
+    made: list[torch.device] = []
+    from_config = AutoModelForCausalLM.from_config
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        model = from_config(*args, **kwargs)
+        made.extend(each.device for each in (*model.parameters(), *model.buffers()))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", note)
+    for device in (CPU, torch.device("meta")):
+        made.clear()
+        with pytest.raises(CheckpointError, match="far enough"):
+            load_model(info, ModelConfig(load_format="dummy"), dtype=torch.float32, device=device)
+        assert set(made) == {device}
+
+
 def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
     text = small(
         num_hidden_layers=4,
