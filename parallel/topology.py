@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -27,12 +28,42 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def visible_cuda_devices() -> int:
-    """CUDA devices that processes started from here will see, found without loading torch."""
+def cuda_devices() -> tuple[str, ...]:
+    """Names of the CUDA devices that processes started from here will see, as ``CUDA_VISIBLE_DEVICES`` has
+    them; found without loading torch. As for CUDA, the list ends at the first name that can be none."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return len([device for device in chosen.split(",") if device.strip() not in ("", "-1")])
-    return sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+        names = (name.strip() for name in chosen.split(","))
+        return tuple(takewhile(lambda name: name not in ("", "-1"), names))
+    count = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
+    return tuple(map(str, range(count)))
+
+
+def visible_cuda_devices() -> int:
+    """How many :func:`cuda_devices` there are."""
+    return len(cuda_devices())
+
+
+def devices_of_instance(
+    devices: Sequence[str], number: int, workers: int | None, neighbours: int
+) -> tuple[str, ...]:
+    """CUDA devices that the instance with this number among those of a host sees, in the order in which its
+    workers take them; none if it sees them as they are. Where instances have more workers than there are
+    devices, they share them.
+
+    Args:
+        devices: of the host.
+        number: instances before it have the devices before its own.
+        workers: of each instance; None if only the mesh knows. Then it sees all devices, its own first.
+        neighbours: instances that share the devices, for that case.
+    """
+    total = len(devices)
+    if not total or (workers is not None and workers >= total):
+        return ()
+    count = total if workers is None else workers
+    first = number * (max(1, total // neighbours) if workers is None else workers)
+    seen = tuple(devices[place % total] for place in range(first, first + count))
+    return () if seen == tuple(devices) else seen
 
 
 def threads_per_worker(workers_on_host: int, cores: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -15,7 +16,7 @@ from coordinator.flags import to_argv
 from coordinator.messages import Settings
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.forked import thread_environment
-from parallel.topology import threads_per_worker, workers_of_node
+from parallel.topology import devices_of_instance, threads_per_worker, workers_of_node
 from router.config import RouterConfig, ServeConfig
 
 
@@ -44,15 +45,20 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sockets that it inherits."""
     workers: tuple[str, ...] = ()
     """Places of the processes that an instance starts itself, as ``PP0_TP1``; none: it computes by itself."""
+    number: int = 0
+    """Of an instance among those of its launcher: an instance that is started again keeps it."""
+    devices: tuple[str, ...] = ()
+    """CUDA devices that it sees, named as in ``CUDA_VISIBLE_DEVICES``; none: those that its launcher sees."""
 
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
 
     def environment(self) -> dict[str, str]:
-        """This process's own, with the thread share and the pid whose death ends the child."""
+        """This process's own, with the thread share, the devices and the pid whose death ends the child."""
         return {
             **os.environ,
             **thread_environment(self.threads),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}),
             process.PARENT_VARIABLE: str(os.getpid()),
         }
 
@@ -74,12 +80,14 @@ def process_table(
     mesh_name: str = "",
     doors: Doors | None = None,
     *,
+    devices: Sequence[str] = (),
     listen_fd: int | None = None,
     with_router: bool = True,
 ) -> list[ProcessSpec]:
     """What to start, in this order. ``settings`` are those of the model, when this side knows it;
-    ``mesh_name`` is the coordinator's, so that its launcher tells it from another mesh's; ``listen_fd``
-    is its socket, when the launcher holds it. Without ``doors`` each router would bind the ports itself."""
+    ``mesh_name`` is the coordinator's, so that its launcher tells it from another mesh's; ``devices`` are the
+    CUDA devices of this machine; ``listen_fd`` is the coordinator's socket, when the launcher holds it.
+    Without ``doors`` each router would bind the ports itself."""
     mesh = config.mesh
     table: list[ProcessSpec] = []
     if not mesh.headless:
@@ -89,7 +97,8 @@ def process_table(
     if first is None and not mesh.headless:
         first = 0
     for number in range(mesh.local_size):
-        table.append(engine_spec(config, None if first is None else first + number, threads, number))
+        rank = None if first is None else first + number
+        table.append(engine_spec(config, rank, threads, number, devices))
     if with_router and not mesh.headless:
         table += [_router(config, number, doors) for number in range(config.api_server_count)]
     return table
@@ -122,8 +131,11 @@ def _coordinator(
     )
 
 
-def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int = 0) -> ProcessSpec:
-    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of ``serve``."""
+def engine_spec(
+    config: ServeConfig, rank: int | None, threads: int, number: int = 0, devices: Sequence[str] = ()
+) -> ProcessSpec:
+    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of ``serve``;
+    ``devices``: CUDA devices of this machine."""
     size = config.mesh.data_parallel_size
     on_ray = config.data_parallel_backend == "ray"
     arguments = InstanceConfig(
@@ -146,11 +158,14 @@ def engine_spec(config: ServeConfig, rank: int | None, threads: int, number: int
         rank=rank,
         module="engine.cluster" if on_ray else "",
         workers=_workers(config.engine),
+        number=number,
+        devices=_devices(config, number, devices),
     )
 
 
-def node_specs(config: ServeConfig, cores: int) -> list[ProcessSpec]:
-    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers."""
+def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
+    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers. ``devices``:
+    the CUDA devices of that host."""
     nodes = config.engine.nodes
     workers = config.engine.num_local_workers
     instances = config.mesh.local_size
@@ -170,9 +185,26 @@ def node_specs(config: ServeConfig, cores: int) -> list[ProcessSpec]:
             address=f"for {endpoint(nodes.master_addr, nodes.master_port + number)}",
             threads=max(threads, workers),
             workers=_workers(config.engine, nodes.node_rank),
+            number=number,
+            devices=_devices(config, number, devices),
         )
         for number in range(instances)
     ]
+
+
+def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[str, ...]:
+    """Of the instance with this number. Instances of one machine that are started one by one, each with its
+    rank, get devices of their own, too. Ray gives its actors theirs."""
+    engine, mesh = config.engine, config.mesh
+    if engine.device.device == "cpu" or config.ray_flag is not None:
+        return ()
+    learns = mesh.headless and engine.model.model is None
+    return devices_of_instance(
+        devices,
+        (mesh.data_parallel_start_rank or 0) + number,
+        None if learns else engine.num_local_workers,
+        mesh.instances_here,
+    )
 
 
 def _engine_of(config: ServeConfig, number: int) -> EngineConfig:
@@ -233,8 +265,9 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
     for spec in table:
         rank = ("any free rank" if spec.rank is None else f"rank {spec.rank}") if spec.is_instance else ""
         most = "up to " if spec.rank is None and spec.is_instance else ""
-        threads = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
-        branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {threads}", highlight=False)
+        share = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
+        share += f", CUDA {','.join(spec.devices)}" if spec.devices else ""
+        branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {share}", highlight=False)
         for place in spec.workers:
             branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{place}", highlight=False)
     Console(soft_wrap=True).print(tree)

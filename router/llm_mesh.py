@@ -24,7 +24,7 @@ import uvloop
 
 from coordinator import keys
 from coordinator.messages import Member, Settings, State
-from parallel.topology import usable_cores
+from parallel.topology import cuda_devices, usable_cores
 from router.client import MeshClient
 from router.config import ServeConfig
 from router.launch import process_table
@@ -79,8 +79,9 @@ class PrivateMesh:
             )
         self._config, self._mesh_name = config, mesh_name
         table = process_table(
-            config, settings, usable_cores(), mesh_name, listen_fd=listen_fd, with_router=False
-        )
+            config, settings, usable_cores(), mesh_name,
+            devices=cuda_devices(), listen_fd=listen_fd, with_router=False,
+        )  # fmt: skip
         self._supervisor = Supervisor(
             table, drain_timeout=config.engine.drain_timeout if config.mesh.headless else 0.0
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uvloop
 
-from parallel.topology import usable_cores
+from parallel.topology import cuda_devices, usable_cores
 from router.config import ServeConfig
 from router.launch import node_specs, print_table
 from router.supervisor import Supervisor
@@ -13,7 +13,7 @@ from router.supervisor import Supervisor
 def run_node(config: ServeConfig, title: str) -> int:
     """Until the instances end, which their engines on the host with node rank 0 tell; the exit status."""
     nodes = config.engine.nodes
-    table = node_specs(config, usable_cores())
+    table = node_specs(config, usable_cores(), cuda_devices())
     print_table(f"{title}: node {nodes.node_rank} of {nodes.nnodes}", table)
     supervisor = Supervisor(table, restart=config.restart)
 

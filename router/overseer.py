@@ -109,7 +109,7 @@ class Overseer:
             logger.warning("%s", way.warning)
         self._supervisor.retire(way.drain)
         try:
-            await self._supervisor.grow(way.start)
+            await self._supervisor.grow(way.start, self._machine.room)
         except OSError as error:  # those that were started before stay: asked again, the rest follows
             return _answer(wish, UNAVAILABLE, f"not all instances could be started: {error}")
         parts = [

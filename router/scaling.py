@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -24,6 +25,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     devices_per_instance: int = 1
     cores: int
     hosts_per_instance: int = 1
+
+    @property
+    def room(self) -> int:
+        """Instances that can have devices of their own; 0 when they compute on the CPU."""
+        return (self.devices or 0) // self.devices_per_instance
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -65,6 +71,25 @@ def check_cores(count: int, machine: Machine) -> None:
             f"{count} instances on {machine.cores} cores: each needs memory of its own, and more than one "
             f"per core is slower; the most that is started is {MOST_PER_CORE * machine.cores}"
         )
+
+
+def shared_devices(count: int, machine: Machine) -> str:
+    """What to say of so many instances, if there are not devices for each; empty if there are."""
+    if not machine.devices or count <= max(1, machine.room):
+        return ""
+    return (
+        f"{count} instances of {machine.devices_per_instance} CUDA device(s) each share the "
+        f"{machine.devices} of this machine: give each its part of a device with --gpu-memory-utilization"
+    )
+
+
+def free_number(staying: Collection[int], leaving: Collection[int], room: int) -> int:
+    """The number of one more instance among those of its launcher, which decides on which devices it
+    computes: the lowest that none of them has. Where devices are short, that of one which is about to go."""
+    with_devices = [number for number in range(room) if number not in staying]
+    unused = [number for number in with_devices if number not in leaving]
+    beyond = (number for number in itertools.count(room) if number not in staying and number not in leaving)
+    return next(itertools.chain(unused, with_devices, beyond))
 
 
 def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> Plan:

@@ -29,7 +29,7 @@ from engine import forked
 from engine.checkpoint import CheckpointError
 from engine.forked import ForkServer
 from engine.settings import resolve
-from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
+from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.entry import INTERRUPTED
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
@@ -37,6 +37,7 @@ from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
 from router.preflight import machine_of, problem_with, text_problem
+from router.scaling import shared_devices
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
 
@@ -123,14 +124,16 @@ def _run(
             admin=descriptors[1] if len(descriptors) > 1 else None,
             counts_directory=counts,
         )
-    table = process_table(config, settings, usable_cores(), mesh_name, doors)
+    table = process_table(config, settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
+    if warning := shared_devices(config.mesh.local_size, machine_of(config)):
+        logger.warning("%s", warning)
     with contextlib.suppress(OSError):  # a full disk, a reader who left: that is no reason not to serve
         print_table(title, table)
     supervisor = Supervisor(
         table,
         drain_timeout=config.engine.drain_timeout,
         restart=config.restart,
-        engine_spec=lambda rank: _one_more(config, rank),
+        engine_spec=lambda rank, number: _one_more(config, rank, number),
         doors=sockets,
         fork_server=_fork_server(config, model_type),
     )
@@ -151,12 +154,12 @@ def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
     return ForkServer.start(forked.modules_of(model_type)) if several or config.restart else None
 
 
-def _one_more(config: ServeConfig, rank: int) -> ProcessSpec:
+def _one_more(config: ServeConfig, rank: int, number: int) -> ProcessSpec:
     """An instance that is started while the mesh serves; it shares the cores with those that are there."""
     threads = config.engine.device.cpu_threads or threads_per_worker(
         config.mesh.instances_here, usable_cores()
     )
-    return engine_spec(config, rank, threads, rank - (config.mesh.data_parallel_start_rank or 0))
+    return engine_spec(config, rank, threads, number, cuda_devices())
 
 
 async def _supervise(

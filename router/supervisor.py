@@ -22,6 +22,7 @@ from router.child import Child, exit_status, fork, spawn
 from router.faults import Event, Faults
 from router.launch import ProcessSpec
 from router.restarts import Restarts
+from router.scaling import free_number
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,14 @@ class Supervisor:
         *,
         drain_timeout: float = 0.0,
         restart: bool = False,
-        engine_spec: Callable[[int], ProcessSpec] | None = None,
+        engine_spec: Callable[[int, int], ProcessSpec] | None = None,
         doors: Sequence[socket.socket] = (),
         fork_server: ForkServer | None = None,
     ) -> None:
         """``drain_timeout``: seconds that headless instances may take to finish what they have.
-        ``engine_spec`` makes the instance of a rank. ``doors`` are held open for routers to come, and
-        closed at the end; so is ``fork_server``, which makes the instances, if there is one."""
+        ``engine_spec`` makes the instance of a rank, with a number among ours. ``doors`` are held open for
+        routers to come, and closed at the end; so is ``fork_server``, which makes the instances, if there is
+        one."""
         self._table = list(table)
         self._drain_timeout = drain_timeout
         self._restarts = Restarts(instances=restart)
@@ -156,12 +158,18 @@ class Supervisor:
         self._num_keys += 1
         await self._start(self._num_keys, spec)
 
-    async def grow(self, ranks: Sequence[int]) -> None:
-        """Instances of these ranks more."""
+    async def grow(self, ranks: Sequence[int], room: int = 0) -> None:
+        """Instances of these ranks more. ``room``: how many of ours can have devices of their own."""
         assert self._engine_spec is not None
         for rank in ranks:
             logger.info("starting instance %d", rank)
-            await self.start(self._engine_spec(rank))
+            await self.start(self._engine_spec(rank, self._free_number(room)))
+
+    def _free_number(self, room: int) -> int:
+        running = self._of_role("engine")
+        staying = [child.spec.number for child in running if child.stays]
+        staying += [spec.number for spec in self._coming_back.values() if spec.role == "engine"]
+        return free_number(staying, [child.spec.number for child in running if not child.stays], room)
 
     def retire(self, ranks: Sequence[int]) -> None:
         """Have our instances of these ranks drain and end."""
@@ -303,7 +311,7 @@ class Supervisor:
     def _successor(self, child: Child) -> ProcessSpec:
         if child.spec.role != "engine" or child.rank is None or self._engine_spec is None:
             return child.spec
-        return self._engine_spec(child.rank)
+        return self._engine_spec(child.rank, child.spec.number)
 
     def _end_without_instances(self, status: int) -> None:
         """A launcher without any instance has nothing left to do, unless it is the head of those elsewhere or

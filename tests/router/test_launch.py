@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,8 +12,9 @@ from router.config import RouterConfig, ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 
 
-def table(*argv: str, cores: int = 4) -> list[ProcessSpec]:
-    return process_table(flags.parse(ServeConfig, argv, prog="serve", description=""), None, cores)
+def table(*argv: str, cores: int = 4, devices: Sequence[str] = ()) -> list[ProcessSpec]:
+    config = flags.parse(ServeConfig, argv, prog="serve", description="")
+    return process_table(config, None, cores, devices=devices)
 
 
 def test_the_whole_mesh() -> None:
@@ -92,8 +94,38 @@ def test_an_instance_beyond_the_size_does_not_claim_that_size() -> None:
         assert (told.mesh.data_parallel_start_rank, told.mesh.data_parallel_size) == (rank, size)
 
 
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["/m", "-dp", "2"], ["4", "5"]),
+        (["/m", "-dp", "2", "-tp", "2"], ["4,5", "6,7"]),
+        (["/m", "-dp", "3", "-tp", "2"], ["4,5", "6,7", "4,5"]),
+        (["/m", "-dp", "2", "--device", "cpu"], [None, None]),
+        (["/m", "-dp", "2", "--distributed-executor-backend", "ray"], [None, None]),
+        (["/m", "--headless", "-dp", "4", "-dpl", "1", "-dpr", "2"], ["6"]),
+        (["/m", "-dp", "2", "-tp", "4"], [None, None]),
+        (["--headless", "-dp", "2", "-dpl", "2"], [None, "6,7,4,5"]),
+    ],
+)
+def test_instances_of_a_machine_have_devices_of_their_own(argv: list[str], seen: list[str | None]) -> None:
+    """Those without a model of their own learn from the mesh how many they need."""
+    name = "CUDA_VISIBLE_DEVICES"
+    specs = table(*argv, devices=("4", "5", "6", "7"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name, raising=False)
+        assert [spec.environment().get(name) for spec in specs if spec.role == "engine"] == seen
+        assert not any(name in spec.environment() for spec in specs if spec.role != "engine")
+        assert not any(name in spec.environment() for spec in table(*argv))
+
+
+def test_an_instance_that_comes_later_has_the_devices_of_its_number() -> None:
+    config = flags.parse(ServeConfig, ["/m", "-dp", "2"], prog="serve", description="")
+    spec = engine_spec(config, 7, 1, 1, ("GPU-a", "GPU-b"))
+    assert (spec.rank, spec.number, spec.devices) == (7, 1, ("GPU-b",))
+
+
 def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("serve m", table("/m", "-dp", "2"))
+    print_table("serve m", table("/m", "-dp", "2", devices=("4", "5")))
     printed = capsys.readouterr().out
     for word in (
         "serve m",
@@ -101,7 +133,7 @@ def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "Engine_1",
         "rank 1",
         "tcp://127.0.0.1:29550",
-        "2 threads",
+        "2 threads, CUDA 5",
         "Router",
     ):
         assert word in printed

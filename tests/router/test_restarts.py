@@ -85,8 +85,8 @@ class Script(ProcessSpec, frozen=True):
         return [sys.executable, "-S", "-E", "-c", self.code]
 
 
-def spec(name: str, role: str, rank: int | None = None, code: str = SLEEP) -> Script:
-    return Script(name=name, role=role, argv=(), address="", threads=1, rank=rank, code=code)
+def spec(name: str, role: str, rank: int | None = None, code: str = SLEEP, number: int = 0) -> Script:
+    return Script(name=name, role=role, argv=(), address="", threads=1, rank=rank, code=code, number=number)
 
 
 def pid_of(supervisor: Supervisor, name: str) -> int | None:
@@ -133,9 +133,9 @@ def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> in
 
 def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None:
     supervisor = Supervisor(
-        [spec("Engine", "engine"), spec("Router", "router")],
+        [spec("Engine", "engine", number=3), spec("Router", "router")],
         restart=True,
-        engine_spec=lambda rank: spec(f"Engine_{rank}", "engine", rank),
+        engine_spec=lambda rank, number: spec(f"Engine_{rank}", "engine", rank, number=number),
     )
     losses: list[tuple[str, str]] = []
     supervisor.on_lost = lambda instance, how: losses.append((instance, how))
@@ -149,6 +149,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: pid_of(supervisor, "Engine_7"))
         assert supervisor.ranks == [7]
+        assert [child.spec.number for child in supervisor._of_role("engine")] == [3]
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
         assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
@@ -256,7 +257,7 @@ def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others()
     supervisor = Supervisor(
         [spec("Engine_0", "engine", 0), spec("Engine_1", "engine", 1, refused), spec("Router", "router")],
         restart=True,
-        engine_spec=lambda rank: spec(f"Engine_{rank}", "engine", rank),
+        engine_spec=lambda rank, number: spec(f"Engine_{rank}", "engine", rank, number=number),
     )
 
     async def act() -> None:
@@ -264,6 +265,7 @@ def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others()
         assert supervisor.ranks == [0]
         await supervisor.grow([1, 2])
         assert supervisor.ranks == [0, 1, 2]
+        assert sorted(child.spec.number for child in supervisor._of_role("engine")) == [0, 1, 2]
         supervisor.learn(view(member(5, 1, host="elsewhere")))
         supervisor.retire([0, 1, 2])
         assert supervisor.ranks == []

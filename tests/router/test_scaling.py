@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import Load, Member, State
-from router.scaling import Machine, Plan, Refused, plan
+from router.scaling import Machine, Plan, Refused, free_number, plan, shared_devices
 
 CPU = Machine(devices=None, cores=4)
 
@@ -60,3 +60,29 @@ def test_more_instances_than_can_be_meant_are_not_started() -> None:
     with pytest.raises(Refused, match=r"129 instances on 4 cores: .* the most that is started is 128"):
         plan(129, members, [0], CPU, True)
     assert len(plan(128, members, [0], CPU, False).start) == 127
+
+
+def test_instances_that_share_devices_are_told_so() -> None:
+    machine = Machine(devices=4, devices_per_instance=2, cores=2)
+    assert (machine.room, CPU.room) == (2, 0)
+    assert shared_devices(2, machine) == shared_devices(9, CPU) == ""
+    assert shared_devices(1, Machine(devices=1, devices_per_instance=2, cores=2)) == "", "that one is refused"
+    assert "3 instances of 2 CUDA device(s) each share the 4" in shared_devices(3, machine)
+
+
+@pytest.mark.parametrize(
+    ("staying", "leaving", "room", "number"),
+    [
+        ([], [], 0, 0),
+        ([0, 1], [], 0, 2),
+        ([0, 2], [1], 0, 3),
+        ([0, 2], [], 4, 1),
+        ([0, 1], [2], 4, 3),  # the devices of one that drains are in use for a while
+        ([0, 2, 3], [1], 4, 1),  # but others are for long
+        ([0, 1], [], 2, 2),
+    ],
+)
+def test_one_more_gets_the_lowest_number_that_has_devices_to_itself(
+    staying: list[int], leaving: list[int], room: int, number: int
+) -> None:
+    assert free_number(staying, leaving, room) == number
