@@ -53,6 +53,8 @@ class Handshakes:
         self._connect_again = connect_again
         self._failed = 0
         """In a row."""
+        self._again: asyncio.TimerHandle | None = None
+        """The next look whether there is a connection."""
         events = f"inproc://events-of-{id(self)}"
         socket.monitor(events, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED)
         self._monitor = context.socket(zmq.PAIR)
@@ -69,12 +71,16 @@ class Handshakes:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = 0
                 continue
-            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # after the others ZeroMQ may have given up
-                asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._connect_again)
+            if self._again is None:  # ZeroMQ may have given up
+                self._again = asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._look_again)
             if event & FAILED:
                 self._failed += 1
             else:
                 return
+
+    def _look_again(self) -> None:
+        self._again = None
+        self._connect_again()
 
     def close(self) -> None:
         """Before the socket is closed."""

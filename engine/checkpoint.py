@@ -31,8 +31,8 @@ GENERATION_CONFIG = "generation_config.json"
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In transformers' modelling code, the mark of experts that can be spread."""
 
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-UNWANTED_FILES = ["*/*"]
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
+UNWANTED_FILES = ["*/*.safetensors"]
 """In folders are the same weights in other formats."""
 
 DTYPE_NAMES = {

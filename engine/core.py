@@ -30,6 +30,9 @@ from parallel.communicators.base import CollectiveError
 
 Peer = bytes
 
+BESIDE_LOGPROBS = 1 << 16
+"""Bytes of a message with log-probabilities of a prompt that may be for other things."""
+
 
 class EngineCore:
     """Requests of all routers, in one batch."""
@@ -365,7 +368,7 @@ class EngineCore:
         if submit.params.max_tokens is not None and len(submit.output_ids) >= submit.params.max_tokens:
             return "the request was complete already"
         most = submit.params.prompt_logprobs
-        if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES // 2:
+        if most is not None and num_prompt * logprobs_bytes(most) > MAX_MESSAGE_BYTES - BESIDE_LOGPROBS:
             return f"{most} prompt_logprobs for each of {num_prompt} tokens are too much: ask for fewer"
         try:
             submit.params.check(vocab_size=vocab_size, max_logprobs=vocab_size)

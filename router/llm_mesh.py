@@ -226,7 +226,8 @@ class PrivateMesh:
         self._ready.set_result(None)
 
     def _is_connected(self) -> bool:
-        view = self.client.view
+        """To all that are ready, as the view says that was waited for: the client's own may be older."""
+        view = self._overseer.view
         if view is None or self.client.model is None:
             return False
         serving = sum(member.state is State.READY for member in view.members)

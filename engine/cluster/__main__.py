@@ -28,7 +28,7 @@ from engine.cluster import placement
 from engine.cluster.actors import instance_actor
 from engine.cluster.crew import GROUP_VARIABLE
 from engine.cluster.messages import Look, Place, Progress, Run
-from engine.config import EngineConfig, InstanceConfig
+from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.executor.base import CannotStart
 from engine.versions import other_versions
 from parallel.communicators.segments import this_host
@@ -155,10 +155,13 @@ class Shadow:
 
 
 def _with_whole_paths(config: InstanceConfig) -> InstanceConfig:
-    """Actors are in a directory of Ray's."""
+    """Actors are in a directory of Ray's. The model is served under the name that it was given."""
     model, key = config.engine.model, config.mesh.mesh_key_file
-    if model.model is not None and Path(model.model).is_dir():
-        model = msgspec.structs.replace(model, model=str(Path(model.model).absolute()))
+    if model.model not in (None, SHIPPED_MODEL) and Path(model.model).is_dir():
+        names = model.served_model_name or (model.model,)
+        model = msgspec.structs.replace(
+            model, model=str(Path(model.model).absolute()), served_model_name=names
+        )
     return msgspec.structs.replace(
         config,
         engine=msgspec.structs.replace(config.engine, model=model),

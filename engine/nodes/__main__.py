@@ -87,6 +87,7 @@ class Node:
         self._gone: set[int] = set()
         self._info: ModelInfo | None = None
         self._missing = ""
+        self._finds = ""
         self._heard_at = 0.0
         self._over: asyncio.Future[None]
 
@@ -155,7 +156,7 @@ class Node:
             self._connection.send(join)
             now = time.monotonic()
             waits_for = self._missing if now - self._heard_at < SILENCE else ""
-            waits_for = waits_for or f"the engine (node rank 0) at {self._endpoint}"
+            waits_for = self._finds or waits_for or f"the engine (node rank 0) at {self._endpoint}"
             if now - began > patience:
                 raise Over(process.EXIT_FAILED, f"gave up after {patience:g} s of waiting for {waits_for}")
             if now - said_at >= SAY_INTERVAL:
@@ -202,7 +203,9 @@ class Node:
     async def _hire(self, hire: Hire) -> None:
         if self._workers:
             return
+        self._finds = "the model to be found here"
         self._info = await asyncio.to_thread(self._find_model, hire)  # may take minutes: it may be downloaded
+        self._heard_at = time.monotonic()  # nobody listened meanwhile
         nodes = self._config.nodes
         threads = self._share().threads
         loop = asyncio.get_running_loop()

@@ -16,7 +16,19 @@ from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.base import WorkerLost
-from engine.messages import Abort, Attach, Attached, Submit, TokenLogprobs, Tokens, ToRouter
+from engine.handout import halves
+from engine.messages import (
+    Abort,
+    Attach,
+    Attached,
+    Counters,
+    Delta,
+    Report,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    ToRouter,
+)  # fmt: skip
 from engine.sampling import SamplingParams
 from engine.server import Server
 from engine.step import Step, StepResult
@@ -242,7 +254,7 @@ def test_answers_too_large_for_one_message_come_in_several(monkeypatch: pytest.M
 
 
 def test_log_probabilities_that_no_message_can_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "MAX_MESSAGE_BYTES", 2 * 4 * messages.logprobs_bytes(20))
+    monkeypatch.setattr(core, "MAX_MESSAGE_BYTES", core.BESIDE_LOGPROBS + 4 * messages.logprobs_bytes(20))
     router = Router(Watched([], computes_apart=False), [])
     params = SamplingParams(max_tokens=1, prompt_logprobs=20)
     assert router.core.submit(b"r", Submit(1, "1", [1] * 4, params, seed=0)) is None
@@ -251,6 +263,15 @@ def test_log_probabilities_that_no_message_can_hold_are_refused(monkeypatch: pyt
     assert "ask for fewer" in refused.reason
     assert not refused.retry
     router.close()
+
+
+def test_halves_of_a_message_have_all_of_it_once_and_in_order() -> None:
+    deltas = [Delta(number, [number]) for number in range(5)]
+    report = Report(0, 1, 0, 0, 0, 10, Counters())
+    first, second = halves(Tokens(deltas, report, None, [7, 8]))
+    assert first.deltas + second.deltas == deltas
+    assert (len(first.deltas), first.singles, second.singles) == (2, [7, 8], [])
+    assert (first.report, second.report) == (None, report)
 
 
 @pytest.mark.parametrize("most", [0, 1, 15, 16, 20, 100])
