@@ -180,6 +180,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
             await _find_the_world(mesh, following)
         for listener in listeners:
             let_successors_in(listener)
+            listener.listen(BACKLOG)  # as is said now: whoever reads it may connect at once
             logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
