@@ -11,8 +11,9 @@
     dp         1 to 4 instances, 32 requests at once: dense, and a model of experts with them spread (-ep) and
                whole on each. There are only so many cores: what is to be seen is what dividing them costs
 
-``decode`` is requests at once over the median gap between two tokens of a stream, ``prompt`` the tokens of a
-prompt that came alone over the time to its first token. Each point is the median of the repeats.
+``decode`` is requests at once over the median gap between two tokens of a stream (of ``context``: the
+mean one), ``prompt`` the tokens of a prompt that came alone over the time to its first token. Each point is
+the median of the repeats.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Load:
             "tokens_per_second": found["output_throughput"],
             "ttft_ms": found["p50_ttft_ms"],
             "itl_ms": gap,
+            "tpot_ms": found.get("p50_tpot_ms", 0.0),
             "decode_per_second": 1000 * at_once / gap if gap else 0.0,
             "load_average": os.getloadavg()[0],
         }
@@ -129,6 +131,9 @@ def context_points(model: Path, args: Args) -> Iterator[Point]:
                 many = {"at_once": CONTEXT_REQUESTS, "requests": CONTEXT_REQUESTS, "prompt": length}
                 load.run(**many, answer=1)
                 found = load.run(**many, answer=CONTEXT_ANSWER, again=True)
+                # Nothing but decoding goes on, so the mean gap is as good as the median one, which chunks
+                # that come two at a time would bring down to nothing.
+                found["decode_per_second"] = 1000 * CONTEXT_REQUESTS / found["tpot_ms"]
                 found["prompt_per_second"] = 1000 * length / alone["ttft_ms"]
                 yield {"curve": model.name, "at": length, **found}
 
