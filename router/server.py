@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from coordinator import process
 from coordinator.codec import OtherProtocol
 from coordinator.commands import ask
+from coordinator.config import url
 from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale
@@ -181,7 +182,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         for listener in listeners:
             let_successors_in(listener)
             listener.listen(BACKLOG)  # as is said now: whoever reads it may connect at once
-            logger.info("listening on %s://%s:%d", http.scheme, *listener.getsockname()[:2])
+            logger.info("listening on %s", url(http.scheme, *listener.getsockname()[:2]))
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
     finally:
