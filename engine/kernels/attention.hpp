@@ -159,6 +159,36 @@ inline void fetch(const uint32_t* from, int64_t words) {
     for (int64_t i = 0; i < words; i += LANES) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
 }
 
+// Panels, of so many, that rows go through side by side: their sums fill the registers. Each sum waits for the product before it,
+// so one or two rows with two panels take three times as long as their products.
+constexpr int panels_beside(int rows, int64_t panels) {
+    return rows <= 3 && panels >= 8 ? 8 : rows <= 6 && panels >= 4 ? 4 : 2;
+}
+
+// Adds products of rows with panels: line `step` of a panel lies `next` words behind the one before it.
+template <class T, int ROWS, int PANELS>
+inline void multiply_beside(__m512 (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t next,
+                            const char* from, const int64_t (&behind)[ROWS], int64_t steps, Wanted& wanted) {
+    for (int64_t step = 0; step < steps; ++step, from += 4) {
+        wanted.ask();
+        if constexpr (ROWS <= PANELS) {
+            uint32_t inputs[ROWS];
+            for (int row = 0; row < ROWS; ++row) inputs[row] = *reinterpret_cast<const uint32_t*>(from + behind[row]);
+            for (int panel = 0; panel < PANELS; ++panel) {
+                __m512i line = _mm512_loadu_si512(panels[panel] + step * next);
+                for (int row = 0; row < ROWS; ++row) sum[row][panel] = T::madd(sum[row][panel], line, inputs[row]);
+            }
+        } else {
+            __m512i lines[PANELS];
+            for (int panel = 0; panel < PANELS; ++panel) lines[panel] = _mm512_loadu_si512(panels[panel] + step * next);
+            for (int row = 0; row < ROWS; ++row) {
+                uint32_t input = *reinterpret_cast<const uint32_t*>(from + behind[row]);
+                for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], input);
+            }
+        }
+    }
+}
+
 // One KV head against a few queries of one row: up to MOST query vectors at a time.
 template <class T, int MOST>
 struct Attended {
@@ -176,28 +206,29 @@ struct Attended {
     int64_t cold;                        // blocks from this one on have neither been seen nor asked for
     Wanted* wanted;                      // by the next task
 
-    // Before the scores of two blocks: the keys of the next two, and the values of these.
-    void fetch_around(int64_t block) const {
-        for (int64_t i = block; i < std::min(block + 2, blocks); ++i) {
+    // Before the scores of some blocks: the keys of as many behind them, and the values of these.
+    void fetch_around(int64_t block, int64_t beside) const {
+        for (int64_t i = block; i < std::min(block + beside, blocks); ++i) {
             if (i >= cold) fetch(values + places[i], LANES * dim / T::PACK);
-            if (i + 2 >= cold && i + 2 < blocks) fetch(keys + places[i + 2], LANES * dim / T::PACK);
+            if (i + beside >= cold && i + beside < blocks) fetch(keys + places[i + beside], LANES * dim / T::PACK);
         }
     }
 
-    void score(Room&) {
-        const uint32_t* inputs[MAX_ROWS];
-        for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(queries[i]);
-        for (int64_t block = 0; block < blocks; block += 2) {
-            int64_t next = std::min(block + 1, blocks - 1);
-            fetch_around(block);
-            wanted->ask();
-            __m512 sum[MAX_ROWS][2];
-            clear(sum);
-            multiply<T>(count, sum, keys + places[block], keys + places[next], LANES, inputs, 0, dim / T::PACK);
-            for (int i = 0; i < count; ++i) {
-                _mm512_storeu_ps(scores + i * length + block * LANES, sum[i][0]);
-                _mm512_storeu_ps(scores + i * length + next * LANES, sum[i][next == block ? 0 : 1]);
-            }
+    template <int ROWS>
+    void score_rows() {
+        constexpr int BESIDE = std::min(4, panels_beside(ROWS, 8));
+        int64_t behind[ROWS];
+        auto* first = reinterpret_cast<const char*>(queries[0]);
+        for (int i = 0; i < ROWS; ++i) behind[i] = reinterpret_cast<const char*>(queries[i]) - first;
+        for (int64_t block = 0; block < blocks; block += BESIDE) {
+            const uint32_t* panels[BESIDE];
+            for (int i = 0; i < BESIDE; ++i) panels[i] = keys + places[std::min(block + i, blocks - 1)];
+            fetch_around(block, BESIDE);
+            __m512 sum[ROWS][BESIDE] = {};
+            multiply_beside<T>(sum, panels, LANES, first, behind, dim / T::PACK, *wanted);
+            for (int i = 0; i < ROWS; ++i)
+                for (int j = 0; j < BESIDE && block + j < blocks; ++j)
+                    _mm512_storeu_ps(scores + i * length + (block + j) * LANES, sum[i][j]);
         }
     }
 
@@ -228,22 +259,56 @@ struct Attended {
         }
     }
 
-    void weigh() {
-        const uint32_t* inputs[MAX_ROWS];
-        for (int i = 0; i < count; ++i) inputs[i] = reinterpret_cast<const uint32_t*>(weights + i * length);
-        for (int64_t column = 0; column < dim; column += 2 * LANES) {
-            __m512 sum[MAX_ROWS][2];
-            clear(sum);
-            for (int64_t block = 0; block < blocks; ++block) {
-                const uint32_t* panel = values + places[block] + column;
-                wanted->ask();
-                multiply<T>(count, sum, panel, column + LANES < dim ? panel + LANES : panel, dim, inputs, block * LANES / T::PACK, LANES / T::PACK);
-            }
-            for (int i = 0; i < count; ++i)
-                for (int half = 0; half < 2 && column + half * LANES < dim; ++half)
-                    T::store(outputs[i] + column + half * LANES,
-                             _mm512_mul_ps(sum[i][half], _mm512_set1_ps(inverse[i])), __mmask16(0xffff));
+    // Columns from `column` on of the values' sum, as many as PANELS have.
+    template <int ROWS, int PANELS>
+    void weigh_columns(int64_t column) {
+        int64_t behind[ROWS];
+        for (int i = 0; i < ROWS; ++i) behind[i] = i * length * int64_t(sizeof(E));
+        __m512 sum[ROWS][PANELS] = {};
+        for (int64_t block = 0; block < blocks; ++block) {
+            const uint32_t* panels[PANELS];
+            for (int j = 0; j < PANELS; ++j) panels[j] = values + places[block] + std::min(column + j * LANES, dim - LANES);
+            auto* from = reinterpret_cast<const char*>(weights + block * LANES);
+            multiply_beside<T>(sum, panels, dim, from, behind, LANES / T::PACK, *wanted);
         }
+        for (int i = 0; i < ROWS; ++i)
+            for (int j = 0; j < PANELS && column + j * LANES < dim; ++j)
+                T::store(outputs[i] + column + j * LANES, _mm512_mul_ps(sum[i][j], _mm512_set1_ps(inverse[i])), lanes_of(LANES));
+    }
+
+    template <int ROWS>
+    void weigh_rows() {
+        for (int64_t column = 0; column < dim;) {
+            int beside = panels_beside(ROWS, (dim - column) / LANES);
+            if constexpr (panels_beside(ROWS, 8) == 8)
+                if (beside == 8) weigh_columns<ROWS, 8>(column);
+            if constexpr (panels_beside(ROWS, 4) == 4)
+                if (beside == 4) weigh_columns<ROWS, 4>(column);
+            if (beside == 2) weigh_columns<ROWS, 2>(column);
+            column += beside * LANES;
+        }
+    }
+
+    template <int... BEFORE>
+    static constexpr auto scorers(std::integer_sequence<int, BEFORE...>) {
+        return std::array{&Attended::score_rows<BEFORE + 1>...};
+    }
+    template <int... BEFORE>
+    static constexpr auto weighers(std::integer_sequence<int, BEFORE...>) {
+        return std::array{&Attended::weigh_rows<BEFORE + 1>...};
+    }
+    void score(Room&) {
+        static constexpr auto of = scorers(std::make_integer_sequence<int, MOST>());
+        (this->*of[size_t(count) - 1])();
+    }
+    void weigh() {
+        static constexpr auto of = weighers(std::make_integer_sequence<int, MOST>());
+        (this->*of[size_t(count) - 1])();
+    }
+    // How often wanted is asked at least, for so many rows.
+    static int64_t asks(int64_t rows, int64_t blocks, int64_t dim) {
+        int64_t beside = panels_beside(int(std::min<int64_t>(rows, MOST)), dim / LANES);
+        return ((blocks + 3) / 4 * dim + blocks * (dim / LANES / beside) * LANES) / T::PACK;
     }
 };
 
@@ -254,13 +319,14 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
     static constexpr TileShapes SHAPES{{64, 64, 64, 64, 64, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
 
     static bool fits(int64_t dim) { return use_tiles<BFloat16>() && dim % (2 * TILE) == 0; }
+    static int64_t asks(int64_t, int64_t blocks, int64_t dim) { return blocks / 2 + blocks * dim / (2 * LANES); }
 
     void score(Room& query_room) {
         auto* query_rows = reinterpret_cast<E*>(query_room.of(TILE * dim / 2));
         for (int i = 0; i < count; ++i) std::memcpy(query_rows + i * dim, queries[i], size_t(dim) * sizeof(E));
         for (int64_t block = 0; block < blocks; block += 2) {
             const uint32_t *one = keys + places[block], *two = keys + places[std::min(block + 1, blocks - 1)];
-            fetch_around(block);
+            fetch_around(block, 2);
             wanted->ask();
             _tile_zero(0);
             _tile_zero(1);
@@ -354,7 +420,7 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
         wanted.add(tile.values + next.places[next.asked], LANES * dim / T::PACK * 4);
     }
     int64_t all = task.queries * group, passes = (all + MOST - 1) / MOST;
-    wanted.spread(passes * (tile.blocks / 2 + tile.blocks * dim / (2 * LANES)) + all);
+    wanted.spread(passes * Tile::asks(all, tile.blocks, dim) + all);
     for (int64_t base = 0; base < all; base += MOST) {
         tile.count = int(std::min<int64_t>(MOST, all - base));
         for (int i = 0; i < tile.count; ++i) {

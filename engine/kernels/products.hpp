@@ -26,20 +26,20 @@ struct Asked {
     const char *one = nullptr, *two = nullptr;
 };
 
-// STRIDE: words from one step to the next; 0: `stride`. ASKS: there are panels to ask for. A few rows go through their weights as
-// fast as these come by themselves: asking then costs more than it brings.
-template <class T, int ROWS, int64_t STRIDE, bool ASKS>
-inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, int64_t stride,
-                     const uint32_t* const* inputs, int64_t offset, int64_t steps, Asked asked) {
+// Adds the products of rows with two panels. ASKS: there are panels to ask for. A few rows go through their weights as fast as
+// these come by themselves: asking then costs more than it brings.
+template <class T, int ROWS, bool ASKS>
+inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const uint32_t* const* inputs, int64_t steps,
+                     Asked asked) {
     __m512 first[ROWS], second[ROWS];  // of this function alone, so that they stay in registers
     int64_t behind[ROWS];              // bytes from the first row: for more pointers there are no registers left
     for (int row = 0; row < ROWS; ++row) {
         first[row] = sum[row][0], second[row] = sum[row][1];
         behind[row] = reinterpret_cast<const char*>(inputs[row]) - reinterpret_cast<const char*>(inputs[0]);
     }
-    auto *from = reinterpret_cast<const char*>(inputs[0] + offset), *weights = reinterpret_cast<const char*>(a);
-    const int64_t to_second = reinterpret_cast<const char*>(b) - weights, next = 4 * (STRIDE != 0 ? STRIDE : stride);
-    for (const char* end = from + 4 * steps; from != end; from += 4, weights += next) {
+    auto *from = reinterpret_cast<const char*>(inputs[0]), *weights = reinterpret_cast<const char*>(a);
+    const int64_t to_second = reinterpret_cast<const char*>(b) - weights;
+    for (const char* end = from + 4 * steps; from != end; from += 4, weights += 4 * LANES) {
         __m512i wa = _mm512_loadu_si512(weights), wb = _mm512_loadu_si512(weights + to_second);
         if (ASKS && ROWS >= 3) {
             _mm_prefetch(asked.one, _MM_HINT_T1);
@@ -56,16 +56,16 @@ inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32
 }
 
 // The function for each number of rows, from one on.
-template <class T, int64_t STRIDE, bool ASKS, int... BEFORE>
+template <class T, bool ASKS, int... BEFORE>
 constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
-    return std::array{&multiply<T, BEFORE + 1, STRIDE, ASKS>...};
+    return std::array{&multiply<T, BEFORE + 1, ASKS>...};
 }
 
-template <class T, int64_t STRIDE = 0, bool ASKS = false>
-void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, int64_t stride,
-              const uint32_t* const* inputs, int64_t offset, int64_t steps, Asked asked = {}) {
-    static constexpr auto of = multiply_of<T, STRIDE, ASKS>(std::make_integer_sequence<int, MAX_ROWS>());
-    of[size_t(rows) - 1](sum, a, b, stride, inputs, offset, steps, asked);
+template <class T, bool ASKS>
+void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const uint32_t* const* inputs,
+              int64_t steps, Asked asked = {}) {
+    static constexpr auto of = multiply_of<T, ASKS>(std::make_integer_sequence<int, MAX_ROWS>());
+    of[size_t(rows) - 1](sum, a, b, inputs, steps, asked);
 }
 
 void clear(__m512 (&sum)[MAX_ROWS][2]) {
@@ -266,9 +266,9 @@ class Products {
             __m512 sum[MAX_ROWS][2];
             clear(sum);
             if (begin == 0 && cold) {
-                ::multiply<T, LANES, true>(int(now), sum, a.words, b.words, LANES, inputs, 0, steps, {then.a.bytes(0), then.b.bytes(0)});
+                ::multiply<T, true>(int(now), sum, a.words, b.words, inputs, steps, {then.a.bytes(0), then.b.bytes(0)});
             } else {
-                ::multiply<T, LANES>(int(now), sum, a.words, b.words, LANES, inputs, 0, steps);
+                ::multiply<T, false>(int(now), sum, a.words, b.words, inputs, steps);
             }
             for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
         }

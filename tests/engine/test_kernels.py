@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
@@ -81,6 +81,66 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     close(added[:tokens, :outputs], before.float() + expected, dtype)
     assert added[:, outputs:].isnan().all()
     assert added[tokens:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "group"), [(16, 1), (48, 5), (64, 2), (64, 13), (80, 3), (128, 1), (128, 4), (192, 2), (192, 7)]
+)
+def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> None:
+    """Prompts, then one token for each row, which are stored with the others' or by the thread that reads them."""
+    assert KERNELS is not None
+    kv_heads, heads = 2, 2 * group
+    width, counts = (heads + 2 * kv_heads) * dim, [1, 5, 90]
+    cache = NativeCache(
+        [LayerShape(kv_heads, dim, dim, None)], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype
+    )
+    shape = {"a": heads, "b": kv_heads, "c": dim}
+    history = [torch.empty(0, width, dtype=dtype) for _ in counts]
+    for number, rows in enumerate(
+        [
+            [(0, 0, 1), (1, 0, 5), (2, 0, 90)],
+            [(0, 1, 1), (1, 5, 1), (2, 90, 1)],
+        ]
+    ):
+        packed, _ = packed_rows(rows)
+        plan, tokens = cache.plan(packed), int(packed.counts.sum())
+        x = random(tokens, width, dtype=dtype)
+        into, out = spaced(x), spaced(torch.zeros(tokens, heads * dim, dtype=dtype))
+        operations = Operations(2)
+        keys, values = cache.keys[0], cache.values[0]
+        operations.add(Kind.QKV, into=into, out=values, extra=keys, **shape)
+        operations.add(
+            Kind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape
+        )
+        step = StepArguments(
+            tokens=tokens,
+            num_tasks=len(plan.tasks),
+            table_width=plan.tables.shape[1],
+            block_size=BLOCK_SIZE,
+            slots=plan.slots,
+            positions=packed.positions,
+            cosines=torch.ones(100, dim // 2),
+            sines=torch.zeros(100, dim // 2),
+            starts=packed.starts,
+            counts=packed.counts,
+            offsets=plan.offsets,
+            tables=plan.tables,
+            tasks=plan.tasks,
+            apart=int(apart and number == 1),
+        )
+        assert operations.run(KERNELS, step, dtype)
+        for row, (first, count) in enumerate(zip(plan.offsets, packed.counts, strict=True)):
+            history[row] = torch.cat([history[row], x[first : first + count]])
+            parts = history[row].float().view(len(history[row]), -1, dim).transpose(0, 1)
+            query, key, value = parts.split([heads, kv_heads, kv_heads])
+            mask = torch.ones(count, len(history[row]), dtype=torch.bool).tril(len(history[row]) - count)
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                query[:, -count:], key, value, attn_mask=mask, enable_gqa=True
+            )
+            found = out[first : first + count, : heads * dim]
+            close(found, expected.transpose(0, 1).reshape(count, -1), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
