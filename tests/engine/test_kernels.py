@@ -111,9 +111,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
         operations = Operations(2)
         keys, values = cache.keys[0], cache.values[0]
         operations.add(Kind.QKV, into=into, out=values, extra=keys, **shape)
-        operations.add(
-            Kind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape
-        )
+        operations.add(Kind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape)
         step = StepArguments(
             tokens=tokens,
             num_tasks=len(plan.tasks),
