@@ -82,6 +82,7 @@ class Worker:
         """
         begin = self._receive()
         assert isinstance(begin, Begin)
+        self._channel.send_timeout = begin.config.device.lockstep_timeout  # the engine may wait for others
         process.set_up(begin.name, logging.getLevelName(begin.log_level), begin.log_format)
         pin(begin.cores)
         try:

@@ -86,6 +86,7 @@ class WorkerActor:
         assert self._info is not None
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[variable] = str(begin.threads)  # before torch is loaded
+        self._channel.send_timeout = begin.config.device.step_timeout
         self._channel.send(msgspec.msgpack.encode(msgspec.structs.replace(begin, info=self._info)))
         threading.Thread(target=self._work, name="worker", daemon=True).start()
 

@@ -18,7 +18,7 @@ HEADER = struct.Struct("<I")
 MAX_BYTES = 1 << 28
 CHUNK = 1 << 20
 SEND_TIMEOUT = 60.0
-"""Seconds in which the other side must make room for more of a message."""
+"""Seconds in which the other side must make room for more of a message, where nobody says how many."""
 
 
 class ChannelClosed(ConnectionError):
@@ -31,7 +31,10 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end = end
+        self._unsent = bytearray()
         self._received = bytearray()
+        self.send_timeout = SEND_TIMEOUT
+        """Seconds in which the other side must make room for more of a message."""
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
@@ -39,23 +42,42 @@ class Channel:
         return self._end.fileno()
 
     def send(self, payload: bytes) -> None:
-        """Send one message.
+        """Send one message. Nothing is received meanwhile: if both sides do this, neither may get on.
 
         Raises:
-            ChannelClosed: the other side is gone, or takes nothing for ``SEND_TIMEOUT``.
+            ChannelClosed: the other side is gone, or takes nothing for ``send_timeout``.
+        """
+        self.offer(payload)
+        writable = select.poll()
+        writable.register(self._end, select.POLLOUT)
+        while self.flush():
+            if not writable.poll(self.send_timeout * 1000):
+                raise ChannelClosed(f"the other side took nothing for {self.send_timeout:g} s")
+
+    def offer(self, payload: bytes) -> int:
+        """Send of one message what there is room for; returns the bytes left for :meth:`flush`.
+
+        Raises:
+            ChannelClosed: the other side is gone.
         """
         assert len(payload) <= MAX_BYTES, "a message is a step, not a model"
-        rest = memoryview(HEADER.pack(len(payload)) + payload)
-        while rest:
-            try:
-                rest = rest[self._end.send(rest) :]
-            except BlockingIOError:
-                writable = select.poll()
-                writable.register(self._end, select.POLLOUT)
-                if not writable.poll(SEND_TIMEOUT * 1000):
-                    raise ChannelClosed(f"the other side took nothing for {SEND_TIMEOUT:g} s") from None
-            except OSError as error:
-                raise ChannelClosed(str(error)) from error
+        self._unsent += HEADER.pack(len(payload)) + payload
+        return self.flush()
+
+    def flush(self) -> int:
+        """Send what there is room for now of messages that were offered; returns the bytes left.
+
+        Raises:
+            ChannelClosed: the other side is gone.
+        """
+        try:
+            while self._unsent:
+                del self._unsent[: self._end.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        return len(self._unsent)
 
     def take(self) -> bytes | None:
         """The next message if it is here.

@@ -196,8 +196,8 @@ class MpExecutor:
         """See ``executor.base.Executor``. Ranks of a stage wait for each other, and each stage for the one
         before; for the worker that answers, once it has all that it needs of others, only the engine does."""
         stages, ranks = self._layout
-        patience = self._config.device.step_timeout
-        return self._await(self._workers[(stages - 1) * ranks], Computed, patience=patience).result
+        answering = self._workers[(stages - 1) * ranks]
+        return self._await(answering, Computed, patience=self._step_timeout).result
 
     def check(self) -> None:
         """See ``executor.base.Executor``."""
@@ -225,7 +225,7 @@ class MpExecutor:
     def spans(self) -> dict[str, list[Span]]:
         """See ``executor.base.Executor``."""
         self._send_all(TellSpans())
-        patience = self._config.device.step_timeout
+        patience = self._step_timeout
         return {worker.name: self._await(worker, Spans, patience=patience).spans for worker in self._workers}
 
     def close(self) -> None:
@@ -242,6 +242,11 @@ class MpExecutor:
 
     # ---- talking
 
+    @property
+    def _step_timeout(self) -> float:
+        """Seconds that a worker may be silent for in a step, or take nothing of what it is told."""
+        return self._config.device.step_timeout
+
     def _send_all(self, message: ToWorker) -> None:
         payload = self._encoder.encode(message)
         for worker in self._workers:
@@ -251,8 +256,22 @@ class MpExecutor:
         self._send_bytes(worker, self._encoder.encode(message))
 
     def _send_bytes(self, worker: WorkerEnd, payload: bytes) -> None:
+        """While a worker has no room for it, what all have to say is taken in: whoever waits to say something
+        takes nothing, and lets no other worker get on."""
         try:
-            worker.channel.send(payload)
+            left = worker.channel.offer(payload)
+            if not left:
+                return
+            self._poll.modify(worker.channel, select.POLLIN | select.POLLOUT)
+            deadline = time.monotonic() + self._step_timeout
+            while rest := worker.channel.flush():
+                now = time.monotonic()
+                if rest < left:
+                    left, deadline = rest, now + self._step_timeout
+                if now >= deadline:
+                    self._hangs(worker)
+                self._take_in(self._poll.poll((deadline - now) * 1000))
+            self._poll.modify(worker.channel, select.POLLIN)
         except ChannelClosed:
             self._lost(worker)
 

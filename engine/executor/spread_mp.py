@@ -121,6 +121,10 @@ class SpreadMpExecutor(MpExecutor):
 
     # ---- steps
 
+    @property
+    def _step_timeout(self) -> float:
+        return self._config.device.lockstep_timeout
+
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
         self._send_all(Execute(step, tuple(sizes), self._epoch))
@@ -132,7 +136,7 @@ class SpreadMpExecutor(MpExecutor):
         answering = self._workers[(stages - 1) * ranks]
         began = time.perf_counter()
         look_until = began + LOOK_SECONDS
-        hangs_at = began + self._config.device.lockstep_timeout
+        hangs_at = began + self._step_timeout
         while True:
             self._drain(answering)
             if answering.inbox and isinstance(answering.inbox[0], Computed):

@@ -258,9 +258,21 @@ class Node:
                 )
             )
         try:
-            worker.channel.send(payload)
+            if worker.channel.offer(payload):
+                loop = asyncio.get_running_loop()
+                loop.add_writer(worker.channel.fileno(), self._go_on_telling, number)
         except ChannelClosed:
             self._ended(number)
+
+    def _go_on_telling(self, number: int) -> None:
+        """A worker has room for more. To wait for it would keep back signs of life, and what others say."""
+        worker = self._workers[number]
+        try:
+            if worker.channel.flush():
+                return
+        except ChannelClosed:
+            self._ended(number)
+        asyncio.get_running_loop().remove_writer(worker.channel.fileno())
 
     # ---- what the workers say
 
@@ -296,6 +308,7 @@ class Node:
         loop = asyncio.get_running_loop()
         for worker in self._workers.values():
             loop.remove_reader(worker.channel.fileno())
+            loop.remove_writer(worker.channel.fileno())
             loop.remove_reader(worker.ended)
             worker.kill()  # what they hold is of no use any more
             worker.channel.close()

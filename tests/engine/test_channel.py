@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.executor import channel
 from engine.executor.channel import HEADER, Channel, ChannelClosed
 
 
@@ -57,12 +56,25 @@ def test_the_end_of_the_other_side_comes_after_what_it_said(ends: tuple[Channel,
         other.send(b"hello?")
 
 
-def test_nobody_waits_for_ever_to_send(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel, "SEND_TIMEOUT", 0.05)
-    with pytest.raises(ChannelClosed, match="took nothing"):
+def test_nobody_waits_for_ever_to_send(ends: tuple[Channel, Channel]) -> None:
+    ends[0].send_timeout = 0.05
+    with pytest.raises(ChannelClosed, match=r"took nothing for 0\.05 s"):
         ends[0].send(b"x" * (1 << 24))
+
+
+def test_what_there_is_no_room_for_goes_later_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    messages = [b"small", b"x" * (1 << 22), b"after it"]
+    assert one.offer(messages[0]) == 0
+    assert 0 < one.offer(messages[1]) < one.offer(messages[2])
+    found = []
+    while len(found) < len(messages):
+        one.flush()
+        message = other.take()
+        if message is not None:
+            found.append(message)
+    assert found == messages
+    assert one.flush() == 0
 
 
 def test_an_absurd_length_is_refused() -> None:

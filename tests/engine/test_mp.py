@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,12 +20,16 @@ from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.base import Progress, WorkerLost
+from engine.executor.channel import Channel
 from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.group_control import GroupControl
+from engine.executor.messages import Computed
 from engine.executor.mp import MpExecutor
 from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
-from engine.step import ModelFacts, Step
+from engine.messages import TokenLogprobs
+from engine.sampling import SamplingParams
+from engine.step import Admit, ModelFacts, Step, StepResult
 from engine.trace import Span
 from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
@@ -211,6 +216,48 @@ def test_nor_where_experts_are_spread(directory: Path) -> None:
     executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_0 \(elsewhere\) does not answer: it is stopped, or hangs"):
         executor.finish()
+    executor.close()
+
+
+def take_steps(relay: Channel, count: int, answer: bytes = b"") -> None:
+    """As a worker does, but for what it computes; in the last stage there is an answer."""
+    relay.receive(0.0)  # who it is
+    for _ in range(count):
+        relay.receive(0.0)
+        if answer:
+            relay.send(answer)
+
+
+def test_large_steps_and_large_results_do_not_wait_for_each_other(directory: Path) -> None:
+    """With steps under way: the next one is more than a channel holds, and so is the result of the last."""
+    crew = SilentCrew(2)
+    config = settings(directory, pipeline_parallel_size=2)
+    executor = MpExecutor(config, read_model_info(directory), crew, 1)
+    executor._start(lambda _phase: None)
+    told = TokenLogprobs(1, -0.5, 1, [*range(20)], [-0.5] * 20)
+    result = StepResult([7], prompt_logprobs={0: [told] * 10_000})
+    answer, length = msgspec.msgpack.encode(Computed(result)), 500_000
+    first, last = (worker.relay for worker in crew.workers)
+    threads = [threading.Thread(target=take_steps, args=args) for args in ((first, 3), (last, 3, answer))]
+    for thread in threads:
+        thread.start()
+    admit = Admit(0, [300] * length, length, SamplingParams(prompt_logprobs=20), 1, ())
+    for _ in range(3):
+        executor.begin(Step([admit], [0], [0], [length]))
+    assert [executor.finish() == result for _ in range(3)] == [True] * 3
+    for thread in threads:
+        thread.join(20)
+    executor.close()
+
+
+def test_a_worker_that_takes_no_step_hangs_as_soon_as_one_that_answers_none(directory: Path) -> None:
+    config = settings(directory, pipeline_parallel_size=2, execute_model_timeout=0.1)
+    executor = MpExecutor(config, read_model_info(directory), SilentCrew(2), 1)
+    executor._start(lambda _phase: None)
+    began = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"Worker_0 .* does not answer"):
+        executor.begin(Step([], [0] * 1_000_000))
+    assert time.monotonic() - began < 10.0
     executor.close()
 
 

@@ -14,10 +14,11 @@ import zmq.asyncio
 from coordinator.config import endpoint
 from coordinator.messages import Settings
 from coordinator.rpc import AsyncConnection
-from engine.config import DeviceConfig, EngineConfig, NodesConfig
+from engine.config import DeviceConfig, EngineConfig, InstanceConfig, NodesConfig
 from engine.executor.base import CannotStart
 from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.nodes import driver
+from engine.nodes.__main__ import Node
 from engine.nodes.driver import NodeCrew
 from engine.nodes.messages import Alive, End, Hire, Hired, Join, Leaving, Said, Tell, ToNode, Wait
 from engine.settings import resolve
@@ -144,3 +145,27 @@ def test_a_host_that_never_comes_is_named() -> None:
     ):
         made.start([], lambda text: None)
     made.close("")
+
+
+def test_a_worker_that_takes_nothing_keeps_no_others_waiting() -> None:
+    """It computes: what it is told meanwhile waits here, and the engine goes on hearing of this host."""
+    busy: Any = RelayedWorker("W1", "here", "1", "", 0)
+    messages = [b"a step" * 500_000, b"the next one"]
+
+    async def tell() -> list[bytes]:
+        node = Node(InstanceConfig(engine=CONFIG))
+        node._workers, node._begun = {1: busy}, {1}
+        for message in messages:
+            node._tell(1, message)
+        found = []
+        while len(found) < len(messages):
+            await asyncio.sleep(0)
+            message = busy.relay.take()
+            if message is not None:
+                found.append(message)
+        return found
+
+    busy.channel.send_timeout = 5.0
+    assert asyncio.run(tell()) == messages
+    busy.channel.close()
+    busy.forget()
