@@ -42,6 +42,8 @@ LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
 """Top-p looks at this many of the most likely tokens before it sorts the whole vocabulary (CPU)."""
 NEVER = float("-inf")
+BELOW_ONE = 1.0 - 2.0**-24
+"""The largest such number of float32."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +383,8 @@ def _exponentials(tokens: torch.Tensor, seeds: Sequence[int], positions: Sequenc
     keys = upload(_row_keys(seeds, positions), tokens.device)
     hashed = _mix(_mix(tokens * _GOLDEN_32 + keys[:, :1]) + keys[:, 1:])
     # 31 bits as a number in (0, 1), precise near 0: the first home is decided by the smallest ones.
-    uniform = (hashed & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    # The largest round up to 1, which would be a clock that never comes home.
+    uniform = (hashed & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=BELOW_ONE)
     return uniform.neg_().log1p_().neg_()
 
 

@@ -96,6 +96,12 @@ def test_neighbouring_draws_are_independent() -> None:
     check_frequencies(torch.bincount(chosen[0] * 8 + chosen[1], minlength=64), even)
 
 
+def test_a_token_that_is_alone_comes_even_with_the_slowest_clock() -> None:
+    """The hash of these three is as large as one can be, to within what float32 tells apart."""
+    row = make_row(SamplingParams(allowed_token_ids=(19144,)), seed=797, position=100)
+    assert sample(make_logits(1, 20_000), [row]).item() == 19144
+
+
 def test_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = make_logits(3) * 1e4
     rows = [make_row(SamplingParams(temperature=temperature)) for temperature in (1e-3, 1e-20, 1e-45)]
