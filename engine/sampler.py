@@ -313,11 +313,11 @@ def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Te
     top_k = [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows]
     limits = _numbers(top_k, logits.device)[:, None]
     top_p = upload(np.array([row.params.top_p for row in rows]), logits.device)[:, None]
-    width = vocab_size
+    width, largest = vocab_size, max(row.params.top_k for row in rows)
     if all(row.params.top_k > 0 for row in rows):
-        width = min(max(row.params.top_k for row in rows), vocab_size)
+        width = min(largest, vocab_size)
     elif logits.device.type == "cpu":
-        width = min(NUCLEUS_WIDTH, vocab_size)
+        width = min(max(NUCLEUS_WIDTH, largest), vocab_size)  # so that each top-k is looked at whole
     values, tokens, short = _truncate(scaled, limits, top_p, width)
     # Whether the tokens looked at hold enough: asked on CPU only, elsewhere the answer would have to be
     # waited for, and there the width is that of the vocabulary.

@@ -156,6 +156,17 @@ def test_top_p_on_a_flat_distribution_sorts_it_all(top_p: float) -> None:
     assert (counts > 0).sum() > 0.5 * min(4000, int(allowed.sum()))
 
 
+def test_a_large_top_k_is_the_same_beside_a_row_without_one() -> None:
+    logits = make_logits(1, 5000, spread=0.1)
+    rows = [make_row(SamplingParams(top_k=4000), position=position) for position in range(60)]
+    alone = sample(logits.expand(len(rows), -1), rows).tolist()
+    ranks = logits[0].argsort(descending=True).argsort()
+    assert max(ranks[token] for token in alone) > NUCLEUS_WIDTH
+    beside = make_row(SamplingParams(top_p=0.1), position=1)
+    mixed = [row for each in rows for row in (each, beside)]
+    assert sample(logits.expand(len(mixed), -1), mixed)[::2].tolist() == alone
+
+
 def test_the_same_race_with_and_without_truncation() -> None:
     """Keeping all tokens, or more than there are, chooses what no truncation would have chosen."""
     logits = make_logits(200)
