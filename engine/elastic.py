@@ -340,7 +340,8 @@ class Elastic:
         form = preparation.form
         rank = error.rank if isinstance(error, CollectiveError) and error.evidence != "deadline" else None
         suspects = [] if rank is None else [form.peers[rank].instance]
-        logger.warning("the group of epoch %d cannot form: %s", form.epoch, error)
+        why = str(error) or type(error).__name__  # a MemoryError says nothing
+        logger.warning("the group of epoch %d cannot form: %s", form.epoch, why)
         if isinstance(error, ValueError) and self._current is None:
             self._problem = f"the group of epoch {form.epoch} cannot form: {error}"
             return

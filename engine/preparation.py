@@ -27,6 +27,8 @@ Group = TypeVar("Group", bound=Closable)
 
 logger = logging.getLogger(__name__)
 
+FORESEEN = (RuntimeError, ValueError, KeyError, OSError, MemoryError, SafetensorError)
+"""What a file, a peer or too little memory may bring about."""
 LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
@@ -84,7 +86,9 @@ class Preparation(Generic[Group]):
             group = self._connect(self.form, self._stopped.is_set)
         except ReadingStopped:
             return
-        except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
+        except Exception as error:  # whatever it is, others wait for word of it
+            if not isinstance(error, FORESEEN):
+                logger.exception("epoch %d cannot be prepared", self.form.epoch)
             self.error = error
         else:
             self.formed_at = time.monotonic()

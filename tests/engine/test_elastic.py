@@ -310,3 +310,19 @@ def test_a_group_that_does_not_form_is_reported(three: list[Instance]) -> None:
     until(lambda: a.steps > 10)  # the group before goes on
     tell([a, b], form(3, "a", "b"))
     in_epoch(3, a, b)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), TypeError("nobody thought of it")])
+def test_whatever_keeps_a_group_from_forming_is_reported(
+    three: list[Instance], error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, *_ = three
+
+    def prepare(form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        raise error
+
+    a.weights.prepare = prepare
+    a.pace.on_form(form(1, "a"))
+    until(lambda: a.reports)
+    assert a.reports[0].epoch == 1
+    assert f"the group of epoch 1 cannot form: {str(error) or 'MemoryError'}" in caplog.text
