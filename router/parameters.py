@@ -17,6 +17,8 @@ COMPLETION_MAX_TOKENS = 16
 """The default of /v1/completions; chat goes on up to the context length."""
 MIN_TEMPERATURE = 0.01
 """Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
+RANDOM_SEED = -1
+"""Stands for no seed, as in vLLM."""
 MAX_STOP_CHARACTERS = 8000
 """Of all stop strings together, and of all bad words."""
 
@@ -41,7 +43,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         top_p=_first(request.top_p, given.get("top_p"), 1.0),
         top_k=min(int(_first(request.top_k, given.get("top_k"), 0)), vocab_size),
         min_p=_first(request.min_p, given.get("min_p"), 0.0),
-        seed=request.seed,
+        seed=None if request.seed == RANDOM_SEED else request.seed,
         stop=tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos is True,

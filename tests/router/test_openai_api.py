@@ -231,6 +231,13 @@ def test_seeds_are_drawn_per_prompt(text_model: TextModel) -> None:
     assert len({p.seed for p in completion(text_model, n=3)}) == 1
 
 
+@pytest.mark.parametrize("make", [completion, chat])
+def test_a_seed_of_minus_1_is_none(text_model: TextModel, make: Any) -> None:
+    seeds = {make(text_model, seed=-1)[0].seed for _ in range(2)}
+    assert len(seeds) == 2
+    assert min(seeds) >= 0
+
+
 def test_the_number_of_samples_is_bounded(text_model: TextModel) -> None:
     with pytest.raises(ApiError, match=f"at most {MAX_SAMPLES}"):
         completion(text_model, prompt=["a"] * (MAX_SAMPLES // 2), n=3)
