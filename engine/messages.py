@@ -105,7 +105,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The stop token that ended it, None for end-of-sequence."""
+    """The token that ended it: one of its own stop tokens, or end-of-sequence unless that is ignored."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of ``token_ids``, when asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -44,6 +44,8 @@ class Request:
     num_prompt: int
     stop_ids: frozenset[int]
     """End-of-sequence (unless ignored) and the request's own stop tokens."""
+    barred_ids: frozenset[int]
+    """Tokens that may not come before ``params.min_tokens``: the same, and end-of-sequence in any case."""
     max_output: int
     """Output tokens after which it ends, the context length considered."""
     num_emitted: int
@@ -128,9 +130,8 @@ def from_submit(
 ) -> Request:
     """A request as it comes from a router."""
     params = msgspec.structs.replace(submit.params, grammar=None)  # workers need masks only
-    stop_ids = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        stop_ids.update(eos_ids)
+    own_ids = frozenset(params.stop_token_ids)
+    barred_ids = own_ids.union(eos_ids)
     room = max_model_len - len(submit.prompt_ids)
     return Request(
         key=(peer, submit.request),
@@ -139,7 +140,8 @@ def from_submit(
         seed=stream_seed(submit.seed, submit.sample_index),
         token_ids=submit.prompt_ids + submit.output_ids,
         num_prompt=len(submit.prompt_ids),
-        stop_ids=frozenset(stop_ids),
+        stop_ids=own_ids if params.ignore_eos else barred_ids,
+        barred_ids=barred_ids,
         max_output=room if params.max_tokens is None else min(params.max_tokens, room),
         num_emitted=len(submit.output_ids),
         arrival=arrival,

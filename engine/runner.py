@@ -339,7 +339,7 @@ class ModelRunner:
         end = step.starts[index] + step.counts[index]
         admit = slot.admit
         return SampleRow(
-            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.stop_ids, mask
+            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.barred_ids, mask
         )
 
     def _logprob_table(

@@ -13,6 +13,8 @@ import msgspec
 
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
+MOST_BIAS = 100.0
+"""Of a token, and its negative the least."""
 MAX_BAD_WORDS = 1024
 """Sequences of tokens: most words are two, with and without a blank before them."""
 MAX_GRAMMAR_BYTES = 512 * 1024
@@ -139,9 +141,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             raise BadParameter("logit_bias", f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.")
         for token, bias in self.logit_bias.items():
             _check_token("logit_bias", token, vocab_size)
-            if not -100.0 <= bias <= 100.0:
+            if not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise BadParameter(
-                    "logit_bias", f"logit_bias values must be between -100 and 100, got {bias}."
+                    "logit_bias",
+                    f"logit_bias values must be between {-MOST_BIAS:g} and {MOST_BIAS:g}, got {bias}.",
                 )
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:

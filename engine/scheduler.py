@@ -392,7 +392,7 @@ class Scheduler:
         self._totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
-            request.stop_reason = token_id if token_id in request.params.stop_token_ids else None
+            request.stop_reason = token_id if token_id in request.stop_ids else None
             self._finish(request, FinishReason.STOP)
         elif len(request.token_ids) - request.num_prompt >= request.max_output:
             self._finish(request, FinishReason.LENGTH)

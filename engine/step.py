@@ -32,7 +32,7 @@ class Admit(msgspec.Struct, frozen=True):
     params: SamplingParams
     seed: int
     """The stream of this sample (sample index already mixed in)."""
-    stop_ids: tuple[int, ...]
+    barred_ids: tuple[int, ...]
     """Tokens that may not be sampled before ``params.min_tokens`` output tokens."""
 
 

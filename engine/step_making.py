@@ -85,7 +85,7 @@ def admit_of(request: Request, slot: int) -> Admit:
         num_prompt=request.num_prompt,
         params=params,
         seed=request.seed,
-        stop_ids=tuple(sorted(request.stop_ids)),
+        barred_ids=tuple(sorted(request.barred_ids)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.sampling import MAX_BAD_WORDS, BadParameter, SamplingParams
+from engine.sampling import MAX_BAD_WORDS, MOST_BIAS, BadParameter, SamplingParams
 from router.errors import bad_request, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.prompts import PromptText, too_long
@@ -33,6 +33,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         refuse(
             f"allowed_token_ids names more than the {vocab_size} tokens that there are.", "allowed_token_ids"
         )
+    biases = request.logit_bias or {}  # beyond the bounds they are brought to them, as in vLLM
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     params = SamplingParams(
         n=_first(request.n, 1),
@@ -51,7 +52,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         min_tokens=_first(request.min_tokens, 0),
         logprobs=_chat_logprobs(request) if isinstance(request, ChatRequest) else _logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        logit_bias=request.logit_bias or {},
+        logit_bias={token: min(MOST_BIAS, max(-MOST_BIAS, bias)) for token, bias in biases.items()},
         bad_words=_bad_words(request.bad_words or (), model.tokenizer),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output is True,

@@ -53,6 +53,8 @@ class Sample:
         self._min_tokens = params.min_tokens
         self._wants_logprobs = params.logprobs is not None
         self._shows_stop_token = params.include_stop_str_in_output
+        self._plain_end = None if params.ignore_eos else tokenizer.eos_id
+        """As a reason to stop, clients are told of any other end of a sequence, not of this one (as vLLM)."""
         self._length = 0
         """Characters that came out of the detokenizer."""
         self.detokenizer = tokenizer.detokenizer(
@@ -112,7 +114,8 @@ class Sample:
         if delta.finish_reason is not None and self.finish_reason is None:
             piece.text += self._flush()
             if not self._finish_if_matched(piece):
-                self._finish(piece, delta.finish_reason, delta.stop_reason)
+                stop_reason = None if delta.stop_reason == self._plain_end else delta.stop_reason
+                self._finish(piece, delta.finish_reason, stop_reason)
         return piece
 
     def _read(self, delta: Delta) -> Piece:

@@ -50,6 +50,8 @@ class Tokenizer:
         self.backend = backend
         self.config = config
         self.special_tokens = _named_special_tokens(config)
+        self.eos_id: int | None = backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        """The token that tokenizer_config.json says ends a sequence; a model may have others beside it."""
         backend.no_truncation()
         backend.no_padding()
         self._add_boundaries()

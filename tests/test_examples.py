@@ -69,7 +69,7 @@ def test_a_null_model_stands_in_for_a_real_one() -> None:
     executor = NullExecutor(vocabulary=50, block_size=16, most=4)
     kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1), SamplingParams()]
     for params in kinds:  # what the native list chooses itself, what it does not
-        admit = Admit(slot=0, token_ids=[1, 2, 3], num_prompt=3, params=params, seed=0, stop_ids=())
+        admit = Admit(slot=0, token_ids=[1, 2, 3], num_prompt=3, params=params, seed=0, barred_ids=())
         result = executor.execute(Step([admit], [0], [0], [3], {0: [0]}))
         token = result.tokens[0]
         assert token is not None

@@ -276,6 +276,20 @@ def test_stop_tokens_and_minimum() -> None:
     assert len(bench.outputs[other]) == (later[0] + 1 if later else 8)
 
 
+def test_end_of_sequence_is_barred_before_the_minimum_even_where_it_is_ignored() -> None:
+    bench = Bench()
+    for ignore_eos, stops in ((False, (2, EOS)), (True, (2,))):
+        params = SamplingParams(min_tokens=3, ignore_eos=ignore_eos, stop_token_ids=(2,))
+        number = bench.add(tokens(1, 4), params=params)
+        step = bench.scheduler.schedule()
+        assert step is not None
+        bench.executor.begin(step)
+        bench.under_way.append(step)
+        assert step.admits[0].barred_ids == (2, EOS)
+        assert bench.requests[number].stop_ids == set(stops)
+        bench.finish()
+
+
 def test_a_resumed_request_goes_on_where_it_was() -> None:
     prompt = tokens(8, 10)
     output = expected_output(prompt, 9)

@@ -29,6 +29,7 @@ from router.streaming import Call, EventStream, merged, unless_gone, whole_answe
 from router.text_model import TextModel
 from router.tokens import Tokenizer
 from tests.router.fake_mesh import FakeMesh, Script, failing, logprobs_of, saying
+from tests.router.tiny_tokenizer import EOS, IM_END
 
 # ---- one sample
 
@@ -66,6 +67,19 @@ def test_the_token_that_stops_is_not_shown(tokenizer: Tokenizer) -> None:
     piece = say(sample_of(tokenizer), [stopped])
     assert (piece.text, piece.token_ids, piece.stop_reason) == ("Hello", ids, ids[-1])
     assert say(sample_of(tokenizer, include_stop_str_in_output=True), [stopped]).text == "Hello!"
+
+
+def test_which_token_a_client_is_told_to_have_stopped_at(tokenizer: Tokenizer) -> None:
+    """Any but the one that ends a sequence by its name, unless that is a stop token like others."""
+
+    def reason(token_id: int, **params: Any) -> int | str | None:
+        delta = Delta(1, [token_id], FinishReason.STOP, stop_reason=token_id)
+        return say(sample_of(tokenizer, **params), [delta]).stop_reason
+
+    assert reason(EOS) is None
+    assert reason(EOS, stop_token_ids=(EOS,)) is None
+    assert reason(EOS, stop_token_ids=(EOS,), ignore_eos=True) == EOS
+    assert reason(IM_END) == IM_END
 
 
 @pytest.mark.parametrize("whole", [True, False])
