@@ -27,6 +27,7 @@ from engine.sampler import (
     sample_shard,
 )
 from engine.step import Admit, Step, StepResult
+from engine.token_rules import TokenRules
 from engine.trace import MOST_SPANS, Span
 from engine.transfer import fetch, upload
 from engine.weights import LoadedModel
@@ -49,11 +50,13 @@ class _Slot:
     """Tokens by position, with room for more."""
     picks_best: bool
     """See :attr:`SamplingParams.picks_best`."""
+    rules: TokenRules
 
     @classmethod
     def of(cls, admit: Admit) -> _Slot:
         room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
-        slot = cls(admit, room, admit.params.picks_best)
+        rules = TokenRules(admit.params, admit.barred_ids)
+        slot = cls(admit, room, admit.params.picks_best, rules)
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
 
@@ -339,7 +342,7 @@ class ModelRunner:
         end = step.starts[index] + step.counts[index]
         admit = slot.admit
         return SampleRow(
-            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, admit.barred_ids, mask
+            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, slot.rules, mask
         )
 
     def _logprob_table(

@@ -19,8 +19,7 @@ On a GPU all of it is only launched: nothing here waits for the device.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +30,7 @@ from engine.attention.base import Int64s
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 from engine.thinking import forced_token
+from engine.token_rules import Columns, RuleTensors, TokenRules
 from engine.transfer import upload
 from parallel.communicators.arithmetic import even_sizes
 from parallel.tensor_parallel import TensorRank
@@ -57,13 +57,17 @@ class SampleRow:
     token_ids: Int64s
     """Prompt and output so far."""
     num_prompt: int
-    stop_ids: tuple[int, ...]
+    rules: TokenRules
     mask: npt.NDArray[np.uint8] | None = None
     """Bits of the tokens that may be chosen, the lowest of a byte first; None: all may."""
 
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> Int64s:
+        return self.token_ids[self.num_prompt :]
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -154,46 +158,43 @@ def _rows_per_chunk(logits: torch.Tensor) -> int:
 def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0) -> torch.Tensor:
     """Logits after all that precedes temperature: a changed copy in float32, or the same if none asks.
     Column 0 is token ``first``; what concerns tokens outside is left to whoever has them."""
-    allowed = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]
+    forbidding = [i for i, row in enumerate(rows) if row.rules.forbids]
     masked = [i for i, row in enumerate(rows) if row.mask is not None]
-    banned = [i for i, row in enumerate(rows) if row.params.bad_words]
-    biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
+    banned = [i for i, row in enumerate(rows) if row.rules.has_bad_words]
+    biased = [i for i, row in enumerate(rows) if row.rules.biases]
     too_short = [i for i, row in enumerate(rows) if _is_too_short(row)]
     penalised = [i for i, row in enumerate(rows) if row.params.shapes_logits_by_history]
     forced = _forced(rows)
-    if not (allowed or masked or banned or biased or too_short or penalised or forced):
+    if not (forbidding or masked or banned or biased or too_short or penalised or forced):
         return logits
     shaped = logits.to(torch.float32, copy=True)
     device = logits.device
-    stop = first + logits.shape[1]
-    if allowed:
-        ids = (rows[i].params.allowed_token_ids or () for i in allowed)
-        where = _pairs(device, allowed, ([t - first for t in each if first <= t < stop] for each in ids))
-        kept = shaped[where]
-        shaped[_numbers(allowed, device)] = NEVER
-        shaped[where] = kept
+    columns = Columns(first, logits.shape[1], device)
+
+    def rules(of: Sequence[int]) -> list[RuleTensors]:
+        return [rows[i].rules.tensors(columns) for i in of]
+
+    for i, each in zip(forbidding, rules(forbidding), strict=True):
+        shaped[i].masked_fill_(each.forbidden, NEVER)
     if masked:
         places = _numbers(masked, device)
         forbidden = _forbidden([rows[i] for i in masked], first, logits.shape[1], device)
         shaped[places] = shaped[places].masked_fill_(forbidden, NEVER)
     if banned:
-        ends = ([t - first for t in last_of_bad_words(rows[i]) if first <= t < stop] for i in banned)
-        shaped[_pairs(device, banned, ends)] = NEVER
+        ends = (rows[i].rules.ends_of_bad_words(rows[i].output_ids) for i in banned)
+        shaped[_pairs(columns, banned, ends)] = NEVER
     if biased:
-        biases = [{t: b for t, b in rows[i].params.logit_bias.items() if first <= t < stop} for i in biased]
-        where = _pairs(device, biased, ([t - first for t in each] for each in biases))
-        values = [bias for each in biases for bias in each.values()]
-        shaped[where] += upload(np.array(values, dtype=np.float32), device)
+        made = rules(biased)
+        where = _places(biased, [each.biased for each in made])
+        shaped[where] += torch.cat([each.biases for each in made])
     if too_short:
-        stops = ([t - first for t in rows[i].stop_ids if first <= t < stop] for i in too_short)
-        shaped[_pairs(device, too_short, stops)] = NEVER
+        shaped[_places(too_short, [each.barred for each in rules(too_short)])] = NEVER
     if penalised:
         places = _numbers(penalised, device)
         shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised], first)
     if forced:
         shaped[_numbers(list(forced), device)] = NEVER
-        here = ([t - first] if first <= t < stop else [] for t in forced.values())
-        shaped[_pairs(device, list(forced), here)] = 0.0
+        shaped[_pairs(columns, list(forced), ([token] for token in forced.values()))] = 0.0
     return shaped
 
 
@@ -201,7 +202,7 @@ def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:
     """By row: the only token that may come, where a budget of reasoning is used up. A grammar that does not
     let it come yet (in the middle of a character) is followed first."""
     tokens = {
-        i: forced_token(row.token_ids[row.num_prompt :], row.params.thinking)
+        i: forced_token(row.output_ids, row.params.thinking)
         for i, row in enumerate(rows)
         if row.params.thinking is not None
     }
@@ -212,21 +213,9 @@ def _lets(mask: npt.NDArray[np.uint8] | None, token: int) -> bool:
     return mask is None or bool(mask[token // 8] >> token % 8 & 1)
 
 
-def last_of_bad_words(row: SampleRow) -> list[int]:
-    """Tokens that would complete a bad word, of which the output ends with all others."""
-    words = row.params.bad_words
-    longest = max(map(len, words))
-    tail = tuple(row.token_ids[max(row.num_prompt, len(row.token_ids) - longest + 1) :].tolist())
-    return [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
-
-
 def _is_too_short(row: SampleRow) -> bool:
-    if row.num_output >= row.params.min_tokens or not row.stop_ids:
-        return False
-    if row.mask is not None:
-        return False  # seen to there, where it is known what else could follow
-    allowed = row.params.allowed_token_ids  # something must stay possible
-    return allowed is None or not set(allowed) <= set(row.stop_ids)
+    """With a mask that is seen to there, where it is known what else could follow."""
+    return row.num_output < row.rules.min_tokens and row.mask is None
 
 
 def _forbidden(rows: Sequence[SampleRow], first: int, width: int, device: torch.device) -> torch.Tensor:
@@ -246,13 +235,21 @@ def _truncates(params: SamplingParams) -> bool:
 
 
 def _pairs(
-    device: torch.device, rows: Sequence[int], tokens: Iterable[Iterable[int]]
+    columns: Columns, rows: Sequence[int], tokens: Iterable[Iterable[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column indices of the given tokens of each row."""
-    lists = [list(each) for each in tokens]
-    repeated = np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in lists])
-    flat = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
-    return upload(repeated, device), upload(flat, device)
+    found = [columns.of(each) for each in tokens]
+    return _repeated(rows, found, columns.device), upload(np.concatenate(found), columns.device)
+
+
+def _places(rows: Sequence[int], found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column indices of the columns of each row."""
+    return _repeated(rows, found, found[0].device), torch.cat(list(found))
+
+
+def _repeated(rows: Sequence[int], found: Sequence[Sized], device: torch.device) -> torch.Tensor:
+    """Each row's number as often as something is found there."""
+    return upload(np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in found]), device)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> torch.Tensor:
@@ -262,7 +259,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> to
     width = logits.shape[1]
     seen[_history(device, [row.token_ids for row in rows], first, width)] = True
     counts = torch.zeros_like(logits)
-    outputs = _history(device, [row.token_ids[row.num_prompt :] for row in rows], first, width)
+    outputs = _history(device, [row.output_ids for row in rows], first, width)
     counts.index_put_(outputs, torch.ones((), device=device), accumulate=True)
     repetition = _column(device, [row.params.repetition_penalty for row in rows])
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -449,7 +446,7 @@ def rehearse(logits: torch.Tensor, vocabulary: VocabularyShard | None = None) ->
     )
     history = np.zeros(1, dtype=np.int64)
     mask = np.full(-(-vocab_size // 8), 255, dtype=np.uint8)
-    rows = [SampleRow(params, 0, 1, history, 0, (), mask)] * len(logits)
+    rows = [SampleRow(params, 0, 1, history, 0, TokenRules(params), mask)] * len(logits)
     if vocabulary is None:
         logprob_table(logits, sample(logits, rows), 1)
     else:

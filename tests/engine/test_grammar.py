@@ -26,6 +26,7 @@ from engine.messages import FinishReason, Submit
 from engine.sampler import SampleRow, shape_logits
 from engine.sampling import SamplingParams
 from engine.step import Step, StepResult
+from engine.token_rules import TokenRules
 from parallel.communicators.base import CollectiveError
 from router.structured import ANSWER, json_body, text_of
 from router.structured_config import StructuredOutputsConfig
@@ -398,7 +399,7 @@ def test_masks_of_a_part_of_the_vocabulary(first: int) -> None:
     for ids in kept:
         mask = None if ids is None else vocabulary.bits_of(ids)
         token_ids = torch.arange(4).numpy()
-        rows.append(SampleRow(SamplingParams(), 0, 4, token_ids, 2, (), mask))
+        rows.append(SampleRow(SamplingParams(), 0, 4, token_ids, 2, TokenRules(SamplingParams()), mask))
     shaped = shape_logits(logits[:, first : first + 101], rows, first)
     for row, ids in enumerate(kept):
         wanted = [first + at for at in range(101) if ids is None or first + at in ids]

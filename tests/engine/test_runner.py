@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import token_rules
 from engine.attention import make_attention
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
@@ -20,6 +21,8 @@ from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
+from engine.token_rules import TokenRules
+from engine.transfer import upload
 from engine.weights import LoadedModel, load_model
 from tests.engine.driver import Driven, Driver
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
@@ -299,8 +302,37 @@ def test_a_draw_is_a_function_of_seed_and_position(directories: dict[str, Path])
     reference = AutoModelForCausalLM.from_pretrained(directories["llama"], attn_implementation="eager")
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt])).logits[0, -1:]
-    row = SampleRow(SamplingParams(), 11, 9, np.array(prompt), 9, ())
+    row = SampleRow(SamplingParams(), 11, 9, np.array(prompt), 9, TokenRules(SamplingParams()))
     assert request.output_ids == sample(logits, [row]).tolist()
+
+
+def test_what_a_request_says_of_tokens_is_made_once(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in every step: a list of allowed tokens may be as long as the vocabulary."""
+    made = []
+
+    def note(array: Any, device: torch.device) -> torch.Tensor:
+        made.append(array)
+        return upload(array, device)
+
+    monkeypatch.setattr(token_rules, "upload", note)
+    driver = make_driver(load(directories["llama"]))
+    params = SamplingParams(
+        temperature=0.0,
+        allowed_token_ids=(*range(0, VOCAB, 3),),
+        logit_bias={9: 5.0, 10: 50.0},
+        bad_words=((12,), (9, 9)),
+        min_tokens=2,
+    )
+    request = driver.add(make_prompts((9,))[0], params)
+    for count in (9, 1):
+        driver.step([(request, count)], stop_ids=(9,))
+    assert request.output_ids[-1] % 3 == 0
+    count = len(made)
+    assert count > 0
+    driver.generate([request], 4)
+    assert len(made) == count
 
 
 def test_many_slots_and_long_contexts(directories: dict[str, Path]) -> None:

@@ -15,7 +15,6 @@ from engine.sampler import (
     NEVER,
     NUCLEUS_WIDTH,
     SampleRow,
-    last_of_bad_words,
     logprob_table,
     read_logprobs,
     rehearse,
@@ -23,6 +22,7 @@ from engine.sampler import (
     shape_logits,
 )
 from engine.sampling import SamplingParams, ThinkingBudget
+from engine.token_rules import TokenRules
 
 VOCAB = 64
 HISTORY = [3, 5, 5, 9, 3, 3, 9]
@@ -32,7 +32,7 @@ NUM_PROMPT = 3
 def make_row(
     params: SamplingParams, *, seed: int = 1, position: int = 7, stop_ids: tuple[int, ...] = ()
 ) -> SampleRow:
-    return SampleRow(params, seed, position, np.array(HISTORY), NUM_PROMPT, stop_ids)
+    return SampleRow(params, seed, position, np.array(HISTORY), NUM_PROMPT, TokenRules(params, stop_ids))
 
 
 def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -287,11 +287,11 @@ def test_bad_words_do_not_come() -> None:
     """The output so far is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
     words = ((7,), (3, 9, 11), (9, 12), (5, 9, 3, 3, 9, 13), (3, 14), (9, 3, 3, 9, 15))
     row = make_row(SamplingParams(bad_words=words))
-    assert last_of_bad_words(row) == [7, 11, 12, 15], "not what the prompt would be part of"
     logits = make_logits(2)
     shaped = shape_logits(logits, [make_row(SamplingParams()), row])
     assert torch.equal(shaped[0], logits[0])
-    assert [token for token in range(VOCAB) if shaped[1, token] == NEVER] == [7, 11, 12, 15]
+    never = [token for token in range(VOCAB) if shaped[1, token] == NEVER]
+    assert never == [7, 11, 12, 15], "not what the prompt would be part of"
     assert torch.equal(
         shape_logits(logits[:, 10:20], [row, row], first=10)[0] == NEVER, shaped[1, 10:20] == NEVER
     )

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from engine import runner as runner_module
-from engine import sampler
+from engine import sampler, token_rules
 from engine.messages import TokenLogprobs
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
@@ -58,6 +58,7 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runner_module, "upload", device.upload)
     monkeypatch.setattr(runner_module, "fetch", device.fetch)
     monkeypatch.setattr(sampler, "upload", device.upload)
+    monkeypatch.setattr(token_rules, "upload", device.upload)
     made = torch.tensor
     monkeypatch.setattr(
         torch,
