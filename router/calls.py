@@ -21,6 +21,8 @@ UNPREDICTABLE = random.SystemRandom()
 
 MAX_SAMPLES = 1024
 """Prompts times ``n`` of one request."""
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Told of the prompts of one request, times ``n``: most of a gigabyte while its answer is made."""
 
 
 def make_samples(
@@ -38,12 +40,15 @@ def make_samples(
     requests that bring none."""
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
+    prompt_logprobs = _prompt_logprobs(request, params)
+    _check_prompt_logprobs(request, params.n, prompts, prompt_logprobs)
     stops = StopStrings(params.stop) if params.stop else None
     alone = len(prompts) * params.n == 1
     samples: list[Sample] = []
     for prompt in prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
-        instance_params = _for_instances(request, params, room_for(prompt, request, params, model))
+        max_tokens = room_for(prompt, request, params, model)
+        instance_params = _for_instances(params, max_tokens, prompt_logprobs)
         for sample_index in range(params.n):
             index = len(samples)
             wanted = Prompt(
@@ -64,7 +69,23 @@ def make_samples(
     return samples
 
 
-def _for_instances(request: GenerationRequest, params: SamplingParams, max_tokens: int) -> SamplingParams:
+def _check_prompt_logprobs(
+    request: GenerationRequest, n: int, prompts: Sequence[PromptText], most: int | None
+) -> None:
+    """Refuse more log-probabilities of prompts than can be told in one answer; ``most`` for each token."""
+    if most is None:
+        return
+    num_tokens = sum(len(prompt.ids) for prompt in prompts) * n
+    if num_tokens * (1 + most) > MAX_PROMPT_LOGPROBS:
+        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        refuse(
+            f"{name} {most} for {num_tokens} tokens of prompts (n times each) are {num_tokens * (1 + most)} "
+            f"log-probabilities; one answer tells at most {MAX_PROMPT_LOGPROBS}: ask for fewer.",
+            name,
+        )
+
+
+def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
     """What an instance needs to know: one sample, without the text side. At least one token is generated."""
     return msgspec.structs.replace(
         params,
@@ -73,7 +94,7 @@ def _for_instances(request: GenerationRequest, params: SamplingParams, max_token
         stop=(),
         max_tokens=max(1, max_tokens),
         logprobs=params.logprobs if max_tokens else None,
-        prompt_logprobs=_prompt_logprobs(request, params),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -70,7 +70,8 @@ class ChatAnswer(ChunkedAnswer):
         first = self.samples[0]
         answer = ChatCompletion(self.id, self.created, self.model, choices, self.usage())
         if self._num_prompt_logprobs is not None:
-            answer.prompt_logprobs = self._shapes.prompt(first.prompt_logprobs, self._num_prompt_logprobs)
+            most = self._num_prompt_logprobs
+            answer.prompt_logprobs = self._shapes.prompt_encoded(first.prompt_logprobs, most)
         if self._returns_ids:
             answer.prompt_token_ids = first.prompt.prompt_ids
         return encode(answer)

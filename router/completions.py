@@ -34,7 +34,7 @@ class CompletionAnswer(ChunkedAnswer):
         for sample, pieces in zip(self.samples, said, strict=True):
             choice = self._choice(sample, join(pieces), first=True)
             if self._num_prompt_logprobs is not None:
-                choice.prompt_logprobs = self._shapes.prompt(
+                choice.prompt_logprobs = self._shapes.prompt_encoded(
                     sample.prompt_logprobs, self._num_prompt_logprobs
                 )
             choices.append(choice)

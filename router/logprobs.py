@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import msgspec
 
 from engine.messages import TokenLogprobs
 from router.openai_api import (
@@ -14,6 +17,8 @@ from router.openai_api import (
     TopLogprob,
 )
 from router.tokens import Tokenizer
+
+Shape = TypeVar("Shape")
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -37,7 +42,7 @@ class LogprobShapes:
         return CompletionLogprobs(
             tokens=[self._name(token_id) for token_id in token_ids],
             token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
-            top_logprobs=[None if entry is None else self._top_by_text(entry) for entry in logprobs],
+            top_logprobs=[None if entry is None else encoded(self._top_by_text(entry)) for entry in logprobs],
             text_offset=list(offsets),
         )
 
@@ -47,6 +52,10 @@ class LogprobShapes:
     def prompt(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
         """vLLM's ``prompt_logprobs``: by token id, the prompt's own token first."""
         return [None if entry is None else self._by_id(entry, num_top) for entry in logprobs]
+
+    def prompt_encoded(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
+        """The same for an answer."""
+        return [None if entry is None else encoded(self._by_id(entry, num_top)) for entry in logprobs]
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
@@ -84,6 +93,12 @@ class LogprobShapes:
         for rank, (token_id, logprob) in enumerate(top, start=1):
             found.setdefault(token_id, PromptLogprob(_finite(logprob), rank, text(token_id)))
         return found
+
+
+def encoded(value: Shape) -> Shape:
+    """JSON in place of what it says. All of a large answer at once would hold up the other threads, too, and
+    as objects it is several times as large."""
+    return cast(Shape, msgspec.Raw(msgspec.json.encode(value)))
 
 
 def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:

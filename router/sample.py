@@ -77,6 +77,13 @@ class Sample:
         return not self._drops_output or self.prompt.params.prompt_logprobs is not None
 
     @property
+    def num_told(self) -> int:
+        """Tokens and log-probabilities that there are to tell so far: making an answer takes as long."""
+        params = self.prompt.params
+        of_prompt = len(self.prompt_logprobs) * (1 + (params.prompt_logprobs or 0))
+        return of_prompt + self.num_tokens * (1 + (params.logprobs or 0))
+
+    @property
     def may_stop(self) -> bool:
         """Whether its text may end it, at any delta."""
         return self._search is not None

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT = 60.0
 """Seconds that a client may refuse to take more of its stream."""
+
+HEAVY = 4096
+"""Tokens and log-probabilities. What tells more is made in a thread: other clients' streams do not wait."""
 
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -198,7 +202,8 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
     async def run() -> bytes:
         async with call.deadline():
-            return call.answer.whole(await call.said())
+            said = await call.said()
+            return await made_of(call.samples, lambda: call.answer.whole(said))
 
     try:
         return await unless_gone(receive, run())
@@ -290,15 +295,24 @@ class EventStream(Response):
             await asyncio.gather(commenting, return_exceptions=True)
 
     async def _write_pieces(self, write: Write, sink: Sink | None) -> None:
-        answer = self._call.answer
         begun: set[int] = set()
         async with contextlib.aclosing(self._call.pieces(sink)) as batches:
             async for batch in batches:
-                events = []
-                for sample, piece in batch:
-                    events.append(answer.chunk(sample, piece, first=sample.index not in begun))
-                    begun.add(sample.index)
-                await write(b"".join(events))
+                opened = [sample for sample, _ in batch if sample.index not in begun]
+                await write(await made_of(opened, partial(self._events, batch, begun)))
+
+    def _events(self, batch: Batch, begun: set[int]) -> bytes:
+        events = []
+        for sample, piece in batch:
+            events.append(self._call.answer.chunk(sample, piece, first=sample.index not in begun))
+            begun.add(sample.index)
+        return b"".join(events)
+
+
+async def made_of(samples: Sequence[Sample], make: Callable[[], bytes]) -> bytes:
+    """A part of an answer that tells all that there is of these samples."""
+    is_heavy = sum(sample.num_told for sample in samples) > HEAVY
+    return await asyncio.to_thread(make) if is_heavy else make()
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.sampling import SamplingParams
 from router.body import decoder
-from router.calls import MAX_SAMPLES, make_samples
+from router.calls import MAX_PROMPT_LOGPROBS, MAX_SAMPLES, make_samples
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.mesh import Prompt, ServedModel
@@ -246,6 +246,24 @@ def test_a_seed_of_minus_1_is_none(text_model: TextModel, make: Any) -> None:
 def test_the_number_of_samples_is_bounded(text_model: TextModel) -> None:
     with pytest.raises(ApiError, match=f"at most {MAX_SAMPLES}"):
         completion(text_model, prompt=["a"] * (MAX_SAMPLES // 2), n=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("prompt_logprobs", {"prompt_logprobs": 20}), ("logprobs", {"logprobs": 20, "echo": True})],
+)
+def test_the_log_probabilities_of_prompts_are_bounded(
+    text_model: TextModel, name: str, fields: dict[str, Any]
+) -> None:
+    """By tokens, samples and alternatives together; each alone is in its bounds."""
+    prompts = [[5] * 200] * (MAX_SAMPLES // 4)
+    assert len(completion(text_model, prompt=prompts, n=3, **fields)) == 3 * len(prompts)
+    with pytest.raises(
+        ApiError, match=f"^{name} 20 for 204800 tokens .* at most {MAX_PROMPT_LOGPROBS}"
+    ) as caught:
+        completion(text_model, prompt=prompts, n=4, **fields)
+    assert (caught.value.status, caught.value.param) == (400, name)
+    assert len(completion(text_model, prompt=prompts, n=4, **fields | {name: 10})) == 4 * len(prompts)
 
 
 # ---- fields

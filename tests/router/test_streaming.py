@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -258,6 +259,39 @@ def test_a_stream_to_its_end(text_model: TextModel, words: Script, n: int) -> No
         assert client.is_complete
         assert (mesh.num_open, metrics.in_flight) == (0, 0)
         assert metrics.success == {("0", "length"): n}
+
+    run(work)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_tells_much_is_made_in_a_thread(text_model: TextModel, words: Script, streams: bool) -> None:
+    async def work() -> None:
+        loop_thread = threading.current_thread()
+        for num_prompt, apart in ((8, False), (200, True)):
+            prompt = [5 + at % 400 for at in range(num_prompt)]
+            client = Client()
+            fields = {"prompt": prompt, "echo": True, "logprobs": 20, "stream": streams}
+            call = call_of(FakeMesh(None, words), text_model, **fields)
+            places = []
+
+            def note(make: Callable[..., bytes], places: list[bool] = places) -> Callable[..., bytes]:
+                def noting(*args: Any, **options: Any) -> bytes:
+                    places.append(threading.current_thread() is not loop_thread)
+                    return make(*args, **options)
+
+                return noting
+
+            call.answer.whole, call.answer.chunk = note(call.answer.whole), note(call.answer.chunk)
+            if streams:
+                await stream(call, client)
+                first = msgspec.json.decode(client.text.split("\n\n")[0].removeprefix("data: "))
+            else:
+                first = msgspec.json.decode(await whole_answer(call, client.receive))
+            assert places == [apart, *[False] * (len(places) - 1)]
+            told = first["choices"][0]["logprobs"]["top_logprobs"]
+            assert told[0] is None
+            names = {text_model.tokenizer.token_text(prompt[1] + more) for more in (0, 1, 2)}
+            assert told[1].keys() == names
 
     run(work)
 
