@@ -64,8 +64,8 @@ def size_cache(
     )  # fmt: skip
     if capacity < asked_len:
         logger.warning(
-            "the KV cache holds %d tokens, less than the context of %d: longer requests are refused; "
-            "raise --kv-cache-memory-bytes or lower --max-model-len",
+            "the KV cache holds %d tokens, less than the context of %d: requests for more are refused, those "
+            "that name no max_tokens end there; raise --kv-cache-memory-bytes or lower --max-model-len",
             capacity, asked_len,
         )  # fmt: skip
     return num_blocks, min(asked_len, capacity)

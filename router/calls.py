@@ -35,9 +35,12 @@ def make_samples(
     chance: random.Random = UNPREDICTABLE,
     session: str = "",
     traceparent: str = "",
+    *,
+    may_be_cut: bool = False,
 ) -> list[Sample]:
     """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
-    requests that bring none."""
+    requests that bring none. ``may_be_cut``: the end of an instance's context may end them before the tokens
+    that were asked for are there."""
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
     prompt_logprobs = _prompt_logprobs(request, params)
@@ -56,6 +59,7 @@ def make_samples(
                 prompt_ids=prompt.ids,
                 params=instance_params,
                 seed=seed,
+                asked=0 if may_be_cut else params.max_tokens or 0,
                 sample_index=sample_index,
                 rank=rank,
                 priority=request.priority or 0,

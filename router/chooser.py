@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engine.blocks import prefix_names
 from router import policy
 from router.ledger import Entry, Ledger
-from router.mesh import MeshError
+from router.mesh import MeshError, Prompt
 from router.policy import Candidate, Policy, Wish
 from router.pool import Instance, Pool
 
@@ -62,7 +62,8 @@ class Chooser:
         """The instance that gets a request.
 
         Raises:
-            MeshError: nobody can take it (503), or the rank it names does not exist (400).
+            MeshError: nobody can take it (503), the rank it names does not exist, or it asks for more tokens
+                than anybody holds (400).
         """
         instances = self._instances_for(entry)
         lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
@@ -72,7 +73,10 @@ class Chooser:
         able = policy.eligible(found, entry.failed_ranks)
         if not able:
             raise unavailable(_why_nobody(entry, waiting_for))
-        holding = policy.that_hold(able, entry.work)
+        limit = policy.longest(found)
+        if limit is not None and entry.most >= limit and entry.prompt.asked and not entry.owed:
+            raise _too_long(entry.prompt, limit)
+        holding = policy.that_hold(able, entry.most) or policy.that_hold(able, entry.work)
         if holding:
             able = holding
         elif entry.owed:  # else the instance says what is wrong with it
@@ -152,6 +156,19 @@ class Chooser:
     def _cached(self, instance: Instance, lengths: dict[str, int]) -> int:
         length = lengths.get(instance.name, 0)
         return length * instance.capacity.block_size if instance.capacity is not None else 0
+
+
+def _too_long(prompt: Prompt, limit: int) -> MeshError:
+    """In the words of :func:`router.prompts.too_long`, which goes by the model alone."""
+    num_prompt = len(prompt.prompt_ids)
+    return MeshError(
+        400,
+        "BadRequestError",
+        f"This model's maximum context length is {limit} tokens as it is served here (the largest KV cache "
+        f"holds no more). However, you requested {num_prompt + prompt.asked} tokens ({num_prompt} in the "
+        f"prompt, {prompt.asked} in the completion). Please reduce the length of the prompt or completion.",
+        param="max_tokens",
+    )
 
 
 def _why_nobody(entry: Entry, waiting_for: str) -> str:

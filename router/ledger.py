@@ -131,6 +131,11 @@ class Entry:
         """Tokens to compute before the next one comes out."""
         return len(self.prompt.prompt_ids) + len(self.emitted)
 
+    @property
+    def most(self) -> int:
+        """Tokens that will have keys and values at its end, as far as its client has said."""
+        return max(self.work, len(self.prompt.prompt_ids) + self.prompt.asked - 1)
+
 
 NONE: Mapping[int, Entry] = {}
 

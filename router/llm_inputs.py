@@ -93,7 +93,9 @@ class JobMaker:
             if problem := problem_with(grammar):
                 refuse(f"{form.param}: {problem}", form.param)
             wanted = msgspec.structs.replace(wanted, grammar=grammar)
-        samples = make_samples(request_id, request, wanted, [prompt], self._model, None, self._chance)
+        samples = make_samples(
+            request_id, request, wanted, [prompt], self._model, None, self._chance, may_be_cut=True
+        )
         return Job(request_id, params, text, samples)
 
 

@@ -58,6 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    asked: int = 0
+    """Tokens that the client itself asked for: who cannot hold as many would end it early."""
     sample_index: int = 0
     rank: int | None = None
     """The instance that the client asked for (X-data-parallel-rank)."""

@@ -118,6 +118,12 @@ def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
     ]
 
 
+def longest(candidates: Sequence[Candidate]) -> int | None:
+    """Tokens of prompt and answer that one of these can hold at most; None if none has answered yet."""
+    capacities = [each.capacity for each in candidates if each.capacity is not None]
+    return max((each.num_blocks * each.block_size for each in capacities), default=None)
+
+
 def is_full(candidate: Candidate) -> bool:
     limits = candidate.capacity
     if limits is None:

@@ -83,6 +83,8 @@ class Recaller:
         for other in self._pool:
             if other is here or other.rank not in usable or other.capacity is None:
                 continue
+            if not policy.that_hold([candidates[other.name]], entry.most):
+                continue
             cached = lengths.get(other.name, 0) * other.capacity.block_size
             there = msgspec.structs.replace(candidates[other.name], cached_tokens=cached)
             if (price := policy.cost(there, entry.work)) < lowest:

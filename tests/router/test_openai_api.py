@@ -177,6 +177,17 @@ def test_names_of_max_tokens_in_chat(text_model: TextModel, fields: dict[str, An
     assert chat(text_model, **fields)[0].params.max_tokens == wanted
 
 
+def test_only_what_a_client_asked_for_itself_counts_as_asked(text_model: TextModel) -> None:
+    assert [prompt.asked for prompt in completion(text_model, n=2, max_tokens=9)] == [9, 9]
+    assert chat(text_model, max_completion_tokens=8)[0].asked == 8
+    assert chat(with_defaults(text_model, max_tokens=9))[0].asked == 0
+    assert completion(text_model)[0].asked == 0
+    request = CompletionRequest(prompt="Hello", max_tokens=9)
+    params, prompts = sampling_params(request, text_model, 20), completion_prompts(request, text_model)
+    (sample,) = make_samples("id", request, params, prompts, text_model, None, may_be_cut=True)
+    assert (sample.prompt.asked, sample.prompt.params.max_tokens) == (0, 9)
+
+
 def test_near_the_context_length(text_model: TextModel) -> None:
     prompt = [5] * (MAX_MODEL_LEN - 3)
     assert completion(text_model, prompt=prompt)[0].params.max_tokens == 3

@@ -177,6 +177,36 @@ def send(chooser: Chooser, request: Entry) -> Instance:
     return instance
 
 
+def test_who_holds_all_that_was_asked_for_comes_first() -> None:
+    """Caches of one mesh may differ: the smaller one would end the answer early."""
+    pool, _, chooser = world(2)
+    small, large = pool
+    small.capacity = msgspec.structs.replace(CAPACITY, num_blocks=10)
+    for number in range(5):
+        large.dispatch(100, 0.0)
+        assert chooser.choose(entry([number] * 100), 0.0) is small, "it named no number"
+        assert chooser.choose(entry([number] * 100, asked=60), 0.0) is small
+        assert chooser.choose(entry([number] * 100, asked=61), 0.0) is large
+    large.attached = False
+    assert chooser.choose(entry([1] * 100, asked=61), 0.0) is small, "better than nobody"
+
+
+def test_more_than_anybody_holds_is_refused_in_the_words_for_it() -> None:
+    pool, _, chooser = world(2)
+    (small, large), prompt = pool, [1] * 100
+    small.capacity = msgspec.structs.replace(CAPACITY, num_blocks=10)
+    assert chooser.choose(entry(prompt, asked=15_900), 0.0) is large
+    for fields, limit in (({"asked": 15_901}, 16_000), ({"asked": 61, "rank": 0}, 160)):
+        with pytest.raises(MeshError, match=f"maximum context length is {limit} tokens") as caught:
+            chooser.choose(entry(prompt, **fields), 0.0)
+        assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+    resumed = entry(prompt, asked=15_901)
+    resumed.owed = True
+    assert chooser.choose(resumed, 0.0) in (small, large), "its client was promised an answer"
+    large.capacity = small.capacity = None
+    assert chooser.choose(entry(prompt, asked=15_901), 0.0) in (small, large), "nobody knows yet"
+
+
 def test_a_burst_spreads_evenly_without_any_report() -> None:
     pool, _, chooser = world(3)
     for number in range(18):
@@ -307,6 +337,9 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
     crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0)
     free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()), 0.0)
     ledger.book(ledger.at(crowded.name)[12], Delta(12, [5]))
+    free.capacity = msgspec.structs.replace(CAPACITY, num_blocks=31)
+    assert recaller.recalls(1.0 - INTERVAL) == {}, "it would not hold them"
+    free.capacity = CAPACITY
     assert recaller.recalls(1.0) == {crowded.name: [11, 10, 9]}, "the last first; 12 has begun"
     assert recaller.recalls(1.0 + INTERVAL) == {}, "once is enough"
     assert chooser.choose(requests[20], 1.0) is not None
