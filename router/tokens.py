@@ -20,6 +20,10 @@ from tokenizers.processors import TemplateProcessing
 
 PRIMING = 6
 """Tokens of the prompt's tail that the first token is decoded with: some decoders strip a leading space."""
+MOST_BYTES = 4
+"""Of a character, and so the tokens that it may be."""
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character, or not yet."""
 MAX_PENDING = 16
 """Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
 
@@ -89,7 +93,8 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For a stream of tokens that follows a prompt."""
         if self._is_byte_level:
-            return ByteDetokenizer(self._shown_texts if skip_special_tokens else self._whole_texts)
+            texts = self._shown_texts if skip_special_tokens else self._whole_texts
+            return ByteDetokenizer(texts, prompt_ids)
         return DecodingDetokenizer(self, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     def _stream_bytes(self, token_id: int) -> bytes:
@@ -209,13 +214,16 @@ class ByteDetokenizer:
     """For vocabularies of bytes, where the text is that of all tokens' bytes in a row: nothing is decoded
     twice, and a token of whole characters costs a look into a table."""
 
-    def __init__(self, whole_texts: WholeTexts) -> None:
+    def __init__(self, whole_texts: WholeTexts, prompt_ids: Sequence[int] = ()) -> None:
         """``whole_texts`` is shared by all streams that hide the same tokens."""
         self._whole_texts = whole_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_open = False
+        self._decoder.decode(whole_texts.last_bytes(prompt_ids))
+        self._is_open = bool(self._decoder.getstate()[0])
         """Whether the last token ended within a character."""
-        self.json_texts: Mapping[int, bytes] = whole_texts.json
+        self._began_in_prompt = self._is_open
+        """Whether that character did: what the prompt leaves unfinished is no text of the stream."""
+        self.json_texts: Mapping[int, bytes] = NONE_KNOWN if self._is_open else whole_texts.json
 
     def __repr__(self) -> str:
         return f"<ByteDetokenizer{' within a character' * self._is_open}>"
@@ -230,12 +238,18 @@ class ByteDetokenizer:
                 return text
         text = self._decoder.decode(self._whole_texts.bytes_of(token_id))
         self._set_open(bool(self._decoder.getstate()[0]))
-        return text
+        return self._without_prompts(text)
 
     def flush(self) -> str:
         """See :class:`Detokenizer`."""
         self._set_open(False)
-        return self._decoder.decode(b"", final=True)
+        return self._without_prompts(self._decoder.decode(b"", final=True))
+
+    def _without_prompts(self, text: str) -> str:
+        if not (text and self._began_in_prompt):
+            return text
+        self._began_in_prompt = False
+        return text.removeprefix(REPLACEMENT)
 
     def _set_open(self, is_open: bool) -> None:
         self._is_open = is_open
@@ -266,6 +280,17 @@ class WholeTexts:
                     self.json[token_id] = msgspec.json.encode(text)
         return text
 
+    def last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """The end of these tokens' bytes, with all of a character that does not end there."""
+        found = b""
+        for token_id in reversed(token_ids[-MAX_PENDING:]):
+            if token_id in self.hidden:
+                continue
+            if self.of(token_id) or len(found) >= MOST_BYTES:
+                break
+            found = self.bytes_of(token_id) + found
+        return found[1 - MOST_BYTES :]
+
 
 class DecodingDetokenizer:
     """For any tokenizer: what is new when the last tokens are decoded together with the next one."""
@@ -278,11 +303,16 @@ class DecodingDetokenizer:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend
         self._skip = skip_special_tokens
-        self._context = list(prompt_ids[-PRIMING:])
+        self._context, unfinished = self._split(prompt_ids)
         """Tokens of the last text that came out: what the next ones are decoded with."""
         self._pending: list[int] = []
         """Tokens after those, of which nothing has come out."""
+        self._of_prompt = ""
+        """What the prompt's tokens among them are by themselves: no text of the stream."""
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+        for token_id in unfinished:
+            self.step(token_id)
+        self._of_prompt = self._decode(self._pending)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self._pending)} tokens pending>"
@@ -298,23 +328,39 @@ class DecodingDetokenizer:
         if text is None:
             return "" if len(self._pending) < MAX_PENDING else self._start_afresh()
         self._context, self._pending = self._pending, []
-        return text
+        return self._without_prompts(text)
 
     def flush(self) -> str:
         """See :class:`Detokenizer`."""
         if not self._pending:
             return ""
-        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
-        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip)
+        before, after = self._decode(self._context), self._decode(self._context + self._pending)
         if not after.startswith(before):
-            before, after = "", self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
+            before, after = "", self._decode(self._pending)
         self._pending = []
-        return after[len(before) :]
+        return self._without_prompts(after[len(before) :])
 
     def _start_afresh(self) -> str:
         text = self.flush()
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
         return text
+
+    def _without_prompts(self, text: str) -> str:
+        of_prompt, self._of_prompt = self._of_prompt, ""
+        return text.removeprefix(of_prompt)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _split(self, prompt_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of the prompt's last tokens those of whole characters, and behind them those of one that it ends
+        within. A row of tokens for bytes is text only if it begins with a character's first byte."""
+        for end in range(len(prompt_ids), max(0, len(prompt_ids) - MOST_BYTES), -1):
+            for begin in range(end - PRIMING, end - PRIMING - MOST_BYTES, -1):
+                whole = list(prompt_ids[max(0, begin) : end])
+                if not self._decode(whole).endswith(REPLACEMENT):
+                    return whole, list(prompt_ids[end:])
+        return [], list(prompt_ids[-PRIMING:])
 
 
 def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:

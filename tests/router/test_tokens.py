@@ -35,6 +35,11 @@ def piece_id(piece: str) -> int:
     return id
 
 
+def byte_pieces(text: str) -> list[int]:
+    """A text as that tokenizer's tokens for bytes."""
+    return [piece_id(f"<0x{byte:02X}>") for byte in text.encode()]
+
+
 def byte_id(byte: int) -> int:
     """The token of one byte."""
     return next(id for id in range(TINY.size) if TINY.token_bytes(id) == bytes([byte]))
@@ -111,11 +116,54 @@ def test_the_prompts_tail_decides_on_a_leading_space() -> None:
 
 
 def test_byte_fallback() -> None:
-    ids = [piece_id(f"<0x{byte:02X}>") for byte in "é".encode()]
+    ids = byte_pieces("é")
     assert incremental(PIECES, ids) == ["", "é", ""]
     assert [PIECES.token_bytes(id) for id in ids] == [b"\xc3", b"\xa9"]
     broken = [ids[0], piece_id("!")]
     assert "".join(incremental(PIECES, [*ids, *broken, *ids])) == "é\ufffd!é"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "text"),
+    [
+        ([*byte_pieces("😀😀"), piece_id("</s>")], [piece_id("▁Hello")], " Hello"),
+        ([piece_id("H"), *byte_pieces("漢漢\n")], [*byte_pieces("1."), piece_id("▁world")], "1. world"),
+        ([piece_id("▁Hello"), *byte_pieces("漢" * 20)], byte_pieces("漢"), "漢"),
+    ],
+)
+def test_a_prompt_that_ends_in_bytes(prompt: list[int], output: list[int], text: str) -> None:
+    """A row of them is text or not as a whole, wherever it is cut."""
+    assert "".join(incremental(PIECES, output, prompt)) == text
+
+
+@pytest.mark.parametrize("before", ["", "Hello", "漢漢漢漢"])
+@pytest.mark.parametrize("num_unfinished", [1, 2, 3])
+@pytest.mark.parametrize("tokenizer", [TINY, PIECES], ids=["byte level", "byte fallback"])
+def test_a_prompt_that_ends_within_a_character(
+    tokenizer: Tokenizer, num_unfinished: int, before: str
+) -> None:
+    """The prompt's text is no part of the answer, nor what stands for its unfinished end."""
+    is_byte_level = tokenizer is TINY
+    emoji = tokenizer.encode("🙂", add_special_tokens=False) if is_byte_level else byte_pieces("🙂")
+    head = tokenizer.encode(before, add_special_tokens=False) if is_byte_level else byte_pieces(before)
+    exclamation = tokenizer.encode("!", add_special_tokens=False)
+    assert len(emoji) == 4
+    prompt, rest = [*head, *emoji[:num_unfinished]], emoji[num_unfinished:]
+    assert "".join(incremental(tokenizer, [*rest, *exclamation], prompt)) == "🙂!"
+    assert "".join(incremental(tokenizer, exclamation * 2, prompt)) == "!!"
+    assert "".join(incremental(tokenizer, [], prompt)) == ""
+
+
+@given(st.text(max_size=12), st.text(min_size=1, max_size=12), st.integers(0, 48))
+def test_prompt_and_output_add_up(prompt: str, output: str, cut: int) -> None:
+    """Wherever a text is cut into a prompt and an answer, the answer's text is what the prompt's lacks."""
+    ids = TINY.encode(prompt + output, add_special_tokens=False)
+    head, tail = ids[:cut], ids[cut:]
+    whole = TINY.decode(head)
+    while head and not (prompt + output).startswith(whole):
+        head.pop()
+        whole = TINY.decode(head)
+    assert whole + "".join(incremental(TINY, tail, ids[:cut])) == prompt + output
 
 
 @given(st.text(max_size=40))
