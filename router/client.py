@@ -206,7 +206,11 @@ class MeshClient:
             stream = self._streams[entry] = Stream(self, entry)
         else:
             stream = self._streams[entry] = Stream(self, entry)
-            self._dispatch(entry, instance)
+            try:
+                self._dispatch(entry, instance)
+            except Exception:
+                self.forget(entry)  # else it would fail again with each move, and others with it
+                raise
         return stream
 
     def forget(self, entry: Entry) -> None:
@@ -276,7 +280,7 @@ class MeshClient:
         self._chooser.settle(entry)
         self._ledger.drop(entry)
 
-    def _give_up(self, entry: Entry, error: MeshError) -> None:
+    def _give_up(self, entry: Entry, error: Exception) -> None:
         self._drop(entry)
         entry.ends_its_move()
         stream = self._streams.pop(entry, None)
@@ -366,7 +370,10 @@ class MeshClient:
                 else:
                     self._orphans.append(entry)
                 continue
-            self._dispatch(entry, instance)
+            try:
+                self._dispatch(entry, instance)
+            except (OverflowError, TypeError, ValueError) as error:  # no message can hold it: others go on
+                self._give_up(entry, error)
 
     # ---- one connection
 

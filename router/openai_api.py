@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MOST = 2**63 - 1
+Int = Annotated[int, Meta(ge=-MOST - 1, le=MOST)]
 """JSON has no bound on integers, the messages to instances have."""
 
 # ---- requests

@@ -7,7 +7,7 @@ from typing import Any
 
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.errors import refuse
-from router.openai_api import ChatRequest, MoreFields
+from router.openai_api import MOST, ChatRequest, MoreFields
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -56,8 +56,10 @@ def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
 
 def _budget(thinking: dict[str, Any] | None) -> int | None:
     budget = (thinking or {}).get("budget_tokens")
-    if budget is not None and (not isinstance(budget, int) or budget < 1):
-        refuse("thinking.budget_tokens must be a whole number of at least 1.", "thinking")
+    if budget is not None and (type(budget) is not int or not 1 <= budget <= MOST):
+        refuse(
+            f"thinking.budget_tokens must be a whole number of at least 1, and at most {MOST}.", "thinking"
+        )
     return budget
 
 
