@@ -1,8 +1,8 @@
-"""One HTTP connection: uvicorn's protocol with a deadline for the head, and a short way for streamed bodies.
+"""One HTTP connection: uvicorn's protocol with deadlines for its client, and a short way for streamed bodies.
 
 The application sees the short way as an extension of its ASGI scope: an event goes to the socket without a
 message, a coroutine and a list of frames around it. What opens and ends an answer goes the usual way, and so
-does everything while the client does not keep up.
+does everything while the client does not keep up. Another extension cuts off a client that does not read.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "lockstep.body_writer"
+CUT_OFF = "lockstep.cut_off"
 
 MOST_KEPT = 64
 """Bytes of a token's text up to which the heads of chunks are kept, by their length."""
@@ -47,6 +49,14 @@ def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
     """None where the server has no short way."""
     found: Callable[[], BodyWriter | None] | None = scope.get("extensions", {}).get(EXTENSION)
     return None if found is None else found()
+
+
+def cut_off(scope: Mapping[str, Any]) -> None:
+    """End the connection of a request that is given up, though its client has not taken all that was written:
+    it would stay open until then. Nothing where the server has no way."""
+    found: Callable[[], None] | None = scope.get("extensions", {}).get(CUT_OFF)
+    if found is not None:
+        found()
 
 
 class ChunkWriter:
@@ -122,19 +132,53 @@ class TimedWriter:
         return timed
 
 
+class _Transport:
+    """A connection's transport, which says when it is closed: uvicorn does that in many places."""
+
+    def __init__(self, transport: asyncio.Transport, on_close: Callable[[], None]) -> None:
+        self._transport = transport
+        self._on_close = weakref.WeakMethod(on_close)
+        self.write = transport.write  # for every token, so without a detour
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._transport!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._transport.close()
+        if (on_close := self._on_close()) is not None:
+            on_close()
+
+
 class PatientProtocol(HttpToolsProtocol):
-    """Closes a connection on which no whole request head arrives in time; uvicorn would wait for ever."""
+    """Ends a connection on which no whole request head arrives in time, or whose client takes nothing of what
+    waits to be written to it; uvicorn would wait for ever."""
 
     head_timeout = 60.0
+    take_timeout = 60.0
     _head_due: asyncio.TimerHandle | None = None
+    _taking_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        told: Any = _Transport(transport, self._expect_taking)
+        super().connection_made(told)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._have_head()
         super().connection_lost(exc)
+        self._need_no_taking()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._need_no_taking()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -148,9 +192,9 @@ class PatientProtocol(HttpToolsProtocol):
             scope: dict[str, Any] = self.scope  # type: ignore[assignment]
             # The cycle refers to its scope. Without a way back, it is freed as soon as it is over.
             cycle = weakref.ref(self.cycle)
-            scope.setdefault("extensions", {})[EXTENSION] = lambda: (
-                None if (found := cycle()) is None else ChunkWriter(found)
-            )
+            extensions = scope.setdefault("extensions", {})
+            extensions[EXTENSION] = lambda: None if (found := cycle()) is None else ChunkWriter(found)
+            extensions[CUT_OFF] = partial(_cut_off, cycle)
 
     def _expect_head(self) -> None:
         self._have_head()
@@ -167,3 +211,27 @@ class PatientProtocol(HttpToolsProtocol):
             self._expect_head()  # half a head was sent while an answer is on its way: that comes first
         elif not self.transport.is_closing():
             self.transport.close()
+
+    def _expect_taking(self) -> None:
+        """While writing waits for the client, and when it is closed with something left."""
+        self._need_no_taking()
+        left = self.transport.get_write_buffer_size()
+        self._taking_due = self.loop.call_later(self.take_timeout, self._abort_unless_taken, left)
+
+    def _need_no_taking(self) -> None:
+        if self._taking_due is not None:
+            self._taking_due.cancel()
+            self._taking_due = None
+
+    def _abort_unless_taken(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._expect_taking()
+        else:
+            self.transport.abort()
+
+
+def _cut_off(cycle: weakref.ref[RequestResponseCycle]) -> None:
+    found = cycle()
+    if found is not None and not found.response_complete:
+        found.disconnected = True  # as it is in a moment: uvicorn is not to miss the rest of the answer
+        found.transport.abort()

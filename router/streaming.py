@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.messages import Delta, FinishReason
 from router.answers import Answer
-from router.connection import TimedWriter, writer_of
+from router.connection import TimedWriter, cut_off, writer_of
 from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.meter import Meter
@@ -238,7 +238,7 @@ class EventStream(Response):
             sink = BodySink(self._call.answer, writer) if writer is not None else None
             await unless_gone(receive, self._run(send, sink), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
-            return
+            cut_off(scope)
         finally:
             self._call.end()
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.connection import cut_off
 from router.errors import ApiError, ClientGone
 from router.streaming import EVENT_STREAM, SEND_TIMEOUT, unless_gone
 
@@ -112,8 +113,10 @@ class FeedStream(Response):
         self._waits_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientGone):
+        try:
             await unless_gone(receive, self._run(send), self._is_stuck, self._send_timeout / 4)
+        except ClientGone:
+            cut_off(scope)
 
     def _is_stuck(self) -> bool:
         since = self._waits_since

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,14 @@ def tokenizer(text_model: TextModel) -> Tokenizer:
 class Server:
     """A running endpoint."""
 
-    def __init__(self, mesh: FakeMesh, metrics: Metrics, port: int) -> None:
+    def __init__(
+        self, mesh: FakeMesh, metrics: Metrics, port: int, connections: Collection[object] = ()
+    ) -> None:
         self.mesh = mesh
         self.metrics = metrics
         self.port = port
+        self.connections = connections
+        """That are open."""
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx2.Client(base_url=self.url, timeout=10, trust_env=False)
 
@@ -96,7 +100,7 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    server = Server(mesh, metrics, listener.getsockname()[1])
+    server = Server(mesh, metrics, listener.getsockname()[1], uvicorn_server.server_state.connections)
     try:
         until(lambda: uvicorn_server.started)
         yield server

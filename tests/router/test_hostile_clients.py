@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from engine.messages import Delta, FinishReason
 from router.config import HttpConfig
 from router.connection import PatientProtocol
 from router.mesh import ServedModel
+from router.streaming import EventStream
+from router.tokens import load_tokenizer
 from tests.router.conftest import JSON, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.talking import talking
 from tests.waiting import until
 
 
@@ -76,6 +85,63 @@ def test_a_head_that_does_not_come(served: ServedModel, monkeypatch: pytest.Monk
                 answer = b"".join(iter(lambda: connection.recv(4096), b""))
                 assert answer.count(b"HTTP/1.1 200") == begin.count(whole)
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+@contextlib.contextmanager
+def long_answers(served: ServedModel, directory: Path) -> Iterator[Server]:
+    """A server whose answers are longer than what systems hold of a connection (8 MB)."""
+    long = "x" * 10_000
+    with talking(served, directory, [long]) as server:
+        token = load_tokenizer(directory).special_id(long)
+        assert token is not None
+        server.mesh.script = lambda _: [
+            *[Delta(1, [token] * 50)] * 16,
+            Delta(1, [token], FinishReason.LENGTH),
+        ]
+        yield server
+
+
+def ask(connection: socket.socket, *, stream: bool, more: bytes = b"") -> None:
+    body = json.dumps({"prompt": "a", "stream": stream, "skip_special_tokens": False}).encode()
+    connection.sendall(request_head(len(body), more) + body)
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_takes_nothing_of_its_answer(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, more: bytes
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "take_timeout", 0.3)
+    with long_answers(served, tmp_path) as server, server.connect() as connection:
+        ask(connection, stream=stream, more=more)
+        until(lambda: server.mesh.generations)
+        until(lambda: not server.connections)
+        server.wait_until_idle()
+
+
+def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PatientProtocol, "take_timeout", 0.3)
+    with long_answers(served, tmp_path) as server, server.connect() as connection:
+        ask(connection, stream=False, more=b"Connection: close\r\n")
+        size = 0
+        while part := connection.recv(1_000_000):
+            size += len(part)
+            time.sleep(0.05)
+        assert size > 8_000_000
+
+
+def test_a_client_that_does_not_read_its_stream_is_cut_off(
+    served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(EventStream.__init__.__kwdefaults__, "send_timeout", 0.3)
+    with long_answers(served, tmp_path) as server, server.connect() as connection:
+        ask(connection, stream=True)
+        until(lambda: server.mesh.generations)
+        until(lambda: not server.connections)
+        server.wait_until_idle()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_a_connection_without_requests_stays_longer_than_in_pools(served: ServedModel) -> None:

@@ -18,6 +18,7 @@ from router.answers import ChunkedAnswer
 from router.body import decoder
 from router.calls import make_samples
 from router.completions import CompletionAnswer
+from router.connection import CUT_OFF
 from router.errors import ApiError, ClientGone
 from router.mesh import MeshError, Prompt, Take, TakeSingle
 from router.metrics import Metrics
@@ -228,8 +229,8 @@ class Client:
         return bool(self.messages) and not self.messages[-1].get("more_body", True)
 
 
-async def stream(call: Call, client: Client, send_timeout: float = 60.0) -> None:
-    await EventStream(call, send_timeout=send_timeout)({}, client.receive, client.send)
+async def stream(call: Call, client: Client) -> None:
+    await EventStream(call)({}, client.receive, client.send)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -312,8 +313,12 @@ def test_a_client_that_leaves(text_model: TextModel, n: int, leaves_after: int) 
 def test_a_client_that_does_not_read(text_model: TextModel, words: Script) -> None:
     async def work() -> None:
         mesh, client = FakeMesh(None, words), Client(blocks_after=2)
-        await asyncio.wait_for(stream(call_of(mesh, text_model), client, send_timeout=0.05), 5)
+        cut_off = asyncio.Event()
+        answer = EventStream(call_of(mesh, text_model), send_timeout=0.05)
+        scope = {"extensions": {CUT_OFF: cut_off.set}}
+        await asyncio.wait_for(answer(scope, client.receive, client.send), 5)
         assert (mesh.num_open, len(client.messages)) == (0, 2)
+        assert cut_off.is_set()
 
     run(work)
 
