@@ -102,8 +102,8 @@ class Meter:
 
     def _observe_prompt(self, sample: Sample, engine: str) -> None:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
-        num_cached = sample.num_cached_tokens
-        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_cached)
+        num_spared = sample.num_cached_tokens if sample.needs_mesh else len(sample.prompt.prompt_ids)
+        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_spared)
         longest = max(
             other.num_tokens for other in self._samples if other.prompt.prompt_ids is sample.prompt.prompt_ids
         )

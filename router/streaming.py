@@ -100,8 +100,7 @@ class Run:
             ApiError: a sample failed.
         """
         if not any(sample.needs_mesh for sample in self.samples):
-            nothing = Delta(0, [], FinishReason.LENGTH)
-            yield [(sample, sample.take(nothing)) for sample in self.samples]
+            yield self._echoes()
             return
         meter = Meter(self._metrics, self.samples, self._arrival)
         generations: list[Generation] = []
@@ -157,6 +156,16 @@ class Run:
             ended = time.perf_counter()
             meter.close(ended, len(generations))
             self._trace.end(self.samples, self._arrival, meter.first_at, ended)
+
+    def _echoes(self) -> Batch:
+        """Of prompts that are only echoed. They count like other requests."""
+        meter = Meter(self._metrics, self.samples, self._arrival)
+        nothing = Delta(0, [], FinishReason.LENGTH)
+        pieces = [(sample, sample.take(nothing)) for sample in self.samples]
+        ended = time.perf_counter()
+        meter.close(ended, len(self.samples))
+        self._trace.end(self.samples, self._arrival, None, ended)
+        return pieces
 
     async def said(self) -> list[list[Piece]]:
         """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""

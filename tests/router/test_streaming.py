@@ -30,6 +30,7 @@ from router.stops import StopStrings
 from router.streaming import Call, EventStream, merged, unless_gone, whole_answer
 from router.text_model import TextModel
 from router.tokens import Tokenizer
+from router.tracing import UNTRACED, RequestTrace
 from tests.router.fake_mesh import FakeMesh, Script, failing, logprobs_of, saying
 from tests.router.tiny_tokenizer import EOS, IM_END
 
@@ -184,7 +185,25 @@ def test_an_error_of_one_comes_after_what_was_said() -> None:
 # ---- a call
 
 
-def call_of(mesh: FakeMesh, model: TextModel, metrics: Metrics | None = None, **fields: Any) -> Call:
+class Ends(RequestTrace):
+    """Why the samples of a trace ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str | None] = []
+
+    def end(self, samples: Sequence[Sample], arrival: float, first_at: float | None, ended: float) -> None:
+        assert arrival <= ended
+        self.reasons += [sample.finish_reason for sample in samples]
+
+
+def call_of(
+    mesh: FakeMesh,
+    model: TextModel,
+    metrics: Metrics | None = None,
+    trace: RequestTrace = UNTRACED,
+    **fields: Any,
+) -> Call:
     request = decoder(CompletionRequest)(msgspec.json.encode({"prompt": "Hello", "max_tokens": 50} | fields))
     params = sampling_params(request, model, 20)
     samples = make_samples("id", request, params, completion_prompts(request, model), model, None)
@@ -197,7 +216,7 @@ def call_of(mesh: FakeMesh, model: TextModel, metrics: Metrics | None = None, **
         samples=samples,
         tells_cached_tokens=False,
     )
-    return Call(mesh, metrics or Metrics(mesh), samples, answer, time.perf_counter())
+    return Call(mesh, metrics or Metrics(mesh), samples, answer, time.perf_counter(), trace=trace)
 
 
 class Client:
@@ -434,7 +453,8 @@ def test_an_echo_alone_does_not_ask_the_mesh(text_model: TextModel, words: Scrip
     async def work() -> None:
         for streams in (False, True):
             mesh, client = FakeMesh(None, words), Client()
-            call = call_of(mesh, text_model, echo=True, max_tokens=0)
+            metrics, trace = Metrics(mesh), Ends()
+            call = call_of(mesh, text_model, metrics, trace, echo=True, max_tokens=0)
             if streams:
                 await stream(call, client)
                 body = client.text.removeprefix("data: ").partition("\n")[0].encode()
@@ -443,6 +463,9 @@ def test_an_echo_alone_does_not_ask_the_mesh(text_model: TextModel, words: Scrip
             choice = msgspec.json.decode(body)["choices"][0]
             assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
             assert mesh.generations == []
+            assert (metrics.success, metrics.in_flight) == ({("", "length"): 1}, 0)
+            assert metrics.computed.of("").total == 0
+            assert trace.reasons == ["length"]
 
     run(work)
 
