@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +30,9 @@ MAX_ERROR = 500
 """Characters of an error that are told: templates may quote whole messages in theirs."""
 PROBE = "lockstepprobe"
 """A text that no template has of its own."""
+KEEPS_NOTHING = (
+    "continue_final_message needs a last message with content that the chat template keeps as it is."
+)
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 RESERVED = frozenset(
@@ -81,14 +85,32 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
         shaped = [self._shape(index, message) for index, message in enumerate(messages)]
         optional = {"tools": tools, "documents": documents}
-        text = self._write(
+        variables = (
             self._special_tokens
             | {"tools": None, "documents": None}
             | variables
             | {name: value for name, value in optional.items() if value is not None}
             | {"messages": shaped, "add_generation_prompt": add_generation_prompt}
         )
-        return _cut_after_final(text, shaped) if continue_final_message else text
+        return self._write_open(variables) if continue_final_message else self._write(variables)
+
+    def _write_open(self, variables: dict[str, Any]) -> str:
+        """Without what the template writes after the last message's text, so that the model goes on with it.
+        A mark says where that ends: what comes after it may well read like it."""
+        *earlier, last = variables["messages"]
+        content = last["content"] or ""
+        text: str = content if isinstance(content, str) else content[-1]["text"]
+        core = text.rstrip()
+        if not core:
+            raise ChatTemplateError(KEEPS_NOTHING)
+        trailing, mark = text[len(core) :], uuid.uuid4().hex
+        marked = core + mark + trailing
+        reshaped = marked if isinstance(content, str) else [*content[:-1], _part(marked)]
+        messages = [*earlier, last | {"content": reshaped}]
+        written, found, after = self._write(variables | {"messages": messages}).rpartition(mark)
+        if not found:
+            return _cut_after(self._write(variables), core.lstrip(), trailing)
+        return written.replace(mark, "") + (trailing if after.startswith(trailing) else "")
 
     def _write(self, variables: dict[str, Any]) -> str:
         deadline = time.monotonic() + MAX_SECONDS
@@ -287,19 +309,12 @@ def _with_reasoning(message: Message) -> Message:
     return message | named
 
 
-def _cut_after_final(text: str, messages: Sequence[Message]) -> str:
-    """Drop what the template wrote after the last message, so that the model goes on with it."""
-    shaped = messages[-1]["content"]
-    content: str = shaped if isinstance(shaped, str) else "".join(part["text"] for part in shaped[-1:])
-    core = content.strip()
-    start = text.rfind(core)
-    if not core or start < 0:
-        raise ChatTemplateError(
-            "continue_final_message needs a last message with content that the chat template keeps as it is."
-        )
-    end = start + len(core)
-    trailing = content[len(content.rstrip()) :]
-    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
+def _cut_after(text: str, core: str, trailing: str) -> str:
+    """A text up to the last place where it has another, and with what trails that if it is there, too."""
+    before, found, after = text.rpartition(core)
+    if not found:
+        raise ChatTemplateError(KEEPS_NOTHING)
+    return before + core + (trailing if after.startswith(trailing) else "")
 
 
 # ---- the environment

@@ -93,9 +93,42 @@ def test_continue_final_message_with_a_template_that_trims() -> None:
     assert rendered == "<|im_start|>assistant\nIt is"
 
 
-def test_continue_final_message_needs_content() -> None:
+@pytest.mark.parametrize("content", ["<", "im", "|im_end|>", "assistant", "\n<|im", "a<|im_end|>\n"])
+def test_continue_what_the_template_writes_itself(content: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    rendered = template(STRINGS).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{content}"
+
+
+def test_continue_final_message_of_parts() -> None:
+    messages = [
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "]"}]}
+    ]
+    assert template(PARTS).render(messages, continue_final_message=True) == "[a][]"
+
+
+def test_continue_final_message_that_is_written_twice_or_cut() -> None:
+    messages = [{"role": "assistant", "content": "It is"}]
+    twice = "{{ messages[0].content }}: {{ messages[0].content }}."
+    assert template(twice).render(messages, continue_final_message=True) == "It is: It is"
+    cut = "{{ messages[0].content[:5] }}."
+    assert template(cut).render(messages, continue_final_message=True) == "It is"
+
+
+@pytest.mark.parametrize("content", ["", " ", None, []])
+@pytest.mark.parametrize("source", [STRINGS, PARTS, BOTH])
+def test_continue_final_message_needs_content(source: str, content: Any) -> None:
     with pytest.raises(ChatTemplateError, match="needs a last message with content"):
-        template(STRINGS).render([{"role": "assistant", "content": ""}], continue_final_message=True)
+        template(source).render([{"role": "assistant", "content": content}], continue_final_message=True)
+
+
+def test_a_call_without_content_cannot_be_continued() -> None:
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.name if m.content is none else m.content }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert template(source).takes_null
+    with pytest.raises(ChatTemplateError, match="needs a last message with content"):
+        template(source).render(messages, continue_final_message=True)
 
 
 def test_what_templates_can_use() -> None:
