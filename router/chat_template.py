@@ -59,6 +59,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
         self.takes_null = self._probe_null()
 
@@ -138,6 +139,8 @@ class ChatTemplate:
         if not (calls and content is None and self.takes_null):
             content = self._shape_content(index, content)
         shaped["content"] = content
+        if message.get("role") == "developer" and not self._knows_developer:
+            shaped["role"] = "system"  # as it was called; what a template does not know, it drops or refuses
         return _with_reasoning(shaped)
 
     def _shape_content(self, index: int, content: Any) -> Any:

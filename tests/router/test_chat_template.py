@@ -200,6 +200,18 @@ def test_reasoning_goes_by_either_name(name: str) -> None:
     assert template(source).render(messages) == "whywhy"
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "Be nice"}]
+    source = (
+        "{% for m in messages %}{% if m.role in roles %}{{ m.role }}: {{ m.content }}{% endif %}{% endfor %}"
+    )
+    unknown = source.replace("roles", '("system", "user")')
+    assert template(unknown).render(messages) == "system: Be nice"
+    known = source.replace("roles", '("developer", "user")')
+    assert template(known).render(messages) == "developer: Be nice"
+    assert messages[0]["role"] == "developer"
+
+
 def test_reserved_variables() -> None:
     with pytest.raises(ChatTemplateError, match="must not set messages"):
         template(STRINGS).render(USER, variables={"messages": []})
