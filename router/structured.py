@@ -25,6 +25,8 @@ MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
 MAX_GRAMMAR = 32 * 1024
 """Characters of a regular expression or of a grammar."""
+MAX_DEPTH = 120
+"""Objects and lists of a schema within each other: the library reads few more."""
 
 ANSWER = "answer"
 Body = Mapping[str, Any]
@@ -90,6 +92,25 @@ def json_body(schema: Any, config: StructuredOutputsConfig, whitespace: str | No
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     options |= own if isinstance(own, dict) else {}
     return {"json_schema": ({} if isinstance(schema, bool) else dict(schema)) | {"x-guidance": options}}
+
+
+def limit_depth(given: Any, param: str, what: str) -> None:
+    """Refuse what functions that call themselves could not go through.
+
+    Raises:
+        ApiError: ``given`` is nested too deeply.
+    """
+    level = [given]
+    for _ in range(MAX_DEPTH + 1):
+        lists = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
+        level = [inner for each in lists for inner in each]
+        if not level:
+            return
+    refuse(f"{param}: {what} is nested too deeply.", param)
 
 
 def quoted(text: str) -> str:
@@ -189,11 +210,8 @@ def _schema(given: Any, param: str) -> Any:
         refuse(f"{param}: no answer can follow the schema false.", param)
     if not isinstance(given, dict | bool):
         refuse(f"{param}: a schema must be a JSON object.", param)
-    try:
-        text = json.dumps(given, ensure_ascii=False)
-    except RecursionError:
-        refuse(f"{param}: the schema is nested too deeply.", param)
-    _limit(text, MAX_JSON, param, "the schema")
+    limit_depth(given, param, "the schema")
+    _limit(json.dumps(given, ensure_ascii=False), MAX_JSON, param, "the schema")
     return given
 
 
@@ -252,6 +270,7 @@ def _structural_tag(
     triggers = given.get("triggers") if isinstance(given, dict) else None
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
         refuse(f"{param}: a structural tag needs structures and triggers; no other kind is supported.", param)
+    limit_depth(given, param, "the structural tag")
     _limit(json.dumps(given, ensure_ascii=False), MAX_JSON, param, "the structural tag")
     rules = []
     for index, structure in enumerate(structures):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.reasoning import ReasoningFormat, ReasoningParser
-from router.structured import ANSWER, Body, Form, json_body, pattern_of, quoted, text_of
+from router.structured import ANSWER, Body, Form, json_body, limit_depth, pattern_of, quoted, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer
 from router.tool_parsers.base import CallFormat, Tools
@@ -75,6 +75,7 @@ class TurnGrammar:
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
             head = self.literal(written.before_name + name + written.after_name)
             self._rules.append(f"call_{index}: {head} @tool_{index} {self.literal(written.after_arguments)}")
+            limit_depth(function.get("parameters"), "tools", "the schema of a function")
             self._bodies[f"tool_{index}"] = json_body(_arguments(function.get("parameters")), self._config)
 
     def literal(self, text: str) -> str:

@@ -129,8 +129,7 @@ def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
             case "redacted_thinking":
                 pass  # nobody but its author can read it
             case "tool_use":
-                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": block.get("name"), "arguments": arguments}
+                function = {"name": block.get("name"), "arguments": _arguments(index, block.get("input"))}
                 call = {"id": block.get("id"), "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
             case kind:
@@ -163,6 +162,13 @@ def _text(content: Any, where: str) -> str:
     if not isinstance(content, list) or len(texts) < len(content):
         refuse(f"{where} holds other content than text, but this model takes text only.", where.split("[")[0])
     return "\n".join(map(_string, texts))
+
+
+def _arguments(index: int, input: Any) -> str:
+    try:
+        return json.dumps(input or {}, ensure_ascii=False)
+    except RecursionError:
+        refuse(f"messages[{index}].content has an input that is nested too deeply.", "messages")
 
 
 def _refuse_block(index: int, kind: str) -> None:

@@ -11,6 +11,9 @@ import anthropic
 import pytest
 
 from engine.messages import FinishReason
+from router.anthropic_messages.request import chat_request
+from router.anthropic_messages.wire import MessagesRequest
+from router.errors import ApiError
 from router.mesh import MeshError, ServedModel
 from router.tokens import Tokenizer
 from tests.router.conftest import Server
@@ -279,6 +282,17 @@ def test_what_is_refused(talking_server: Server, fields: dict[str, Any], message
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert message in body["error"]["message"]
     assert talking_server.mesh.generations == []
+
+
+def test_a_deep_input_of_a_call() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": deep}
+    request = MessagesRequest(max_tokens=5, messages=[{"role": "assistant", "content": [call]}])
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        chat_request(request)
+    assert caught.value.status == 400
 
 
 def test_failures(client: anthropic.Anthropic, say: Speaker) -> None:

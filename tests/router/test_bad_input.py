@@ -18,6 +18,11 @@ BAD_TOOL = {
 }
 
 
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(350):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+
 def refused(answer: httpx2.Response, message: str, param: str | None = None) -> None:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -118,6 +123,23 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
     ),
     ({"structured_outputs": {"json": {"$ref": "http://x/y"}}}, "does not fetch", "structured_outputs"),
+    ({"structured_outputs": {"json": DEEP}}, "the schema is nested too deeply", "structured_outputs"),
+    (
+        {"structured_outputs": {"json": DEEP, "disable_additional_properties": True}},
+        "the schema is nested too deeply",
+        "structured_outputs",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": DEEP, "end": "</a>"}],
+                "triggers": ["<a>"],
+            }
+        },
+        "the structural tag is nested too deeply",
+        "response_format",
+    ),
     ({"structured_outputs": {"choice": []}}, "choice must not be empty", "structured_outputs"),
     ({"structured_outputs": {"choice": [1]}}, "Expected `str`", "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: b"}}, 'unknown name: "b"', "structured_outputs"),
@@ -234,6 +256,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [BAD_TOOL], "tool_choice": "required"},
         "tools: Invalid type: strng",
+        "tools",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": DEEP}}], "tool_choice": "required"},
+        "tools: the schema of a function is nested too deeply",
         "tools",
     ),
     (

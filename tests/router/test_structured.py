@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -21,7 +22,7 @@ from router.config import HttpConfig
 from router.errors import ApiError
 from router.grammar_check import GrammarCheck, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
-from router.structured import ANSWER, form_of, pattern_of, text_of
+from router.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer, load_tokenizer
 from router.tool_parsers import TOOL_PARSERS
@@ -88,6 +89,20 @@ def chat(**fields: Any) -> ChatRequest:
 
 def turn(request: ChatRequest, config: HttpConfig, text: str, prompt: str = "") -> Turn:
     return turn_of([(character, 1) for character in text], TurnFormat(request, config).reader(prompt))
+
+
+def test_how_deep_a_schema_may_be() -> None:
+    """What is let through is read by the library, too."""
+
+    def schema(depth: int) -> dict[str, Any]:
+        return {"properties": {"a": schema(depth - 2)}} if depth > 2 else {"type": "object"}
+
+    for depth, is_allowed in ((MAX_DEPTH - 1, True), (MAX_DEPTH + 1, False)):
+        request = CompletionRequest(prompt="a", structured_outputs=StructuredOutputs(json=schema(depth)))
+        with contextlib.nullcontext() if is_allowed else pytest.raises(ApiError, match="nested too deeply"):
+            form = form_of(request, DEFAULT)
+            assert form is not None
+            assert problem_with(text_of({ANSWER: form.body})) == ""
 
 
 @pytest.mark.parametrize("parser", [None, *TOOL_PARSERS])
