@@ -33,6 +33,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         chat_template_kwargs=_template_kwargs(request),
     )
     _choose_tools(chat, request)
+    chat.continue_final_message = _is_begun(chat.messages) or None
     if isinstance(request, MessagesRequest):
         chat.max_completion_tokens = request.max_tokens
         chat.stop = request.stop_sequences
@@ -135,6 +136,14 @@ def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
             case kind:
                 _refuse_block(index, kind)
     return message
+
+
+def _is_begun(messages: list[dict[str, Any]]) -> bool:
+    """Whether the conversation ends with the beginning of its answer."""
+    last = messages[-1] if messages else {}
+    text = last.get("content")
+    begins = last.get("role") == "assistant" and not last.get("tool_calls")
+    return begins and isinstance(text, str) and bool(text.strip())
 
 
 def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:

@@ -199,6 +199,25 @@ def test_an_answer_can_be_sent_back_as_it_came(client: anthropic.Anthropic, say:
     )
 
 
+@pytest.mark.parametrize("content", ["It is ", [{"type": "text", "text": "It is "}]])
+def test_an_answer_that_has_begun_goes_on(server: Server, tokenizer: Tokenizer, content: Any) -> None:
+    begun = {"max_tokens": 50, "messages": [*USER, {"role": "assistant", "content": content}]}
+    answer = server.post("/v1/messages", begun).json()
+    assert [block["text"] for block in answer["content"]] == [" Hello world!"]
+    prompt = server.mesh.prompts[-1].prompt_ids
+    assert tokenizer.decode(prompt).endswith("user\nHello<|im_end|>\n<|im_start|>assistant\nIt is ")
+    assert server.post("/v1/messages/count_tokens", begun).json() == {"input_tokens": len(prompt)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", [{"type": "text", "text": "Wait."}, {"type": "tool_use", "id": "1", "name": "now", "input": {}}]],
+)
+def test_what_is_no_beginning_is_not_gone_on_with(content: Any) -> None:
+    request = MessagesRequest(max_tokens=5, messages=[*USER, {"role": "assistant", "content": content}])
+    assert chat_request(request).continue_final_message is None
+
+
 def test_count_tokens(client: anthropic.Anthropic, say: Speaker) -> None:
     say("x")
     fields: dict[str, Any] = {"tools": TOOLS, "system": "Be nice", "thinking": {"type": "disabled"}}
