@@ -68,7 +68,15 @@ def make_samples(
                 traceparent=traceparent,
             )
             samples.append(
-                Sample(index, wanted, params, model.tokenizer, prompt_text=prompt.text, stops=stops)
+                Sample(
+                    index,
+                    wanted,
+                    params,
+                    model.tokenizer,
+                    prompt_text=prompt.text,
+                    prompt_offsets=prompt.offsets,
+                    stops=stops,
+                )
             )
     return samples
 

@@ -76,7 +76,9 @@ class CompletionAnswer(ChunkedAnswer):
         if not echoes:
             return self._shapes.completion(token_ids, piece.logprobs, offsets)
         prompt_ids = sample.prompt.prompt_ids
-        of_prompt = offsets_of(self._tokenizer, prompt_ids, skip_special_tokens=self._skips_special)
+        of_prompt = sample.prompt_offsets
+        if of_prompt is None:
+            of_prompt = offsets_of(self._tokenizer, prompt_ids, skip_special_tokens=self._skips_special)
         known = [*sample.prompt_logprobs, *[None] * (len(prompt_ids) - len(sample.prompt_logprobs))]
         return self._shapes.completion(
             [*prompt_ids, *token_ids], [*known, *piece.logprobs], [*of_prompt, *offsets]

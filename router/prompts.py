@@ -20,6 +20,8 @@ class PromptText(msgspec.Struct, frozen=True):
 
     ids: list[int]
     text: str = ""
+    offsets: list[int] | None = None
+    """Where in the text each of them begins, if that is wanted and the client gave the text."""
 
 
 def completion_prompts(request: CompletionRequest, model: TextModel) -> list[PromptText]:
@@ -51,9 +53,15 @@ def _from_text(request: CompletionRequest, text: str, model: TextModel) -> Promp
         refuse("The prompt is empty.", "prompt")
     _check_length(text, request, model)
     add_special_tokens = request.add_special_tokens is not False
-    ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    offsets = None
+    if request.echo and request.logprobs is not None:
+        ids, offsets = model.tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+    else:
+        ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     kept = _fit(ids, request, model)
-    return PromptText(kept, text if len(kept) == len(ids) else _decode(kept, request, model.tokenizer))
+    if len(kept) < len(ids):
+        return PromptText(kept, _decode(kept, request, model.tokenizer))
+    return PromptText(kept, text, offsets)
 
 
 def _from_ids(request: CompletionRequest, ids: list[int], model: TextModel) -> PromptText:

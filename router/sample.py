@@ -38,11 +38,14 @@ class Sample:
         tokenizer: Tokenizer,
         *,
         prompt_text: str = "",
+        prompt_offsets: Sequence[int] | None = None,
         stops: StopStrings | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt
         self.prompt_text = prompt_text
+        self.prompt_offsets = prompt_offsets
+        """Where in that text its tokens begin, if the client gave it."""
         self.num_samples = params.n
         """How many samples of the same prompt there are."""
         self.num_tokens = 0

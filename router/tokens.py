@@ -87,6 +87,17 @@ class Tokenizer:
         found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in found]
 
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """:meth:`encode`, and where in the text each token begins. Tokens that are added to it have no length
+        there; blanks that a tokenizer counts to none of two tokens go with the second."""
+        (found,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets: list[int] = []
+        end = 0
+        for (begin, next_end), is_added in zip(found.offsets, found.special_tokens_mask, strict=True):
+            offsets.append(end if is_added else min(begin, end))
+            end = max(end, next_end)
+        return found.ids, offsets
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 

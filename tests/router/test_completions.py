@@ -77,6 +77,28 @@ def test_logprobs_with_echo(client: openai.OpenAI, tokenizer: Tokenizer) -> None
         assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("truncate_prompt_tokens", [None, 4])
+def test_offsets_point_into_an_echoed_text(
+    server: Server, tokenizer: Tokenizer, skip_special_tokens: bool, truncate_prompt_tokens: int | None
+) -> None:
+    """Special tokens that it has count; the one that is put before it is not in the text."""
+    body = {"prompt": "<|im_start|>one two<|im_end|>\nthree", "max_tokens": 50, "logprobs": 0, "echo": True,
+            "skip_special_tokens": skip_special_tokens, "truncate_prompt_tokens": truncate_prompt_tokens}  # fmt: skip
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"].endswith("\nthree Hello world!")
+    ends = [*offsets[1:], len(choice["text"])]
+    for token, offset, end in zip(tokens, offsets, ends, strict=True):
+        hidden = token == "<bos>" or (
+            truncate_prompt_tokens and skip_special_tokens and tokenizer.is_special(token)
+        )
+        assert choice["text"][offset:end] == ("" if hidden else token)
+    if truncate_prompt_tokens is None:
+        assert choice["text"].startswith("<|im_start|>one two<|im_end|>")
+        assert (tokens[:2], offsets[:2]) == (["<bos>", "<|im_start|>"], [0, 0])
+
+
 @pytest.mark.parametrize("echo", [True, False])
 def test_streamed_logprobs_are_the_same(server: Server, echo: bool) -> None:
     body = {"prompt": "one two", "max_tokens": 50, "logprobs": 2, "echo": echo}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 
 from router.tokens import MAX_PENDING, DecodingDetokenizer, Tokenizer, TokenizerError, load_tokenizer
 from tests.router import tiny_tokenizer
@@ -230,6 +230,21 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
     saved["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     (directory / "tokenizer.json").write_text(json.dumps(saved))
     assert len(load_tokenizer(directory).encode("one two three four", add_special_tokens=False)) > 2
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_offsets_of_a_text(trims: bool) -> None:
+    """Tokenizers may leave blanks out of them."""
+    backend = tiny_tokenizer.byte_level()
+    added = processors.TemplateProcessing("<bos> $A <eos>", special_tokens=[("<bos>", BOS), ("<eos>", EOS)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=trims), added])
+    tokenizer = Tokenizer(backend, {})
+    text = "<|im_start|>user\n The dog 🙂 you<|im_end|>  !"
+    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=True)
+    assert ids == tokenizer.encode(text, add_special_tokens=True)
+    assert (offsets[:3], offsets[-1]) == ([0, 0, len("<|im_start|>")], len(text))
+    for id, offset in zip(ids[1:-1], offsets[1:-1], strict=True):
+        assert text[offset:].startswith(tokenizer.token_text(id).replace("\ufffd", "🙂"))
 
 
 def test_neither_torch_nor_transformers_is_loaded() -> None:
