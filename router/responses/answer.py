@@ -40,12 +40,7 @@ class ResponsesAnswer(Answer):
         return encode(self._response(self._status()))
 
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
-        opening = b""
-        if first:
-            response = self._response(IN_PROGRESS)
-            opening = self._event(wire.Created(response=response)) + self._event(
-                wire.InProgress(response=response)
-            )
+        opening = self._opening() if first else b""
         return opening + b"".join([self._of_item(event) for event in self._read(piece)])
 
     def closing(self) -> bytes:
@@ -54,9 +49,14 @@ class ResponsesAnswer(Answer):
         return self._event(kind(response=self._response(status)))
 
     def failure(self, error: ApiError) -> bytes:
+        opening = b"" if self._num_events else self._opening()
         response = self._response(FAILED)
         response.error = wire.ResponseError("server_error", str(error))
-        return self._event(wire.Failed(response=response))
+        return opening + self._event(wire.Failed(response=response))
+
+    def _opening(self) -> bytes:
+        response = self._response(IN_PROGRESS)
+        return self._event(wire.Created(response=response)) + self._event(wire.InProgress(response=response))
 
     # ---- items
 
@@ -80,10 +80,10 @@ class ResponsesAnswer(Answer):
             case Kind.CALL:
                 return wire.FunctionCallItem(id, status, item.call_id, item.name, text)
 
-    def _status_of(self, item: Item) -> str:
-        """Of an item that is over: the last one of an answer cut short was cut with it."""
+    def _status_of(self, item: Item, status: str) -> str:
+        """Of an item of a response that is over: the last one of an answer cut short was cut with it."""
         is_last = item is self._sequence.items[-1]
-        return self._status() if is_last else COMPLETED
+        return INCOMPLETE if is_last and status != COMPLETED else COMPLETED
 
     # ---- events
 
@@ -120,7 +120,8 @@ class ResponsesAnswer(Answer):
 
     def _closed(self, item: Item) -> list[wire.Event]:
         place = self._place(item)
-        done = wire.ItemDone(output_index=item.index, item=self._item(item, self._status_of(item), item.text))
+        status = self._status_of(item, self._status())
+        done = wire.ItemDone(output_index=item.index, item=self._item(item, status, item.text))
         if item.kind is Kind.CALL:
             return [wire.ArgumentsDone(**place, name=item.name, arguments=item.text), done]
         kind = wire.ReasoningDone if item.kind is Kind.REASONING else wire.TextDone
@@ -144,7 +145,7 @@ class ResponsesAnswer(Answer):
             created_at=self.created,
             model=self.model,
             status=status,
-            output=[self._item(item, self._status_of(item), item.text) for item in items],
+            output=[self._item(item, self._status_of(item, status), item.text) for item in items],
             usage=self._response_usage() if is_over else None,
             incomplete_details=wire.IncompleteDetails("max_output_tokens") if status == INCOMPLETE else None,
             instructions=request.instructions,

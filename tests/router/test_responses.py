@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -287,15 +288,33 @@ def test_effort_none_switches_thinking_off(client: openai.OpenAI, say: Speaker) 
     assert say.last_prompt == "THINKING True<user>Hello"
 
 
+def test_a_failure_before_anything_was_said(served: ServedModel, tmp_path: Path) -> None:
+    """A comment that keeps the connection alive has opened the stream."""
+    with talking(served, tmp_path, sse_keep_alive_interval=0.05) as server:
+        server.mesh.reset(failing("out of luck"))
+        server.mesh.delay = 0.3
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+            events = list(client.responses.create(model="tiny", input="x", stream=True))
+        assert [event.type for event in events] == [
+            "response.created",
+            "response.in_progress",
+            "response.failed",
+        ]
+        assert [event.sequence_number for event in events] == [0, 1, 2]
+
+
 def test_failures(client: openai.OpenAI, say: Speaker) -> None:
     say("x")
     say.server.mesh.refusal = MeshError(503, "ServiceUnavailableError", "full", retry_after=1)
     with pytest.raises(openai.InternalServerError, match="full"):
         client.responses.create(model="tiny", input="x", stream=True)
-    say.server.mesh.reset(failing("out of luck", after=[80, 81]))
+    said = say.tokenizer.encode(THOUGHT + "Wait", add_special_tokens=False)
+    say.server.mesh.reset(failing("out of luck", after=said))
     events = list(client.responses.create(model="tiny", input="x", stream=True))
     last = events[-1]
     assert last.type == "response.failed"
     assert last.response.status == "failed"
+    statuses = [(item.type, item.status) for item in last.response.output]
+    assert statuses == [("reasoning", "completed"), ("message", "incomplete")]
     assert last.response.error is not None
     assert last.response.error.message == "out of luck"
