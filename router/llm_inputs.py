@@ -58,6 +58,8 @@ class JobMaker:
         text, ids, salt = _parts(prompt)
         request.prompt = text if ids is None else [*ids]
         request.cache_salt = salt
+        if request.max_tokens is not None and request.max_tokens >= self._model.served.max_model_len:
+            request.max_tokens = None  # as many as fit, which leave room for a prompt that is to be truncated
         check_completion(request)
         (made,) = completion_prompts(request, self._model)
         return self._job(request_id, request, params, made, text)

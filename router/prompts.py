@@ -133,8 +133,12 @@ def _fit(ids: list[int], request: GenerationRequest, model: TextModel) -> list[i
     """The prompt, truncated if the request says so; it must leave room and have known tokens only."""
     context = model.served.max_model_len
     limit = request.truncate_prompt_tokens
+    if limit == -1:
+        wanted = max(1, wanted_tokens(request) or 0)
+        if wanted >= context:
+            raise too_long(len(ids), wanted, request, model)
+        limit = context - wanted
     if limit is not None:
-        limit = context - max(1, wanted_tokens(request) or 0) if limit == -1 else limit
         if limit > context:
             refuse(
                 f"truncate_prompt_tokens ({limit}) exceeds the context length ({context}).",

@@ -87,6 +87,7 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {}, "stream": False}, "stream_options needs stream", "stream_options"),
     ({"stream_options": [], "stream": True}, "Expected `object | null`", "stream_options"),
     ({"truncate_prompt_tokens": 0}, "The prompt is empty", ""),
+    ({"truncate_prompt_tokens": -1, "max_tokens": MAX_MODEL_LEN}, "However, you requested", ""),
     ({"truncate_prompt_tokens": -2}, "must be -1 or more", "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 9999}, "exceeds the context length", "truncate_prompt_tokens"),
     ({"truncation_side": "middle"}, "must be 'left' or 'right'", "truncation_side"),

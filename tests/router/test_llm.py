@@ -404,6 +404,14 @@ def test_the_context_ends_a_generation(served: ServedModel, text_model: TextMode
     assert [prompt.params.min_tokens for prompt in mesh.prompts] == [0, 5]
 
 
+@pytest.mark.parametrize("max_tokens", [None, MAX_MODEL_LEN, 2 * MAX_MODEL_LEN])
+def test_a_prompt_is_truncated_to_what_fits(text_model: TextModel, max_tokens: int | None) -> None:
+    params = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+    (job,) = jobs_of(text_model, params, length=MAX_MODEL_LEN + 5)
+    (sample,) = job.samples
+    assert (len(sample.prompt.prompt_ids), sample.prompt.params.max_tokens) == (MAX_MODEL_LEN - 1, 1)
+
+
 def test_a_failure_ends_all_and_leaves_nothing(served: ServedModel, text_model: TextModel) -> None:
     def script(prompt: Prompt) -> Sequence[Delta]:
         return (
