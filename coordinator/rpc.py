@@ -46,6 +46,16 @@ RECONNECT_MAX_MS = 250
 """Milliseconds between two tries to connect, doubling. A coordinator that is started again should not be
 waited for much longer than its start takes."""
 
+CONNECT_TIMEOUT_MS = 3000
+"""Milliseconds for a connection to be made. The kernel's own tries are up to a minute apart by the time a
+cable is back."""
+
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""Milliseconds between two questions whether the other end is there, and for an answer. A path that just
+drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread answers, whatever a
+process computes. One that is stopped does not, but those who have rules for that judge sooner."""
+
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
@@ -284,6 +294,10 @@ class AsyncConnection(Generic[In, Out]):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.TCP_MAXRT, HEARTBEAT_TIMEOUT_MS)  # nothing is asked behind what is stuck
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = Complaints(logger, f"{name}: dropped a bad message")
         self.endpoint = endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from coordinator import rpc
 from coordinator.arrivals import MOST_AT_ONCE
 from coordinator.codec import PROTOCOL, OtherProtocol, encode
 from coordinator.messages import FromCoordinator, ToCoordinator, Watch
@@ -130,6 +132,89 @@ def test_a_connection_outlives_what_is_too_large() -> None:
         counting.cancel()
         speaking.cancel()
         connection.close(linger_ms=0)
+        listener.close()
+        context.term()
+
+    asyncio.run(talk())
+
+
+class Path:
+    """What lies between two ends: it carries everything, until it loses all or is stuck."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._there = host, int(port)
+        self.loses = False
+        self.moves = asyncio.Event()
+        self.moves.set()
+        self._carrying: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> str:
+        """Where to connect instead."""
+        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._carrying:
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+        await asyncio.sleep(0)  # sockets are closed a turn later
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._there)
+        for each in (self._carry(reader, far_writer), self._carry(far_reader, writer)):
+            self._carrying.append(asyncio.create_task(each))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while await self.moves.wait() and (data := await reader.read(65536)):
+                    if not self.loses:
+                        writer.write(data)
+        finally:
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_path_that_loses_everything_is_a_broken_connection(
+    is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing hangs up, so TCP itself would wait for a quarter of an hour. What cannot leave because of what
+    is before it asks nobody anything."""
+    monkeypatch.setattr(rpc, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(rpc, "HEARTBEAT_TIMEOUT_MS", 500)
+
+    async def talk() -> None:
+        context = zmq.asyncio.Context()
+        listener: AsyncListener[Any, Any] = AsyncListener(
+            context, "tcp://127.0.0.1:0", ToCoordinator, name="test"
+        )
+        path = Path(listener.endpoint)
+        async with path as endpoint:
+            connection: AsyncConnection[Any, Any] = AsyncConnection(
+                context, endpoint, FromCoordinator, name="test"
+            )
+            while not connection.send(Watch("first")):  # noqa: ASYNC110 (nothing is queued unconnected)
+                await asyncio.sleep(0.01)
+            assert (await asyncio.wait_for(listener.receive(), 5))[1] == Watch("first")
+            breaking = asyncio.create_task(connection.broken())
+            await asyncio.sleep(1.0)
+            assert not breaking.done(), "though nobody says anything"
+            if is_stuck:
+                path.moves.clear()
+                connection.send(Watch("x" * 16_000_000))
+            else:
+                path.loses = True
+            await asyncio.wait_for(breaking, 5)
+            path.loses = False
+            path.moves.set()
+            while not connection.send(Watch("again")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                while (await listener.receive())[1] != Watch("again"):
+                    pass
+            connection.close(linger_ms=0)
         listener.close()
         context.term()
 

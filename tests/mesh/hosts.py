@@ -31,6 +31,25 @@ class Host:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh"]
 
+    @contextmanager
+    def another_address(self) -> Iterator[str]:
+        """One more address of this host, for a while."""
+        address = f"{NETWORK}.{100 + int(self.address.rpartition('.')[2])}"
+        _must("-n", self.name, "addr", "add", f"{address}/24", "dev", "eth0")
+        try:
+            yield address
+        finally:
+            _must("-n", self.name, "addr", "del", f"{address}/24", "dev", "eth0")
+
+    @contextmanager
+    def dropping(self, address: str) -> Iterator[None]:
+        """What is sent from here to an address is lost without a word."""
+        _must("-n", self.name, "route", "add", "blackhole", address)
+        try:
+            yield
+        finally:
+            _must("-n", self.name, "route", "del", "blackhole", address)
+
     def command(self, log: Path, module: str, *argv: str) -> Command:
         return Command(log, module, *argv, prefix=self.prefix)
 

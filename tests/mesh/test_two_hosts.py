@@ -98,6 +98,47 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
         assert first.stop() == 0
 
 
+def test_a_router_that_alone_loses_the_way_to_an_instance(
+    hosts: tuple[Host, Host], key: Path, tmp_path: Path
+) -> None:
+    """What it sends there is dropped without a word, while the coordinator hears that instance well. What was
+    sent goes on elsewhere, and when the way is there again it is used."""
+    head, other = hosts
+    member = ["-dpa", other.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", *SMALL, *member]
+
+    def is_attached() -> bool:
+        instances = head.ask("http://127.0.0.1:8001/admin/world")["instances"]
+        return [each["router"]["attached"] for each in instances] == [True, True]
+
+    with (
+        other.another_address() as lost,
+        other.command(tmp_path / "first.log", "router.serve", *serve) as first,
+        other.command(
+            tmp_path / "second.log",
+            "router.serve",
+            *serve,
+            "--headless",
+            "-dpr",
+            "1",
+            "--instance-address",
+            lost,
+        ),
+        head.command(tmp_path / "router.log", "router", *member, "--admin-port", "8001") as router,
+    ):
+        first.wait_for("2 instances ready")
+        router.wait_for(f"instance 1 at tcp://{lost}:")
+        wait_until(is_attached, 10, "the router knows both")
+        expected = completion(head, 1)
+        with head.dropping(lost):
+            began = time.monotonic()
+            assert completion(head, 1) == expected
+            assert time.monotonic() - began > 5.0, "nobody else misses that instance"
+            assert "1 requests of instance 1 go on elsewhere (connection_lost)" in router.log
+        wait_until(is_attached, 20, "the router is there again")
+        assert completion(head, 1) == expected
+
+
 ONE_INSTANCE = [SHIPPED_MODEL, "-tp", "2", *SMALL, "--nnodes", "2", "--collective-timeout", "20"]
 
 
