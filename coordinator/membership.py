@@ -86,10 +86,7 @@ class Membership:
             case Watch():
                 return list(self._watch(peer, message, now))
             case Drain():
-                return [
-                    Note(f"an operator asks instance {message.rank} to drain"),
-                    *(Send(*sent) for sent in self._operations.drain(peer, message, self._records)),
-                ]
+                return list(self._drain(peer, message))
             case Scale():
                 return [Send(*sent) for sent in self._operations.scale(peer, message, now)]
             case Answer():
@@ -320,6 +317,12 @@ class Membership:
         for peer in self._watchers:
             yield Send(peer, view)
 
+    def _drain(self, peer: Peer, message: Drain) -> Iterator[Instruction]:
+        yield Note(f"an operator asks instance {message.rank} to drain")
+        for sent in self._operations.drain(peer, message, self._records):
+            yield Send(*sent)
+        yield from self._publish()
+
     # ---- questions
 
     def _knows_all(self, age: float) -> bool:
@@ -336,8 +339,11 @@ class Membership:
         return self._settings is not None and self._settings.enable_expert_parallel
 
     def _shown_member(self, record: Record, shortage: str) -> Member:
-        """An instance as watchers see it: ready only if its group can serve."""
+        """An instance as watchers see it: ready only if its group can serve, and draining from when it was
+        told to."""
         member = record.member()
+        if record.state.stays and self._operations.was_told(record.instance):
+            return msgspec.structs.replace(member, state=State.DRAINING, phase="told to drain")
         if not self._spreads or record.state is not State.READY:
             return member
         if shortage:

@@ -76,6 +76,10 @@ class Operations:
         """What an instance was told that has not done it yet: a message is lost with its connection."""
         return None if known.state is State.DRAINING else self._told.get(known.instance)
 
+    def was_told(self, instance: str) -> bool:
+        """Whether it is to drain, though it may not have said yet that it does."""
+        return instance in self._told
+
     def scale(self, asker: Peer, wish: Scale, now: float) -> Iterator[Sent]:
         """Ask the launcher."""
         if self._launcher is None or now - self._launcher[1] > LAUNCHER_TIMEOUT:

@@ -102,7 +102,8 @@ class Overseer:
         if view is None or not view.complete or not self._supervisor.ready:
             return _answer(wish, UNAVAILABLE, "the mesh is still starting: try again when it is ready")
         try:
-            way = plan(wish.size, view.members, self._supervisor.ranks, self._machine, wish.force)
+            ours, leaving = self._supervisor.ranks, self._supervisor.leaving
+            way = plan(wish.size, view.members, ours, self._machine, wish.force, leaving)
         except Refused as refusal:
             return _answer(wish, CONFLICT, str(refusal))
         if way.warning:

@@ -40,23 +40,32 @@ class Plan(msgspec.Struct, frozen=True):
     warning: str = ""
 
 
-def plan(size: int, members: Sequence[Member], ours: Collection[int], machine: Machine, force: bool) -> Plan:
+def plan(
+    size: int,
+    members: Sequence[Member],
+    ours: Collection[int],
+    machine: Machine,
+    force: bool,
+    leaving: Collection[str] = (),
+) -> Plan:
     """The way to ``size`` instances in the whole mesh.
 
     ``members`` is the world, ``ours`` the ranks of this launcher's instances, those included that have not
-    registered yet. New ones get the lowest free ranks; the highest of our ranks go.
+    registered yet; ``leaving`` names those that it told to go, which the world may still show as ready. New
+    ones get the lowest free ranks; the highest of our ranks go.
 
     Raises:
         Refused: too few of the instances are ours, nobody would serve, or there are too few devices.
     """
     if size < 1:
         raise Refused("a mesh needs at least one instance: end serve to end them all")
-    staying = {member.rank for member in members if member.state.stays} | set(ours)
+    stayers = [member for member in members if member.state.stays and member.instance not in leaving]
+    staying = {member.rank for member in stayers} | set(ours)
     more = size - len(staying)
     if more > 0:
         return _grow(more, {member.rank for member in members} | set(ours), ours, machine)
     if more < 0:
-        return _shrink(-more, members, staying, ours, force)
+        return _shrink(-more, stayers, staying, ours, force)
     return Plan()
 
 

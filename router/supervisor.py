@@ -97,6 +97,12 @@ class Supervisor:
         return sorted(rank for rank in (*running, *soon) if rank is not None)
 
     @property
+    def leaving(self) -> list[str]:
+        """Names of our instances that were told to go, or have ended: the mesh may not know yet."""
+        told = [child.instance or child.name for child in self._of_role("engine") if child.retired]
+        return [*told, *self._gone_names]
+
+    @property
     def num_serving(self) -> int:
         """Our instances that are ready."""
         return sum(child.began is not None for child in self._of_role("engine"))

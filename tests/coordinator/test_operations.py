@@ -40,6 +40,17 @@ def test_a_wish_is_passed_on_to_its_instance() -> None:
     assert any(isinstance(note, Note) and "drain" in note.text for note in done)
 
 
+def test_who_was_told_to_drain_is_shown_so_before_it_says_so() -> None:
+    """A wish to scale may follow at once, and must not count it."""
+    membership = mesh("a", "b")
+    membership.handle(b"l", Watch("serve", launcher="m"), 1.0)
+    (view,) = to(b"l", membership.handle(b"o", drain(1), 1.0))
+    assert isinstance(view, View)
+    assert [member.state for member in view.members] == [State.READY, State.DRAINING]
+    membership.handle(b"b", heartbeat("b"), 1.1)
+    assert membership.view().members == view.members
+
+
 def test_the_last_one_goes_only_by_force() -> None:
     membership = mesh("a", "b")
     membership.handle(b"o", drain(1), 1.0)

@@ -14,12 +14,14 @@ import msgspec
 import pytest
 
 from coordinator import process
-from coordinator.messages import Load, Member, State, View
+from coordinator.messages import Load, Member, Scale, State, View
 from router import restarts
 from router.child import exit_status, spawn
 from router.faults import Event
 from router.launch import ProcessSpec
+from router.overseer import Overseer
 from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
+from router.scaling import Machine
 from router.supervisor import Supervisor
 from tests.waiting import until_async
 
@@ -250,6 +252,28 @@ def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() ->
         assert Event.RESTART not in supervisor.faults.counts, "it was on its way out"
 
     supervised(supervisor, act)
+
+
+def test_asked_twice_for_fewer_as_many_go_as_once() -> None:
+    """The world shows them as ready until their next step has ended."""
+    supervisor = Supervisor(
+        [*(spec(f"Engine_{rank}", "engine", rank) for rank in range(3)), spec("Router", "router")],
+        engine_spec=lambda rank, number: spec(f"Engine_{rank}", "engine", rank, number=number),
+    )
+
+    async def act() -> None:
+        pids = [pid_of(supervisor, f"Engine_{rank}") for rank in range(3)]
+        world = view(*(member(rank, pid) for rank, pid in enumerate(pids) if pid is not None))
+        world = msgspec.structs.replace(world, mesh="m")
+        overseer = Overseer("tcp://127.0.0.1:1", "m", supervisor, Machine(devices=None, cores=4))
+        supervisor.learn(world)
+        overseer._watcher.view = world
+        texts = [(await overseer._on_scale(Scale(command=name, size=2))).text for name in ("a", "b")]
+        assert texts == ["draining instance 2", "there is nothing to do"]
+        assert (supervisor.ranks, supervisor.leaving) == ([0, 1], [f"name-{pids[2]}"])
+        overseer._watcher._connection.close(linger_ms=0)
+
+    assert supervised(supervisor, act) == 0
 
 
 def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others() -> None:

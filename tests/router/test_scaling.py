@@ -36,6 +36,16 @@ def test_fewer_means_our_highest_ranks() -> None:
         plan(1, members, [0, 1], CPU, False)
 
 
+def test_who_was_told_to_go_is_not_counted_though_the_world_shows_it_ready() -> None:
+    members = world(_0=READY, _1=READY, _2=READY, _3=READY)
+    assert plan(3, members, [0, 1, 2], CPU, False, ["_3"]) == Plan()
+    assert plan(2, members, [0, 1, 2], CPU, False, ["_3"]).drain == (2,)
+    assert plan(4, members, [0, 1, 2], CPU, False, ["_3"]).start == (4,), "3 is not free yet"
+    members = world(_0=READY, _1=LOADING, _2=LOADING)
+    with pytest.raises(Refused, match="none of the instances that would stay is ready"):
+        plan(1, members, [1, 2], CPU, False, ["_0"])
+
+
 def test_somebody_must_go_on_serving() -> None:
     members = world(_0=LOADING, _1=READY)
     with pytest.raises(Refused, match="none of the instances that would stay is ready"):
