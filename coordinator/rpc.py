@@ -64,6 +64,7 @@ Peer = bytes
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+Context = TypeVar("Context", bound=zmq.Context[Any])
 
 
 class TooLarge(ValueError):
@@ -72,6 +73,13 @@ class TooLarge(ValueError):
 
 class PortInUse(OSError):
     """An address that cannot be bound; the message says which and what to do."""
+
+
+def with_room(context: Context) -> Context:
+    """A new context, for connections to everybody: else it has room for 1,023 sockets, and each
+    :class:`AsyncConnection` takes three."""
+    context.set(zmq.MAX_SOCKETS, int(context.get(zmq.SOCKET_LIMIT)))
+    return context
 
 
 def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None:
@@ -287,6 +295,10 @@ class AsyncConnection(Generic[In, Out]):
         max_bytes: int = MAX_MESSAGE_BYTES,
         keys: MeshKeys | None = None,
     ) -> None:
+        """
+        Raises:
+            zmq.ZMQError: the endpoint is none, or this process can have no more sockets.
+        """
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._socket = plain.socket(zmq.DEALER)
         _set_options(self._socket, endpoint, max_bytes)
@@ -302,14 +314,18 @@ class AsyncConnection(Generic[In, Out]):
         self._complaints = Complaints(logger, f"{name}: dropped a bad message")
         self.endpoint = endpoint
         self._arrivals = Arrivals(self._socket)
-        self._handshakes = Handshakes(
-            context,
-            self._socket,
-            endpoint,
-            has_keys=keys is not None,
-            connect_again=self._connect_again,
-        )
-        self._socket.connect(endpoint)
+        with contextlib.ExitStack() as made:
+            made.callback(self._socket.close, linger=0)
+            self._handshakes = Handshakes(
+                context,
+                self._socket,
+                endpoint,
+                has_keys=keys is not None,
+                connect_again=self._connect_again,
+            )
+            made.callback(self._handshakes.close)
+            self._socket.connect(endpoint)
+            made.pop_all()
 
     @property
     def bad_messages(self) -> int:

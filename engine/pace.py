@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from coordinator.keys import MeshKeys
-from coordinator.rpc import Sender
+from coordinator.rpc import Sender, with_room
 from engine.recovery import Step as MayStep
 from engine.recovery import Turn
 from engine.recovery_times import RecoveryTimes
@@ -222,7 +222,7 @@ class Waker:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = with_room(zmq.Context())
         senders: list[Sender[Wake]] = [Sender(context, peer, self._keys) for peer in self._peers]
         while not self._closed:
             wake = self._wake

@@ -16,11 +16,14 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import zmq
 import zmq.asyncio
 
 from coordinator.client import Watcher
+from coordinator.complaints import Complaints
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, State, View
+from coordinator.rpc import with_room
 from engine.checkpoint import CheckpointError, find_model
 from engine.messages import Abort, Attached, Recall, Recalled, Refused, Report, Tokens, ToRouter
 from router.chooser import Chooser, unavailable
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 ORPHAN_TIMEOUT = 60.0
 """Seconds that a request which lost its instance waits for another one to come."""
 
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks at what waits although nothing changes."""
+
 
 class MeshClient:
     """The real :class:`router.mesh.Mesh`."""
@@ -51,7 +57,7 @@ class MeshClient:
         keys: MeshKeys | None = None,
         policy: Policy = Policy.PREFIX_AWARE,
     ) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = with_room(zmq.asyncio.Context())
         self._name = f"router-{uuid.uuid4().hex[:8]}"
         self._keys = keys
         self._watcher = Watcher(coordinator, self._name, self._context, keys)
@@ -63,6 +69,8 @@ class MeshClient:
         self._recaller = Recaller(self._pool, self._ledger)
         self._moves_queued = policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED)
         self._links: dict[str, Link] = {}
+        """By instance. One that has none is not attached, and gets nothing."""
+        self._unlinked = Complaints(logger, "an instance cannot be connected to, and is tried again")
         self._streams: dict[Entry, Stream] = {}
         self._passing = Passing(self._ledger, self._streams, self._chooser.settle)
         self._orphans: list[Entry] = []
@@ -294,6 +302,7 @@ class MeshClient:
             self._model = self._learn_model(view.settings)
         changes = self._pool.apply(view, time.monotonic())
         for instance in changes.added:
+            logger.info("instance %d at %s", instance.rank, instance.member.address)
             self._connect(instance)
         for instance in changes.removed:
             self._disconnect(instance)
@@ -313,21 +322,26 @@ class MeshClient:
         )
 
     def _connect(self, instance: Instance) -> None:
-        logger.info("instance %d at %s", instance.rank, instance.member.address)
-        self._links[instance.name] = Link(
-            self._context,
-            instance,
-            self,
-            self._keys,
-            router=self._name,
-            wants_blocks=self._chooser.wants_blocks,
-        )
+        """If that is possible. The others are served through this router in any case."""
+        try:
+            self._links[instance.name] = Link(
+                self._context,
+                instance,
+                self,
+                self._keys,
+                router=self._name,
+                wants_blocks=self._chooser.wants_blocks,
+            )
+        except zmq.ZMQError as error:
+            self._unlinked.add(f"instance {instance.rank} at {instance.member.address}: {error}")
 
     def _disconnect(self, instance: Instance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
         self._lost(instance)
         self._move_requests(instance, "removed" if instance.member.state is State.READY else "drained")
-        self._links.pop(instance.name).close()
+        link = self._links.pop(instance.name, None)
+        if link is not None:
+            link.close()
 
     def _move_requests(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
         """What an instance had goes on elsewhere; should it still run there, it is aborted. With nobody to
@@ -349,7 +363,10 @@ class MeshClient:
     async def _place_orphans_again(self) -> None:
         """Their wait is bounded also when nothing changes."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_INTERVAL)
+            for instance in self._pool:
+                if instance.name not in self._links:
+                    self._connect(instance)
             self._leave_idle_instances()
             self._place_orphans()
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 import zmq.asyncio
 
 from coordinator.rpc import AsyncListener
 from engine.messages import Attach, Attached, Capacity, ToInstance, ToRouter
-from router import link
+from router import client, link
+from router.client import MeshClient
 from router.link import Link
 from router.pool import Instance
-from tests.router.test_mesh_parts import member
+from tests.router.test_mesh_parts import member, view
+from tests.waiting import until_async
 
 CAPACITY = Capacity(16, 10, 4, 64, 100)
 
@@ -61,3 +67,82 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
         context.term()
 
     asyncio.run(talk())
+
+
+@contextlib.asynccontextmanager
+async def listening(name: str) -> AsyncIterator[AsyncListener[ToInstance, ToRouter]]:
+    """Where an instance of this name would be; what came is taken by whoever uses this."""
+    context = zmq.asyncio.Context()
+    listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
+        context, "tcp://127.0.0.1:0", ToInstance, name=name
+    )
+    try:
+        yield listener
+    finally:
+        listener.close()
+        context.term()
+
+
+@contextlib.asynccontextmanager
+async def routing() -> AsyncIterator[MeshClient]:
+    """A router whose coordinator is away."""
+    mesh = MeshClient("tcp://127.0.0.1:1")
+    running = asyncio.create_task(mesh.run())
+    await asyncio.sleep(0)
+    try:
+        yield mesh
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def answer(listener: AsyncListener[ToInstance, ToRouter], name: str, times: int) -> None:
+    """To so many new connections, as an instance does."""
+    peers = set[bytes]()
+    while len(peers) < times:
+        peer, _ = await asyncio.wait_for(listener.receive(), 5)
+        if peer not in peers:
+            peers.add(peer)
+            assert listener.send(peer, Attached(name, CAPACITY))
+
+
+def test_an_instance_that_cannot_be_connected_to_is_none_of_the_others_concern(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
+
+    async def serve() -> None:
+        async with listening("b") as listener, routing() as mesh:
+            nowhere = member("a", 0, address="tcp://no address")
+            world = view(nowhere, member("b", 1, address=listener.endpoint))
+            mesh._on_view(world)
+            assert "instance 0 at tcp://no address: " in caplog.text
+            await answer(listener, "b", 1)
+            await until_async(lambda: mesh.num_ready == 1)
+            mesh._on_view(view(world.members[1]))
+            assert list(mesh._links) == ["b"]
+
+    asyncio.run(serve())
+
+
+def test_an_instance_is_connected_to_as_soon_as_there_are_sockets_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
+
+    async def serve() -> None:
+        async with listening("a") as listener, routing() as mesh:
+            room = mesh._context.get(zmq.MAX_SOCKETS)
+            assert room == mesh._context.get(zmq.SOCKET_LIMIT), "of 1023 sockets, 340 instances take all"
+            with monkeypatch.context() as patch:
+                patch.setattr(client, "Link", _none_left)
+                mesh._on_view(view(member("a", 0, address=listener.endpoint)))
+                assert not mesh._links
+            await answer(listener, "a", 1)
+            await until_async(lambda: mesh.num_ready == 1)
+
+    asyncio.run(serve())
+
+
+def _none_left(*_: object, **__: object) -> None:
+    raise zmq.ZMQError(errno.EMFILE)
