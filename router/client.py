@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,12 +81,17 @@ class MeshClient:
         return f"<MeshClient {self._pool!r} {self._ledger!r}>"
 
     async def run(self) -> None:
-        """Follow the coordinator's view until cancelled."""
-        placing = asyncio.create_task(self._place_orphans_again())
+        """Follow the coordinator's view until cancelled, or until an error ends what this does."""
+        parts = [
+            asyncio.create_task(each)
+            for each in (self._watcher.run(self._on_view), self._place_orphans_again())
+        ]
         try:
-            await self._watcher.run(self._on_view)
+            await asyncio.gather(*parts)
         finally:
-            placing.cancel()
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
             links = list(self._links.values())
             self._links.clear()  # what is closed from now on needs no word to anybody
             for link in links:
@@ -377,20 +382,29 @@ class MeshClient:
 
     def _place_orphans(self) -> None:
         """Requests that waited for an instance to come, or to answer."""
-        orphans, self._orphans = self._orphans, []
-        for entry in orphans:
-            try:
-                instance = self._choose(entry)
-            except MeshError as error:
-                if time.monotonic() > entry.waits_until:
-                    self._give_up(entry, error)
-                else:
-                    self._orphans.append(entry)
-                continue
-            try:
-                self._dispatch(entry, instance)
-            except (OverflowError, TypeError, ValueError) as error:  # no message can hold it: others go on
+        orphans, self._orphans = deque(self._orphans), []
+        try:
+            while orphans:
+                self._place(orphans.popleft())
+        finally:  # an error with one is none of the others' concern
+            self._orphans += orphans
+
+    def _place(self, entry: Entry) -> None:
+        try:
+            instance = self._choose(entry)
+        except MeshError as error:
+            if time.monotonic() > entry.waits_until:
                 self._give_up(entry, error)
+            else:
+                self._orphans.append(entry)
+            return
+        except Exception as error:
+            self._give_up(entry, error)
+            raise
+        try:
+            self._dispatch(entry, instance)
+        except (OverflowError, TypeError, ValueError) as error:  # no message can hold it
+            self._give_up(entry, error)
 
     # ---- one connection
 
@@ -401,6 +415,13 @@ class MeshClient:
             text = f"the connection to instance {instance.rank} ({instance.name}) broke"
             self.faults.record(Event.DETECTION, "connection_lost", text, time.time())
         self._move_requests(instance, "connection_lost" if serves else "drained")
+
+    def link_failed(self, instance: Instance) -> None:
+        """As if it had broken. Another one is opened at the next look: what was wrong may be so again."""
+        try:
+            self.connection_broke(instance)
+        finally:
+            self._links.pop(instance.name).close()
 
     def received(self, instance: Instance, message: ToRouter) -> None:
         match message:

@@ -30,6 +30,9 @@ RECONNECT_INTERVAL = 0.05
 class Receiver(Protocol):
     def received(self, instance: Instance, message: ToRouter) -> None: ...
     def connection_broke(self, instance: Instance) -> None: ...
+    def link_failed(self, instance: Instance) -> None:
+        """It does nothing any more: another one is needed."""
+        ...
 
 
 class Link:
@@ -51,9 +54,12 @@ class Link:
         self._connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
             context, instance.member.address, ToRouter, name=f"instance {instance.rank}", keys=keys
         )
+        self._is_closed = False
         self._tasks = [
             asyncio.create_task(work()) for work in (self._receive, self._attach_again, self._watch)
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_end)
 
     def __repr__(self) -> str:
         return f"<Link to instance {self._instance.rank} at {self._connection.endpoint}>"
@@ -67,9 +73,20 @@ class Link:
         self.send(Attach(self._attach.router, True, True))
 
     def close(self) -> None:
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         self._connection.close(linger_ms=0)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """By an error of ours, in what is done with a message, say. Half a link would be worse than none:
+        nobody would notice that it is deaf."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        logger.error("the connection to instance %d is made anew", self._instance.rank, exc_info=error)
+        if not self._is_closed:
+            self._receiver.link_failed(self._instance)
 
     async def _attach_again(self) -> None:
         while True:

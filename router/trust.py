@@ -29,7 +29,7 @@ class Trust:
 
     def failed(self, now: float) -> None:
         """It died, or the connection to it broke."""
-        self._next_try = now + min(FIRST_PAUSE * 2.0**self.failures, LONGEST_PAUSE)
+        self._next_try = now + min(FIRST_PAUSE * 2.0 ** min(self.failures, 10), LONGEST_PAUSE)
         self.failures += 1
 
     def dispatched(self, now: float) -> None:

@@ -12,10 +12,22 @@ import zmq
 import zmq.asyncio
 
 from coordinator.rpc import AsyncListener
-from engine.messages import Attach, Attached, Capacity, ToInstance, ToRouter
+from engine.messages import (
+    Attach,
+    Attached,
+    Capacity,
+    Counters,
+    Report,
+    Submit,
+    ToInstance,
+    Tokens,
+    ToRouter,
+)
+from engine.sampling import SamplingParams
 from router import client, link
 from router.client import MeshClient
 from router.link import Link
+from router.mesh import Prompt
 from router.pool import Instance
 from tests.router.test_mesh_parts import member, view
 from tests.waiting import until_async
@@ -32,6 +44,9 @@ class Receiver:
 
     def connection_broke(self, instance: Instance) -> None:
         instance.lost(0.0)
+
+    def link_failed(self, instance: Instance) -> None:
+        raise AssertionError
 
 
 def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +111,12 @@ async def routing() -> AsyncIterator[MeshClient]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def answer(listener: AsyncListener[ToInstance, ToRouter], name: str, times: int) -> None:
-    """To so many new connections, as an instance does."""
-    peers = set[bytes]()
-    while len(peers) < times:
+async def answer(listener: AsyncListener[ToInstance, ToRouter], name: str) -> bytes:
+    """A new connection, as an instance does; who it is."""
+    while True:
         peer, _ = await asyncio.wait_for(listener.receive(), 5)
-        if peer not in peers:
-            peers.add(peer)
-            assert listener.send(peer, Attached(name, CAPACITY))
+        if listener.send(peer, Attached(name, CAPACITY)):  # else it is what an old one left
+            return peer
 
 
 def test_an_instance_that_cannot_be_connected_to_is_none_of_the_others_concern(
@@ -117,7 +130,7 @@ def test_an_instance_that_cannot_be_connected_to_is_none_of_the_others_concern(
             world = view(nowhere, member("b", 1, address=listener.endpoint))
             mesh._on_view(world)
             assert "instance 0 at tcp://no address: " in caplog.text
-            await answer(listener, "b", 1)
+            await answer(listener, "b")
             await until_async(lambda: mesh.num_ready == 1)
             mesh._on_view(view(world.members[1]))
             assert list(mesh._links) == ["b"]
@@ -138,7 +151,7 @@ def test_an_instance_is_connected_to_as_soon_as_there_are_sockets_again(
                 patch.setattr(client, "Link", _none_left)
                 mesh._on_view(view(member("a", 0, address=listener.endpoint)))
                 assert not mesh._links
-            await answer(listener, "a", 1)
+            await answer(listener, "a")
             await until_async(lambda: mesh.num_ready == 1)
 
     asyncio.run(serve())
@@ -146,3 +159,62 @@ def test_an_instance_is_connected_to_as_soon_as_there_are_sockets_again(
 
 def _none_left(*_: object, **__: object) -> None:
     raise zmq.ZMQError(errno.EMFILE)
+
+
+async def submitted(listener: AsyncListener[ToInstance, ToRouter]) -> Submit:
+    while True:
+        _, message = await asyncio.wait_for(listener.receive(), 5)
+        if isinstance(message, Submit):
+            return message
+
+
+def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
+
+    async def serve() -> None:
+        async with listening("a") as first, listening("b") as second, routing() as mesh:
+            mesh._on_view(
+                view(member("a", 0, address=first.endpoint), member("b", 1, address=second.endpoint))
+            )
+            peer = await answer(first, "a")
+            await answer(second, "b")
+            await until_async(lambda: mesh.num_ready == 2)
+            stream = mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0, rank=0))
+            assert (await submitted(first)).prompt_ids == [1, 2]
+            with monkeypatch.context() as patch:
+                patch.setattr(Instance, "take_report", _fail)
+                assert first.send(peer, Tokens([], Report(0, 0, 0, 0, 0, 10, Counters())))
+                assert (await submitted(second)).prompt_ids == [1, 2]
+            assert "the connection to instance 0 is made anew" in caplog.text
+            assert "RuntimeError: ours" in caplog.text
+            assert mesh.num_ready == 1
+            while await answer(first, "a") == peer:
+                pass
+            await until_async(lambda: mesh.num_ready == 2)
+            stream.close()
+
+    asyncio.run(serve())
+
+
+def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an error with one of them is told to its client; the others wait on."""
+    monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
+
+    async def serve() -> None:
+        mesh = MeshClient("tcp://127.0.0.1:1")
+        mesh._on_view(view(member("a", 0, address="tcp://127.0.0.1:1")))
+        streams = [mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0)) for _ in range(3)]
+        monkeypatch.setattr(mesh._chooser, "choose", _fail)
+        with pytest.raises(RuntimeError, match="ours"):
+            await asyncio.wait_for(mesh.run(), 5)
+        with pytest.raises(RuntimeError, match="ours"):
+            await anext(aiter(streams[0]))
+        assert [stream._entry for stream in streams[1:]] == mesh._orphans
+
+    asyncio.run(serve())
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("ours")

@@ -21,6 +21,9 @@ def test_pauses_grow_and_tokens_end_them() -> None:
             now += 0.25
         pauses.append(now - began)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, LONGEST_PAUSE, LONGEST_PAUSE]
+    for _ in range(2000):
+        trust.failed(now)
+    assert trust.admits(now + LONGEST_PAUSE), "however often"
     trust.proved()
     assert trust.admits(now)
     trust.failed(now)
