@@ -180,6 +180,12 @@ class PatientProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._need_no_taking()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if is_answered and self.timeout_keep_alive_task is None and self._head_due is None:
+            self._expect_head()  # what came of a body that nobody wants any more has ended the wait for one
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect_head()

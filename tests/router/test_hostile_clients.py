@@ -144,6 +144,16 @@ def test_a_client_that_does_not_read_its_stream_is_cut_off(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+def test_a_body_that_drips_after_its_answer(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PatientProtocol, "head_timeout", 0.2)
+    config = HttpConfig(api_key=("k",))
+    with serving(FakeMesh(served, saying([70])), config) as server, server.connect() as connection:
+        connection.sendall(request_head(1000))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        connection.sendall(b"a")
+        assert b"".join(iter(lambda: connection.recv(4096), b"")) == b""
+
+
 def test_a_connection_without_requests_stays_longer_than_in_pools(served: ServedModel) -> None:
     """A pool that sends on a connection at the moment at which the server closes it has an error to show. Go's
     keeps one for 90 s, others for less."""
