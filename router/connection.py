@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -160,6 +160,9 @@ class PatientProtocol(HttpToolsProtocol):
     take_timeout = 60.0
     _head_due: asyncio.TimerHandle | None = None
     _taking_due: asyncio.TimerHandle | None = None
+    _earlier: Sequence[RequestResponseCycle] = ()
+    """Requests that run while a later one has come already: uvicorn tells only that one of the connection's
+    end."""
 
     def connection_made(self, transport: Any) -> None:
         told: Any = _Transport(transport, self._expect_taking)
@@ -168,6 +171,9 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._have_head()
+        for cycle in self._earlier:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
         self._need_no_taking()
 
@@ -195,6 +201,8 @@ class PatientProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:  # no websocket
+            if before is not None and not before.response_complete:
+                self._earlier = [each for each in (*self._earlier, before) if not each.response_complete]
             scope: dict[str, Any] = self.scope  # type: ignore[assignment]
             # The cycle refers to its scope. Without a way back, it is freed as soon as it is over.
             cycle = weakref.ref(self.cycle)

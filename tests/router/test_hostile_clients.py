@@ -174,6 +174,16 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(server: Server) -> None:
     assert len(server.mesh.generations) == 1
 
 
+def test_a_client_that_leaves_with_more_requests_behind_the_one_that_runs(server: Server) -> None:
+    server.mesh.script = lambda _: []
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    with server.connect() as connection:
+        connection.sendall((request_head(len(body)) + body) * 3)
+        until(lambda: len(server.mesh.generations) == 1)
+    server.wait_until_idle()
+    assert len(server.mesh.generations) == 1, "the others were not begun"
+
+
 def test_garbage_instead_of_http(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
