@@ -152,7 +152,8 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
 
 
 def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
-    return lambda view: _still(before, view, rank) is None
+    """Who is missing in the first views of a coordinator that was started again need not be gone."""
+    return lambda view: view.complete and _still(before, view, rank) is None
 
 
 def _still(before: View, view: View, rank: int) -> Member | None:
@@ -164,6 +165,8 @@ def _still(before: View, view: View, rank: int) -> Member | None:
 def _why_it_stays(before: View, view: View, rank: int) -> str:
     """What an instance that was told to go still does, and what helps."""
     member = _still(before, view, rank)
+    if member is None and not view.complete:
+        return f"the coordinator was started again and has not heard of instance {rank} yet, if it is there"
     if member is None:
         return f"instance {rank} is gone by now"
     load, state = member.load, member.state
@@ -184,7 +187,9 @@ def _why_it_stays(before: View, view: View, rank: int) -> str:
 
 def _has_size(size: int) -> Callable[[View], bool]:
     return lambda view: (
-        len(view.members) == size and all(member.state is State.READY for member in view.members)
+        view.complete
+        and len(view.members) == size
+        and all(member.state is State.READY for member in view.members)
     )
 
 

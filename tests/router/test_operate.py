@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
-from router.operate import LEAVE_TIMEOUT, WAIT_TIMEOUT, DrainConfig, _is_gone, _why_it_stays
+from router.operate import (
+    LEAVE_TIMEOUT,
+    WAIT_TIMEOUT,
+    DrainConfig,
+    _has_size,
+    _is_gone,
+    _why_it_stays,
+)
 
 
 def view(*members: Member) -> View:
@@ -56,3 +64,13 @@ def test_another_instance_of_its_rank_is_not_the_one_that_was_told() -> None:
     successor = view(member("c", 1, State.READY, Load(running=1)))
     assert _is_gone(before, 1)(successor)
     assert "gone by now" in _why_it_stays(before, successor, 1)
+
+
+def test_a_coordinator_that_has_just_been_started_again_knows_nobody_yet() -> None:
+    ready = [member("ab"[rank], rank, State.READY, Load()) for rank in (0, 1)]
+    before, early = view(*ready), msgspec.structs.replace(view(*ready[:1]), complete=False)
+    assert not _is_gone(before, 1)(early)
+    assert "has not heard of instance 1 yet" in _why_it_stays(before, early, 1)
+    assert not _has_size(1)(early), "1 may still be there"
+    assert _is_gone(before, 1)(view(*ready[:1]))
+    assert _has_size(1)(view(*ready[:1]))
