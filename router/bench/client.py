@@ -230,12 +230,14 @@ async def run(
 
     tasks = []
     began = time.perf_counter()
-    for conversation, pause in zip(
+    pause = 0.0
+    for conversation, next_pause in zip(
         conversations, pauses(arrivals, rng or random.Random(), len(conversations)), strict=True
     ):
-        tasks.append(asyncio.create_task(converse(conversation)))
         if pause:
             await asyncio.sleep(pause)
+        tasks.append(asyncio.create_task(converse(conversation)))
+        pause = next_pause  # that after the last one is no part of the run
     found = await asyncio.gather(*tasks)
     return [outcome for outcomes in found for outcome in outcomes], time.perf_counter() - began
 

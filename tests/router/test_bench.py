@@ -76,6 +76,24 @@ def test_arrivals() -> None:
     assert rising[-1] == pytest.approx(0.01, rel=0.1)
 
 
+def test_a_run_ends_with_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be waited for a further request is no part of its duration."""
+
+    async def answered(*_: object) -> Outcome:
+        return Outcome(input_len=1, output_len=1)
+
+    monkeypatch.setattr(client, "send", answered)
+    conversations = random_prompts(Shape(), random.Random(0), 2)
+    target = client.Target(base_url="", endpoint="", model="m")
+    arrivals = Arrivals(burst_size=2, burst_interval=60.0)
+
+    async def run() -> float:
+        async with client.session() as http:
+            return (await client.run(http, target, conversations, arrivals=arrivals))[1]
+
+    assert asyncio.run(asyncio.wait_for(run(), 10)) < 5.0
+
+
 def test_summary_and_goodput() -> None:
     fast = Outcome(input_len=10, output_len=3, ttft=0.1, itl=[0.1, 0.1], latency=0.3)
     slow = Outcome(input_len=10, output_len=3, ttft=0.9, itl=[0.4, 0.4], latency=1.7)
