@@ -26,6 +26,8 @@ class Child:
     """Its name in the mesh, once it has registered."""
     name: str = ""
     """The one that it was given for that."""
+    returns: bool = False
+    """It was started to take the rank again that its predecessor had."""
     is_member: bool = False
     """It is in the newest view."""
     retired: bool = False

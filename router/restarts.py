@@ -33,10 +33,14 @@ class Restarts:
     def __repr__(self) -> str:
         return f"<Restarts {self._row}>"
 
-    def wants(self, role: str, status: int) -> bool:
+    def wants(self, role: str, status: int, *, wanted_its_rank: bool = False) -> bool:
         """Whether a process of this role that ended so is to be started again at all. ``status`` is negative
-        for a signal."""
-        return role != "engine" or (self._instances and status not in NOT_BY_ACCIDENT)
+        for a signal. ``wanted_its_rank``: it was to come back under the rank that it had before, which
+        somebody else may have got in the meantime. Any other one will do."""
+        if role != "engine":
+            return True
+        lost_it = wanted_its_rank and status == process.EXIT_REFUSED
+        return self._instances and (lost_it or status not in NOT_BY_ACCIDENT)
 
     def after_end(self, key: int, role: str, served_for: float) -> float | None:
         """Seconds to wait before the next start; None when it has ended too often. ``served_for``: seconds of

@@ -46,14 +46,14 @@ class Supervisor:
         *,
         drain_timeout: float = 0.0,
         restart: bool = False,
-        engine_spec: Callable[[int, int], ProcessSpec] | None = None,
+        engine_spec: Callable[[int | None, int], ProcessSpec] | None = None,
         doors: Sequence[socket.socket] = (),
         fork_server: ForkServer | None = None,
     ) -> None:
         """``drain_timeout``: seconds that headless instances may take to finish what they have.
-        ``engine_spec`` makes the instance of a rank, with a number among ours. ``doors`` are held open for
-        routers to come, and closed at the end; so is ``fork_server``, which makes the instances, if there is
-        one."""
+        ``engine_spec`` makes the instance of a rank (None: of any), with a number among ours. ``doors`` are
+        held open for routers to come, and closed at the end; so is ``fork_server``, which makes the
+        instances, if there is one."""
         self._table = list(table)
         self._drain_timeout = drain_timeout
         self._restarts = Restarts(instances=restart)
@@ -230,7 +230,7 @@ class Supervisor:
         self._status = self._status or status
         self._ended.set()
 
-    async def _start(self, key: int, spec: ProcessSpec) -> None:
+    async def _start(self, key: int, spec: ProcessSpec, *, returns: bool = False) -> None:
         name = uuid.uuid4().hex[:12]
         self._names.append(name)
         environment = {**spec.environment(), process.INSTANCE_VARIABLE: name}
@@ -246,7 +246,8 @@ class Supervisor:
         if started is None:
             started = await spawn(spec, environment)
         began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
-        child = self._children[key] = Child(key, spec, started, began, spec.rank, name=name)
+        child = Child(key, spec, started, began, spec.rank, name=name, returns=returns)
+        self._children[key] = child
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -282,13 +283,15 @@ class Supervisor:
         if not self.ready:
             self.problem = self.problem or self._last_end
             self._end(exit_status(status))
-        elif not child.retired and self._restarts.wants(child.spec.role, status):
+        elif not child.retired and self._restarts.wants(
+            child.spec.role, status, wanted_its_rank=child.returns and not child.instance
+        ):
             await self._start_again(child, status)
         elif child.spec.role == "engine":
             self._end_without_instances(status)
 
     async def _start_again(self, child: Child, status: int) -> None:
-        """After the pause that is due, under the old rank."""
+        """After the pause that is due, under the old rank; under any, if that was refused."""
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
         while True:
             delay = self._restarts.after_end(child.key, child.spec.role, served_for)
@@ -296,7 +299,7 @@ class Supervisor:
                 logger.error("%s ended too often in a row: it is not started again", child.spec.name)
                 self._end_without_instances(status)
                 return
-            self._coming_back[child.key] = self._successor(child)
+            self._coming_back[child.key] = self._successor(child, status)
             logger.info("%s is started again in %.1f s", child.spec.name, delay)
             await asyncio.sleep(delay)
             spec = self._coming_back.pop(child.key, None)
@@ -305,7 +308,7 @@ class Supervisor:
                 return
             logger.info("starting %s again", spec.name)
             try:
-                await self._start(child.key, spec)
+                await self._start(child.key, spec, returns=spec.rank is not None)
             except OSError as error:  # no memory, no process or no descriptor to be had, for now
                 logger.error("%s cannot be started: %s", spec.name, error)
                 self._coming_back.pop(child.key, None)
@@ -314,10 +317,11 @@ class Supervisor:
                 self._record(Event.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
                 return
 
-    def _successor(self, child: Child) -> ProcessSpec:
+    def _successor(self, child: Child, status: int) -> ProcessSpec:
         if child.spec.role != "engine" or child.rank is None or self._engine_spec is None:
             return child.spec
-        return self._engine_spec(child.rank, child.spec.number)
+        rank = None if status == process.EXIT_REFUSED else child.rank
+        return self._engine_spec(rank, child.spec.number)
 
     def _end_without_instances(self, status: int) -> None:
         """A launcher without any instance has nothing left to do, unless it is the head of those elsewhere or

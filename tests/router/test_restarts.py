@@ -72,6 +72,13 @@ def test_who_is_started_again(role: str, status: int, asked: bool, wanted: bool)
     assert Restarts(instances=asked).wants(role, status) is wanted
 
 
+def test_who_lost_its_rank_may_come_under_another() -> None:
+    refused = process.EXIT_REFUSED
+    assert Restarts(instances=True).wants("engine", refused, wanted_its_rank=True)
+    assert not Restarts(instances=False).wants("engine", refused, wanted_its_rank=True)
+    assert not Restarts(instances=True).wants("engine", process.EXIT_USAGE, wanted_its_rank=True)
+
+
 # ---- with processes
 
 
@@ -155,6 +162,33 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
         assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
+
+    assert supervised(supervisor, act) == 0
+
+
+def test_an_instance_whose_rank_was_taken_meanwhile_comes_back_under_any() -> None:
+    refused = f"raise SystemExit({process.EXIT_REFUSED})"
+    asked = list[int | None]()
+
+    def again(rank: int | None, number: int) -> Script:
+        asked.append(rank)
+        return spec("Engine", "engine", rank, SLEEP if len(asked) == 2 else refused, number)
+
+    supervisor = Supervisor(
+        [spec("Engine_0", "engine", 0), spec("Engine_1", "engine", 1, number=1)],
+        restart=True,
+        engine_spec=again,
+    )
+
+    async def act() -> None:
+        pid = pid_of(supervisor, "Engine_1")
+        assert pid is not None
+        supervisor.learn(view(member(1, pid)))
+        os.kill(pid, signal.SIGKILL)
+        await until_async(lambda: len(asked) == 2 and pid_of(supervisor, "Engine"))
+        assert asked == [1, None]
+        (child,) = [each for each in supervisor._children.values() if each.spec.name == "Engine"]
+        assert (child.spec.number, child.returns) == (1, False)
 
     assert supervised(supervisor, act) == 0
 
