@@ -1,6 +1,6 @@
 """Memory that processes of one host share, and news of their deaths (loads no torch).
 
-A segment has no name anywhere: it is a memfd, which the others open through /proc while its owner holds it
+A segment is in no directory: it is a memfd, which the others open through /proc while its owner holds it
 open. So nothing can be left behind, however a process ends, and the size of /dev/shm does not matter.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import select
 
 import msgspec
@@ -22,6 +23,8 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one boot of one machine and one namespace of process ids: in it, ``pid`` means the same to all."""
     pid: int
     descriptor: int
+    name: str
+    """Of this segment alone: once its owner has concealed it, the number may be another file's."""
 
 
 class Segment:
@@ -36,10 +39,11 @@ class OwnSegment(Segment):
     """A new segment; until :meth:`conceal` others can open it at :attr:`address`."""
 
     def __init__(self, num_bytes: int) -> None:
-        descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+        name = f"lockstep-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)  # pages come when they are first written
         super().__init__(descriptor, num_bytes)
-        self.address = Address(this_host(), os.getpid(), descriptor)
+        self.address = Address(this_host(), os.getpid(), descriptor, name)
         self._concealed = False
 
     def conceal(self) -> None:
@@ -80,7 +84,12 @@ def this_host() -> str:
 
 
 def open_segment(rank: int, address: Address, num_bytes: int, watch: Watch) -> Segment:
-    """The segment of member ``rank``, which is watched from now on."""
+    """The segment of member ``rank``, which is watched from now on.
+
+    Raises:
+        CollectiveError: it has died, or gave the group up.
+        ValueError: its memory cannot be shared with this process.
+    """
     if address.host != this_host():
         raise ValueError(
             f"shared memory needs all members on one host and in one container, rank {rank} is elsewhere:"
@@ -88,12 +97,28 @@ def open_segment(rank: int, address: Address, num_bytes: int, watch: Watch) -> S
         )
     try:
         watch.add(rank, address.pid)
+    except OSError as error:
+        raise CollectiveError(f"forming the group: rank {rank} has died", rank, "exited") from error
+    try:
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except PermissionError as error:
         raise ValueError(f"shared memory of rank {rank} belongs to another user: use gloo") from error
     except OSError as error:  # its number means nothing any more
-        raise CollectiveError(f"forming the group: rank {rank} has died", rank, "exited") from error
+        raise _gone(rank, watch) from error
     try:
+        if not _is_segment(descriptor, address.name, num_bytes):
+            raise _gone(rank, watch)
         return Segment(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def _is_segment(descriptor: int, name: str, num_bytes: int) -> bool:
+    target = os.readlink(f"/proc/self/fd/{descriptor}")
+    return target.startswith(f"/memfd:{name}") and os.fstat(descriptor).st_size >= num_bytes
+
+
+def _gone(rank: int, watch: Watch) -> CollectiveError:
+    if rank in watch.dead():
+        return CollectiveError(f"forming the group: rank {rank} has died", rank, "exited")
+    return CollectiveError(f"forming the group: rank {rank} has given it up", rank, "closed")

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -390,16 +391,36 @@ def test_what_members_say_is_exchanged_by_rank(store: TCPStore) -> None:
 def test_segments_of_elsewhere_and_of_the_dead_are_refused() -> None:
     own, watch = OwnSegment(8192), Watch()
     with pytest.raises(ValueError, match="rank 3 is elsewhere: use gloo"):
-        open_segment(3, Address("another host", own.address.pid, own.address.descriptor), 8192, watch)
+        open_segment(3, msgspec.structs.replace(own.address, host="another host"), 8192, watch)
     own.words[0] = 42
     assert open_segment(0, own.address, 8192, watch).words[0] == 42
     own.conceal()
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
         with pytest.raises(CollectiveError, match="rank 1 has died") as caught:
-            open_segment(1, Address(this_host(), ended.pid, 3), 8192, watch)
-    assert caught.value.rank == 1
+            open_segment(1, Address(this_host(), ended.pid, 3, "lockstep"), 8192, watch)
+    assert (caught.value.rank, caught.value.evidence) == (1, "exited")
     assert watch.dead() == []
+    watch.close()
+
+
+def test_a_number_that_is_another_files_by_now_is_no_segment() -> None:
+    """Its owner lives, and has formed the group with others or given it up."""
+    watch = Watch()
+
+    def assert_given_up(rank: int, address: Address, num_bytes: int) -> None:
+        with pytest.raises(CollectiveError, match=f"rank {rank} has given it up") as caught:
+            open_segment(rank, address, num_bytes, watch)
+        assert (caught.value.rank, caught.value.evidence) == (rank, "closed")
+
+    first = OwnSegment(8192)
+    first.conceal()
+    second = OwnSegment(8192)
+    assert second.address.descriptor == first.address.descriptor
+    assert_given_up(0, first.address, 8192)
+    assert_given_up(1, second.address, 16384)
+    second.conceal()
+    assert_given_up(2, second.address, 8192)
     watch.close()
 
 
