@@ -54,7 +54,8 @@ class Watched(Protocol):
 
 
 Command = Callable[[Drain | Scale], Awaitable[Answer]]
-"""Has the coordinator do something; raises TimeoutError if it does not answer."""
+"""Has the coordinator do something; raises TimeoutError if no answer comes, which a launcher gives to a wish
+to scale when it has started all."""
 
 
 class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,7 +157,8 @@ def make_admin_app(
         try:
             answer = await command(wish)
         except TimeoutError as error:
-            raise _unavailable("the coordinator does not answer: nothing was done, try again") from error
+            text = "no answer yet, though it may have been done or begun: ask /admin/world, or once more"
+            raise _unavailable(text) from error
         if answer.status == ACCEPTED:
             return _json(CommandAnswer(True, answer.text), ACCEPTED)
         headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
