@@ -151,7 +151,7 @@ class Conversation:
             raise ChatError(f"the server said nothing for {self._config.timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}") from error
 
 
@@ -165,9 +165,9 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
             return
         event = json.loads(data)
         if event.get("error"):
-            raise ChatError(event["error"].get("message", "the server reports an error"))
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta", {})
+            raise ChatError(_message(event["error"]) or "the server reports an error")
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
             if thought := delta.get("reasoning"):
                 yield thought, False
             if piece := delta.get("content"):
@@ -175,9 +175,14 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
     raise ChatError("the connection broke before the answer ended")
 
 
+def _message(error: Any) -> str:
+    """What a server says of an error: OpenAI's in an object, some others' as it is."""
+    return str((error.get("message") if isinstance(error, dict) else error) or "")
+
+
 def _told(error: urllib.error.HTTPError) -> str:
     try:
-        message = json.loads(error.read())["error"]["message"]
+        message = _message(json.loads(error.read())["error"]) or error.reason
     except (ValueError, LookupError, TypeError, OSError):
         message = error.reason
     hint = " (--api-key, or OPENAI_API_KEY)" if error.code == 401 else ""
