@@ -114,7 +114,8 @@ class Run:
                 (sample,), (generation,) = self.samples, generations
                 hands_over = sink is not None and not sample.may_stop
                 async for delta in generation:
-                    meter.delta(0, generation, time.perf_counter(), delta.times)
+                    if delta.token_ids:  # else it is an error
+                        meter.delta(0, generation, time.perf_counter(), delta.times)
                     piece = sample.take(delta)
                     if piece.finish_reason is not None:
                         generation.close()
@@ -133,7 +134,8 @@ class Run:
                         sample = self.samples[position]
                         if sample.finish_reason is not None:
                             continue
-                        meter.delta(position, generations[position], now, delta.times)
+                        if delta.token_ids:
+                            meter.delta(position, generations[position], now, delta.times)
                         piece = sample.take(delta)
                         pieces.append((sample, piece))
                         if piece.finish_reason is not None:

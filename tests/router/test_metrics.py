@@ -9,7 +9,7 @@ from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics import Metrics
 from tests.router.conftest import serving
-from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.fake_mesh import FakeMesh, failing, saying
 
 
 def test_metrics(served: ServedModel) -> None:
@@ -90,6 +90,18 @@ def test_metrics(served: ServedModel) -> None:
     outcomes = ("affinity_hits", "affinity_misses", "moves", "queue_full")
     choices = [values[f'lockstep:choices_total{{outcome="{outcome}"}}'] for outcome in outcomes]
     assert choices == [3, 0, 2, 0]
+
+
+def test_an_error_is_no_token(served: ServedModel) -> None:
+    mesh = FakeMesh(served, failing("broken"))
+    with serving(mesh, HttpConfig()) as server:
+        for num_samples in (1, 2):
+            assert server.post("/v1/completions", {"prompt": "a", "n": num_samples}).status_code == 400
+        mesh.script = failing("broken", after=[70, 71])
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 400
+        values = parsed(server.client.get("/metrics").text)
+    assert values['vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"}'] == 1
+    assert values['vllm:inter_token_latency_seconds_count{engine="0",model_name="tiny"}'] == 1
 
 
 def parsed(page: str) -> dict[str, float]:
