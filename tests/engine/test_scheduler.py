@@ -290,6 +290,15 @@ def test_end_of_sequence_is_barred_before_the_minimum_even_where_it_is_ignored()
         bench.finish()
 
 
+def test_whatever_ends_a_request_is_told() -> None:
+    """Which of it clients are told is up to the router."""
+    bench = Bench()
+    number = bench.add(tokens(7, 5), max_tokens=8)
+    end = bench.requests[number].stop_ids = frozenset(expected_output(tokens(7, 5), 8)[3:4])
+    bench.finish()
+    assert {bench.requests[number].stop_reason} == end
+
+
 def test_a_resumed_request_goes_on_where_it_was() -> None:
     prompt = tokens(8, 10)
     output = expected_output(prompt, 9)
