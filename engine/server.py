@@ -220,6 +220,8 @@ class Server:
                 continue
             is_new = peer not in self._routers
             router = self._router(peer)
+            if router is None:
+                continue
             match message:
                 case Attach():
                     router.name, router.wants_blocks = message.router, message.wants_blocks
@@ -235,20 +237,21 @@ class Server:
                 case Abort(numbers):
                     self._core.abort(peer, numbers)
                 case Recall(numbers):
-                    self._listener.send(peer, Recalled(self._core.recall(peer, numbers)))
+                    self._tell(peer, Recalled(self._core.recall(peer, numbers)))
         for peer, refused in self._core.take_compiled():
-            self._listener.send(peer, refused)
+            self._tell(peer, refused)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
             self.progress.stepped(self._core.standing)
 
-    def _router(self, peer: Peer) -> _Router:
+    def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection. A new one is told so: what its router had here before, over a
-        connection that broke, is lost to it."""
+        connection that broke, is lost to it. None if that cannot be told: then nothing is taken from it."""
         router = self._routers.get(peer)
         if router is None:
+            if not self._listener.send(peer, Attached(self._instance, self._core.capacity)):
+                return None
             router = self._routers[peer] = _Router("?", time.monotonic())
-            self._listener.send(peer, Attached(self._instance, self._core.capacity))
         router.heard_at = time.monotonic()
         return router
 
@@ -259,14 +262,20 @@ class Server:
         else:
             refused = self._core.submit(peer, message)
         if refused is not None:
-            self._listener.send(peer, refused)
+            self._tell(peer, refused)
 
     def _drop_everything(self) -> None:
         """The others went on without this instance, and routers have had its requests resumed elsewhere; what
         they have not, they do when they hear that it is lost here."""
         for peer in list(self._routers):
             self._core.abort_all(peer)
-            self._listener.send(peer, Attached(self._instance, self._core.capacity))
+            self._tell(peer, Attached(self._instance, self._core.capacity))
+
+    def _tell(self, peer: Peer, message: Attached | Recalled | Refused) -> None:
+        """A router that this does not reach would wait for it for ever. It is forgotten like one that tokens
+        do not reach, and hears so when it attaches again."""
+        if not self._listener.send(peer, message) and peer in self._routers:
+            self._forget(peer)
 
     def _forget_silent_routers(self) -> None:
         limit = time.monotonic() - ROUTER_TIMEOUT

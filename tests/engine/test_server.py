@@ -23,6 +23,9 @@ from engine.messages import (
     Attached,
     Counters,
     Delta,
+    Recall,
+    Recalled,
+    Refused,
     Report,
     Submit,
     TokenLogprobs,
@@ -286,6 +289,65 @@ def test_a_router_that_asks_again_is_told_again_that_nothing_is_lost() -> None:
     run_until_idle(router)
     router.tokens()
     assert [message.repeated for message in router.attached] == [False, True]
+    router.close()
+
+
+TOO_LONG = msgspec.structs.replace(submit(2, 2), prompt_ids=[1] * 100)
+
+
+@pytest.mark.parametrize("ask", [Recall([1]), TOO_LONG], ids=["recalled", "refused"])
+def test_a_router_that_an_answer_does_not_reach_is_forgotten_and_told_so(
+    ask: Recall | Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read what was sent before. It would wait for this one for ever."""
+    router = Router(Watched([], computes_apart=False), [])
+    server, listener = router.server, router.server._listener
+    send, lost = listener.send, list[object]()
+
+    def lose(peer: bytes, message: ToRouter) -> bool:
+        if isinstance(message, Recalled | Refused):
+            lost.append(message)
+            return False
+        return send(peer, message)
+
+    monkeypatch.setattr(listener, "send", lose)
+    router.say(Attach("r"), submit(1, 2), ask)
+    deadline, has_asked = time.monotonic() + 10.0, False
+
+    def between() -> None:
+        nonlocal has_asked
+        if lost and not has_asked:
+            assert not server._routers
+            assert not router.core.has_work
+            router.say(Attach("r"))
+            has_asked = True
+        if (has_asked and server._routers) or time.monotonic() > deadline:
+            server.drain(0.0)
+
+    server.run(between)
+    router.tokens(0.5)
+    assert [message.repeated for message in router.attached] == [False, False]
+    router.close()
+
+
+def test_nothing_is_taken_from_a_router_that_cannot_be_told_that_it_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(Watched([], computes_apart=False), [])
+    listener = router.server._listener
+    send, lost = listener.send, list[object]()
+
+    def lose_first(peer: bytes, message: ToRouter) -> bool:
+        if not lost:
+            lost.append(message)
+            return False
+        return send(peer, message)
+
+    monkeypatch.setattr(listener, "send", lose_first)
+    router.say(submit(1, 2), Attach("r"), submit(2, 2))
+    run_until_idle(router)
+    assert list(router.tokens()) == [2]
+    assert [message.repeated for message in router.attached] == [False]
     router.close()
 
 
