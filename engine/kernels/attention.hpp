@@ -372,6 +372,7 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
 // Some queries of a row, which follow one another, and a KV head.
 struct AttentionTask {
     int64_t row = 0, first = 0, queries = 0, kv_head = 0;  // no queries: there is no such task
+    int64_t place = 0;                                      // row of the first one's result
     int64_t begin = 0;                                      // the first key that they look at
     std::vector<int64_t> places;                            // where the words of each block of keys from there on begin
     int64_t asked = 0;                                      // blocks that were asked for before the task begins
@@ -380,14 +381,17 @@ struct AttentionTask {
     bool same_keys(const AttentionTask& other) const { return row == other.row && kv_head == other.kv_head; }
 };
 
-// The task of this number of those of a step.
+inline int64_t num_tasks_of(const Operation& op, const Step& step) { return op.flags & SELECTED ? step.num_chosen_tasks : step.num_tasks; }
+
+// The task of this number of those of an operation.
 template <class T>
 void look_up(const Operation& op, const Step& step, int64_t number, AttentionTask& task) {
     int64_t kv_heads = op.b, window = op.d;
     task.queries = task.asked = 0;
-    if (number >= step.num_tasks * kv_heads) return;
-    const int32_t* described = step.tasks + 3 * (number / kv_heads);
-    task.row = described[0], task.first = described[1], task.queries = described[2], task.kv_head = number % kv_heads;
+    if (number >= num_tasks_of(op, step) * kv_heads) return;
+    const int32_t* described = (op.flags & SELECTED ? step.chosen_tasks : step.tasks) + 4 * (number / kv_heads);
+    task.row = described[0], task.first = described[1], task.queries = described[2], task.place = described[3];
+    task.kv_head = number % kv_heads;
     int64_t position = step.starts[task.row] + task.first, last = position + task.queries - 1;
     task.begin = window > 0 ? std::max<int64_t>(0, position - window + 1) / LANES * LANES : 0;
     const int32_t* table = step.tables + task.row * step.table_width;
@@ -427,7 +431,7 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
             int64_t query = (base + i) / group, head = task.kv_head * group + (base + i) % group;
             int64_t token = step.offsets[task.row] + task.first + query;
             tile.queries[i] = static_cast<const E*>(op.in) + token * pitch + head * dim;
-            tile.outputs[i] = static_cast<E*>(op.out) + token * pitch_of<T>(heads * dim) + head * dim;
+            tile.outputs[i] = static_cast<E*>(op.out) + (task.place + query) * pitch_of<T>(heads * dim) + head * dim;
             tile.at[i] = position + query;
         }
         tile.cold = base == 0 ? task.asked : tile.blocks;
@@ -444,7 +448,7 @@ void attend_to_all(const Operation& op, const Operation& before, const Step& ste
     thread_local AttentionTask now, next;
     thread_local Wanted wanted;
     Projected<T> projected(before, step);
-    int64_t together = std::clamp<int64_t>(step.num_tasks * op.b / (SHARES / 2 * work.size), 1, op.b), number = 0, left = 0;
+    int64_t together = std::clamp<int64_t>(num_tasks_of(op, step) * op.b / (SHARES / 2 * work.size), 1, op.b), number = 0, left = 0;
     auto look_up_next = [&](AttentionTask& task) {
         if (left == 0) number = work.take(together), left = together;
         --left;
@@ -457,7 +461,7 @@ void attend_to_all(const Operation& op, const Operation& before, const Step& ste
     }
 }
 
-// in: what qkv leaves, which is `before`; out [tokens, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
+// in: what qkv leaves, which is `before`; out [tokens, or those selected, heads * dim]; number: scale, d: window or 0; weights: values, extra: keys
 template <class T>
 void attend(const Operation& op, const Operation& before, const Step& step, Work& work) {
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)

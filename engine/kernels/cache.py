@@ -31,7 +31,9 @@ class NativePlan:
     offsets: Int64s
     """[rows] index of each row's first token."""
     tasks: Int32s
-    """[tasks, 3] row, first query, queries."""
+    """[tasks, 4] row, first query, queries, where the result of the first one goes."""
+    chosen_tasks: Int32s
+    """The same for the tokens whose logits are wanted: all that the last layer computes attention for."""
     tables: Int32s
     """[rows, width], contiguous."""
 
@@ -50,7 +52,7 @@ class NativeCache:
         self.keys = [arena.zeros(shape, dtype) for shape in shapes]
         self.values = [arena.zeros(shape, dtype) for shape in shapes]
         self._numbers = np.zeros(0, dtype=np.int64)
-        self._single_tasks = np.zeros((0, 3), dtype=np.int32)
+        self._single_tasks = np.zeros((0, 4), dtype=np.int32)
         """Of as many rows."""
 
     def __repr__(self) -> str:
@@ -60,32 +62,31 @@ class NativeCache:
     def fits(block_size: int) -> bool:
         return block_size % LANES == 0
 
-    def plan(self, rows: PackedRows) -> NativePlan:
-        """Where the tokens of a step go, and how its attention is cut into tasks."""
+    def plan(self, rows: PackedRows, wanted: Int64s) -> NativePlan:
+        """Where the tokens of a step go, and how its attention is cut into tasks. ``wanted``: of which of its
+        tokens logits are, each once."""
         if rows.num_single == len(rows.starts):
-            return self._plan_of_singles(rows)
+            return self._plan_of_singles(rows, wanted)
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)
         blocks = rows.block_tables[row_of_token, rows.positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + rows.positions % self.block_size
-        pieces = -(-rows.counts // QUERIES_PER_TASK)
-        row = np.repeat(np.arange(len(pieces)), pieces)
-        first = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * QUERIES_PER_TASK
-        queries = np.minimum(QUERIES_PER_TASK, rows.counts[row] - first)
-        tasks = np.stack([row, first, queries], axis=1).astype(np.int32)
+        offsets = np.cumsum(rows.counts) - rows.counts
+        tasks = _tasks(np.arange(len(slots)), row_of_token, offsets)
         return NativePlan(
             slots,
-            np.cumsum(rows.counts) - rows.counts,
+            offsets,
             np.ascontiguousarray(tasks[::-1]),  # the long ones, which come last, are begun first
+            _tasks(wanted, row_of_token[wanted], offsets),
             np.ascontiguousarray(rows.block_tables),
         )
 
-    def _plan_of_singles(self, rows: PackedRows) -> NativePlan:
+    def _plan_of_singles(self, rows: PackedRows, wanted: Int64s) -> NativePlan:
         """The same where each row has one token, as in most steps."""
         number = len(rows.starts)
         if number > len(self._numbers):
             self._numbers = np.arange(2 * number)
-            self._single_tasks = np.zeros((2 * number, 3), dtype=np.int32)
-            self._single_tasks[:, 0] = self._numbers
+            self._single_tasks = np.zeros((2 * number, 4), dtype=np.int32)
+            self._single_tasks[:, 0] = self._single_tasks[:, 3] = self._numbers
             self._single_tasks[:, 2] = 1
         every = self._numbers[:number]
         block, within = np.divmod(rows.positions, self.block_size)
@@ -93,4 +94,19 @@ class NativeCache:
         width = rows.block_tables.shape[1]
         tables = np.zeros((number, width + SPARE_BLOCKS), dtype=np.int32)
         tables[:, :width] = rows.block_tables
-        return NativePlan(slots, every, self._single_tasks[:number], tables)
+        tasks = self._single_tasks[:number]
+        chosen = tasks if np.array_equal(wanted, every) else _tasks(wanted, wanted, every)
+        return NativePlan(slots, every, tasks, chosen, tables)
+
+
+def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s) -> Int32s:
+    """Tasks [tasks, 4] for tokens of a step, each of which is of one of its ``rows``, that begin at
+    ``offsets``: neighbours share a task. Results lie in the order of the tokens."""
+    numbers = np.arange(len(tokens))
+    follows = np.zeros(len(tokens), dtype=bool)
+    follows[1:] = (np.diff(tokens) == 1) & (np.diff(rows) == 0)
+    since = numbers - np.maximum.accumulate(np.where(follows, 0, numbers))
+    places = np.flatnonzero(since % QUERIES_PER_TASK == 0)
+    queries = np.diff(places, append=len(tokens))
+    row = rows[places]
+    return np.stack([row, tokens[places] - offsets[row], queries, places], axis=1).astype(np.int32)

@@ -167,10 +167,15 @@ struct Step {
     const int64_t* counts;       // [rows]
     const int64_t* offsets;      // [rows] index of a row's first token in the step
     const int32_t* tables;       // [rows, table_width]
-    const int32_t* tasks;        // [num_tasks, 3] row, first query, queries
+    const int32_t* tasks;        // [num_tasks, 4] row, first query, queries, where the result of the first one goes
     double* seconds;             // [kinds] time spent is added here, if given
     int64_t choose;              // whether BEST is wanted
     int64_t apart;               // rows have one token each, and none reads what another one of this step stores
+    int64_t num_chosen_tasks;
+    const int32_t* chosen_tasks; // the same of the chosen tokens, of which result i is that of token i
 };
+
+// How many rows an operation goes through: a step's tokens, or those whose logits are wanted.
+inline int64_t rows_of(const Operation& op, const Step& step) { return op.flags & SELECTED ? step.selected : step.tokens; }
 
 }  // namespace

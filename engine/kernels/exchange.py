@@ -24,7 +24,7 @@ from parallel.placement import Placement
 
 _WORDS_BYTES = 4096
 _SIGNATURE = 32
-"""Which word of an arena; the first ones count layers."""
+"""Which word of an arena; the first ones count layers, and the rows of one."""
 _ALIGNMENT = 64
 _Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -99,9 +99,8 @@ class Exchange:
         self.record["gathered"] = gathered.data_ptr()
         return gathered
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """A step with so many rows of each member comes."""
-        self._kept["sizes"][:] = sizes
+    def begin(self) -> None:
+        """A step comes."""
 
     @property
     def own(self) -> int:
@@ -172,13 +171,12 @@ class Joined(Exchange):
             )
         return self._agreed and sum(sizes) <= self.rows
 
-    def begin(self, sizes: Sequence[int]) -> None:
+    def begin(self) -> None:
         """See :class:`Exchange`.
 
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.
         """
-        super().begin(sizes)
         self._awaited = (0, 0)
         self._group.begin_exchange("an expert layer")
 

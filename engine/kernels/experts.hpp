@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int64_t OFFERED = 0, RETURNED = 16;  // words of an arena: layers so far; on cache lines of their own
+constexpr int64_t OFFERED_ROWS = 1;            // how many are offered, not the same in each layer
 
 struct Exchange {
     int64_t rank, size, num_experts, num_local, top_k, hidden;
@@ -26,7 +27,7 @@ struct Exchange {
     char* const* arenas;      // [size]
     const int64_t* owners;    // [num_experts]
     const int64_t* numbers;   // [num_experts] of each expert among those of its owner
-    const int64_t* sizes;     // [size] rows of each member in this step
+    int64_t* sizes;           // [size] rows of each member in this layer, which SORT looks up: soon they offer others
     int64_t* rounds;          // layers so far, in all steps
     int64_t* counted;         // [num_experts] pairs computed here so far, or none
     int64_t* begins;          // [num_local + 1] first pair of each expert
@@ -36,12 +37,20 @@ struct Exchange {
     int64_t crowded;          // more members than cores
 };
 
-// extra: the exchange. This member's rows are in its arena (OFFER), or its results (RETURN).
+inline int64_t* words_of(const Exchange& exchange, int64_t rank) { return reinterpret_cast<int64_t*>(exchange.arenas[rank]); }
+
+// extra: the exchange. What others wait for is in this member's arena.
 void publish(const Operation& op, int64_t which) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
-    auto* words = reinterpret_cast<int64_t*>(exchange.arenas[exchange.rank]);
-    if (which == OFFERED) ++*exchange.rounds;
-    __atomic_store_n(words + which, *exchange.rounds, __ATOMIC_RELEASE);
+    __atomic_store_n(words_of(exchange, exchange.rank) + which, *exchange.rounds, __ATOMIC_RELEASE);
+}
+
+// extra: the exchange. This member's rows are in its arena.
+void offer(const Operation& op, const Step& step) {
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    words_of(exchange, exchange.rank)[OFFERED_ROWS] = rows_of(op, step);
+    ++*exchange.rounds;
+    publish(op, OFFERED);
 }
 
 // extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
@@ -49,15 +58,14 @@ void meet(const Operation& op, int64_t which, Team& team) {
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     for (int64_t rank = 0; rank < exchange.size; ++rank) {
         Patience patience{exchange.crowded};
-        auto* word = reinterpret_cast<const int64_t*>(exchange.arenas[rank]) + which;
-        if (!await(word, *exchange.rounds, rank, patience, exchange.check)) {
+        if (!await(words_of(exchange, rank) + which, *exchange.rounds, rank, patience, exchange.check)) {
             team.failed.store(true, std::memory_order_relaxed);
             return;
         }
     }
 }
 
-// in: logits as float [tokens, n]; out: weights [tokens, k] as float; extra: ids [tokens, k] int64.
+// in: logits as float [rows, n]; out: weights [rows, k] as float; extra: ids [rows, k] int64.
 // Softmax over all, the k largest in descending order (the first one of equals), divided by their sum if ADD.
 template <class T>
 void route(const Operation& op, const Step& step, Work& work) {
@@ -83,7 +91,7 @@ void route(const Operation& op, const Step& step, Work& work) {
             }
         return int64_t(0);
     };
-    work.for_each(step.tokens, [&](int64_t token) {
+    work.for_each(rows_of(op, step), [&](int64_t token) {
         float* weights = static_cast<float*>(op.out) + token * op.k;
         for (int64_t part = 0; part < parts; ++part) {
             left[part] = lanes_of(int(op.n - part * LANES));
@@ -120,11 +128,13 @@ void route(const Operation& op, const Step& step, Work& work) {
 // extra: the exchange. Sorts the pairs of all members whose experts are here by expert, and says in the arena where the
 // result of each will be.
 template <class T>
-void sort_pairs(const Operation& op, Work& work) {
+void sort_pairs(const Operation& op, const Step& step, Work& work) {
     if (work.take(1) > 0) return;  // by one thread
     using E = typename T::Element;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     int64_t *begins = exchange.begins, k = exchange.top_k, pitch = pitch_of<T>(exchange.hidden);
+    for (int64_t rank = 0; rank < exchange.size; ++rank)
+        exchange.sizes[rank] = rank == exchange.rank ? rows_of(op, step) : words_of(exchange, rank)[OFFERED_ROWS];
     auto for_pairs = [&](auto body) {
         int64_t number = 0;
         for (int64_t home = 0; home < exchange.size; ++home) {
@@ -236,7 +246,7 @@ void experts_down(const Operation& op, Work& work) {
     products.finish();
 }
 
-// out [tokens, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.
+// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.
 // extra: the exchange
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
@@ -248,7 +258,7 @@ void combine(const Operation& op, const Step& step, Work& work) {
     for (int64_t rank = 0; rank < exchange.rank; ++rank) before += exchange.sizes[rank] * op.k;
     thread_local std::vector<const E*> rows;
     rows.resize(op.k);
-    work.for_each(step.tokens, [&](int64_t token) {
+    work.for_each(rows_of(op, step), [&](int64_t token) {
         for (int64_t choice = 0; choice < op.k; ++choice) {
             int64_t pair = token * op.k + choice;
             const char* arena = exchange.arenas[exchange.owners[ids[pair]]];

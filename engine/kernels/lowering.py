@@ -2,6 +2,9 @@
 
 Where experts are spread over instances that share memory, the exchange is part of the list
 (:mod:`engine.kernels.exchange`). Over other transports the list is cut at each expert layer.
+
+What the last layer gives for a token is read only to find the token behind it. So once the keys and values
+of all tokens are in the cache, that layer goes on with those alone whose logits are wanted: of a prompt, one.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ class Lowering:
         self._buffers = buffers
         self._exchange = exchange
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + 5)
+        self._stream, self._rows = buffers.stream, 0
+        """What the layers add to, and the flag that says which rows it has."""
 
     def write(self, *, exchanges: bool) -> StepList:
         """``exchanges``: with the exchange of experts; once only."""
@@ -58,23 +63,28 @@ class Lowering:
         self._list.add(Kind.EMBED, into=decoder.embedding.data, out=buffers.stream, k=self._hidden)
         for number, packed in enumerate(self._packed.layers):
             layer = packed.layer
-            self._norm(layer.norm, layer.eps, buffers.stream, buffers.normed)
+            cut = isinstance(layer.mlp, Moe) and not exchanges
+            self._norm(layer.norm, layer.eps, buffers.normed)
+            self._project(packed, layer.attention)
+            if number == len(self._packed.layers) - 1 and not cut:
+                self._select()
             self._attention(number, packed, layer.attention)
             if isinstance(layer.mlp, Mlp):
-                self._norm(layer.second_norm, layer.eps, buffers.stream, buffers.normed)
+                self._norm(layer.second_norm, layer.eps, buffers.normed)
                 self._mlp(packed, layer.mlp)
-            elif exchanges:
-                assert self._exchange is not None
-                own, layout = self._exchange.own, self._exchange.layout
-                self._norm(layer.second_norm, layer.eps, buffers.stream, own + layout.rows_at)
-                self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
-                self._experts(packed, layer.mlp, self._exchange)
-            else:
-                self._norm(layer.second_norm, layer.eps, buffers.stream, buffers.normed)
+            elif cut:
+                self._norm(layer.second_norm, layer.eps, buffers.normed)
                 self._router(packed, layer.mlp, buffers.normed, buffers.ids)
                 cuts.append((len(self._list), layer.mlp))
-        self._list.add(Kind.SELECT, into=buffers.stream, out=buffers.last, k=self._hidden)
-        self._norm(decoder.norm, decoder.eps, buffers.last, buffers.last, flags=SELECTED)
+            else:
+                assert self._exchange is not None
+                own, layout = self._exchange.own, self._exchange.layout
+                self._norm(layer.second_norm, layer.eps, own + layout.rows_at)
+                self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
+                self._experts(packed, layer.mlp, self._exchange)
+        if not self._rows:
+            self._select()
+        self._norm(decoder.norm, decoder.eps, buffers.last)
         self._list.add(
             Kind.LINEAR,
             into=buffers.last,
@@ -87,33 +97,38 @@ class Lowering:
         self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=decoder.vocab)
         return StepList(self._list, [*cuts, (len(self._list), None)])
 
-    def _norm(
-        self,
-        weight: torch.Tensor,
-        eps: float,
-        into: torch.Tensor,
-        out: torch.Tensor | int,
-        flags: int = 0,
-    ) -> None:
-        self._list.add(Kind.NORM, into=into, out=out, more=weight, k=self._hidden, number=eps, flags=flags)
+    def _select(self) -> None:
+        """From here on there are only the rows whose logits are wanted."""
+        self._list.add(Kind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
+        self._stream, self._rows = self._buffers.last, SELECTED
+
+    def _norm(self, weight: torch.Tensor, eps: float, out: torch.Tensor | int) -> None:
+        self._list.add(
+            Kind.NORM,
+            into=self._stream,
+            out=out,
+            more=weight,
+            k=self._hidden,
+            number=eps,
+            flags=self._rows,
+        )
+
+    def _project(self, packed: PackedLayer, attention: Attention) -> None:
+        """Queries, keys and values."""
+        self._list.add(
+            Kind.LINEAR,
+            into=self._buffers.normed,
+            out=self._buffers.projected,
+            weights=packed.qkv,
+            more=attention.qkv_bias,
+            n=(attention.heads + 2 * attention.kv_heads) * attention.dim,
+            k=self._hidden,
+        )
 
     def _attention(self, number: int, packed: PackedLayer, attention: Attention) -> None:
         buffers = self._buffers
         keys, values = self._cache.keys[number], self._cache.values[number]
-        wide, narrow = (
-            (attention.heads + 2 * attention.kv_heads) * attention.dim,
-            attention.heads * attention.dim,
-        )
         shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
-        self._list.add(
-            Kind.LINEAR,
-            into=buffers.normed,
-            out=buffers.projected,
-            weights=packed.qkv,
-            more=attention.qkv_bias,
-            n=wide,
-            k=self._hidden,
-        )
         self._list.add(
             Kind.QKV,
             into=buffers.projected,
@@ -130,17 +145,18 @@ class Lowering:
             weights=values,
             extra=keys,
             number=attention.scale,
+            flags=self._rows,
             **shape,
         )
         self._list.add(
             Kind.LINEAR,
             into=buffers.attended,
-            out=buffers.stream,
+            out=self._stream,
             weights=packed.out,
             more=attention.out_bias,
             n=self._hidden,
-            k=narrow,
-            flags=ADD,
+            k=attention.heads * attention.dim,
+            flags=self._rows | ADD,
         )
 
     def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
@@ -152,15 +168,16 @@ class Lowering:
             weights=packed.gate_up,
             n=mlp.width,
             k=self._hidden,
+            flags=self._rows,
         )
         self._list.add(
             Kind.LINEAR,
             into=buffers.middle,
-            out=buffers.stream,
+            out=self._stream,
             weights=packed.down,
             n=self._hidden,
             k=mlp.width,
-            flags=ADD,
+            flags=self._rows | ADD,
         )
 
     def _router(
@@ -178,7 +195,7 @@ class Lowering:
             weights=packed.router,
             n=moe.num_experts,
             k=self._hidden,
-            flags=AS_FLOAT,
+            flags=self._rows | AS_FLOAT,
         )
         self._list.add(
             Kind.ROUTE,
@@ -187,7 +204,7 @@ class Lowering:
             extra=ids,
             n=moe.num_experts,
             k=moe.top_k,
-            flags=ADD if moe.normalised else 0,
+            flags=self._rows | (ADD if moe.normalised else 0),
         )
 
     def _experts(self, packed: PackedLayer, moe: Moe, exchange: Exchange) -> None:
@@ -195,9 +212,9 @@ class Lowering:
         results = exchange.own + exchange.layout.results_at
         experts = packed.experts or self._products.packed(moe.experts)
         if not alone:
-            self._list.add(Kind.OFFER, extra=exchange.record)
+            self._list.add(Kind.OFFER, extra=exchange.record, flags=self._rows)
             self._list.add(Kind.MEET, extra=exchange.record)
-        self._list.add(Kind.SORT, extra=exchange.record)
+        self._list.add(Kind.SORT, extra=exchange.record, flags=self._rows)
         self._list.add(Kind.GATHER, extra=exchange.record)
         experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins)
         if not alone:
@@ -206,8 +223,9 @@ class Lowering:
         self._list.add(
             Kind.COMBINE,
             into=buffers.scores,
-            out=buffers.stream,
+            out=self._stream,
             extra=exchange.record,
             n=self._hidden,
             k=moe.top_k,
+            flags=self._rows,
         )

@@ -24,7 +24,8 @@ _OPERATION = np.dtype(
 _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
-        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart"
+        "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
+        "num_chosen_tasks", "chosen_tasks"
     )]
 )  # fmt: skip
 EXCHANGE = np.dtype(

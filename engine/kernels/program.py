@@ -152,11 +152,12 @@ class Program:
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self._going_on = None
-        plan = self._cache.plan(packed)
+        wanted = np.ascontiguousarray(wanted)
+        plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
         self._make_room(Room(tokens, len(wanted), self._total(tokens)))
         self._make_angles(int(packed.positions.max()) + 1)
-        arguments = self._arguments(plan, packed, input_ids, np.ascontiguousarray(wanted), choose)
+        arguments = self._arguments(plan, packed, input_ids, wanted, choose)
         self._run(arguments, tokens)
         return arguments, plan
 
@@ -178,10 +179,9 @@ class Program:
             assert self._buffers is not None
             lowering = Lowering(self._packed, self._products, self._cache, self._buffers, self._exchange)
             written = self._lists[native] = lowering.write(exchanges=native)
-        sizes = [tokens] if self._experts is None else self._experts.sizes
         if native:
             assert self._exchange is not None
-            self._exchange.begin(sizes)
+            self._exchange.begin()
         before = self.seconds.copy() if native and self._experts is not None else None
         begin = 0
         for end, layer in written.cuts:
@@ -232,6 +232,8 @@ class Program:
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
+            num_chosen_tasks=len(plan.chosen_tasks),
+            chosen_tasks=plan.chosen_tasks,
             seconds=self.seconds,
             choose=int(choose),
         )

@@ -43,7 +43,7 @@ template <class T>
 void norm(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
     int64_t pitch = pitch_of<T>(op.k);
-    work.for_each(op.flags & SELECTED ? step.selected : step.tokens, [&](int64_t row) {
+    work.for_each(rows_of(op, step), [&](int64_t row) {
         norm_row<T>(static_cast<const E*>(op.in) + row * pitch, static_cast<E*>(op.out) + row * pitch,
                     static_cast<const float*>(op.more), op.k, float(op.number));
     });
@@ -53,7 +53,8 @@ void norm(const Operation& op, const Step& step, Work& work) {
 template <class T>
 void linear(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
-    int64_t rows = op.flags & SELECTED ? step.selected : step.tokens;
+    int64_t rows = rows_of(op, step);
+    if (rows == 0) return;
     int64_t panel = op.k / T::PACK * LANES, pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     int64_t pitch = op.flags & AS_FLOAT ? op.n : pitch_of<T>(op.n);
     auto* bias = static_cast<const float*>(op.more);
@@ -98,17 +99,19 @@ void linear(const Operation& op, const Step& step, Work& work) {
 template <class T>
 void gated(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
+    int64_t rows = rows_of(op, step);
+    if (rows == 0) return;
     int64_t words = op.k / T::PACK * LANES, panels = (op.n + LANES - 1) / LANES;
     auto products = gated_products<T>(op.n);
     Weights weights(op, op.k / T::PACK);
     auto panels_of = [&](int64_t panel) { return Panels{weights.panel(panel), weights.panel(panels + panel)}; };
     work.share_out(panels, CACHED_BYTES / (8 * words), [&](Share now, Share next) {
-        uint32_t* room = room_for<T>(weights, op.k, step.tokens, now.size());
-        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, step.tokens) * now.size());
-        row_blocks<T>(op.k, step.tokens, [&](int64_t first, int64_t rows) {
+        uint32_t* room = room_for<T>(weights, op.k, rows, now.size());
+        products.want(weights, {next.begin, panels + next.begin}, next.size(), warm_tiles<T>(op.k, rows) * now.size());
+        row_blocks<T>(op.k, rows, [&](int64_t first, int64_t count) {
             for (int64_t panel = now.begin; panel < now.end; ++panel) {
                 int64_t column = panel * LANES, then = behind_in(panel, now, next);
-                products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, rows, panels_of(panel),
+                products.multiply(static_cast<const E*>(op.in) + first * pitch_of<T>(op.k), op.k, count, panels_of(panel),
                                   panels_of(then), first == 0,
                                   {static_cast<E*>(op.out) + first * pitch_of<T>(op.n) + column, lanes_of(int(op.n - column))},
                                   room == nullptr ? nullptr : room + (panel - now.begin) * 2 * words);
@@ -160,13 +163,13 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case ATTEND: attend<T>(op, operations[number - 1], step, work); break;  // behind its QKV
                 case GATED: gated<T>(op, step, work); break;
                 case ROUTE: route<T>(op, step, work); break;
-                case SORT: sort_pairs<T>(op, work); break;
+                case SORT: sort_pairs<T>(op, step, work); break;
                 case GATHER: gather<T>(op, work); break;
                 case EXPERTS_UP: experts_up<T>(op, work); break;
                 case EXPERTS_DOWN: experts_down<T>(op, work); break;
                 case COMBINE: combine<T>(op, step, work); break;
                 case SELECT: select<T>(op, step, work); break;
-                case OFFER: publish(op, OFFERED); break;
+                case OFFER: offer(op, step); break;
                 case MEET: meet(op, OFFERED, team); break;
                 case RETURN: publish(op, RETURNED); break;
                 case HOME: meet(op, RETURNED, team); break;

@@ -22,7 +22,7 @@ from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
-from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
+from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
 from engine.kernels.program import Program
 from engine.kernels.rows import SLACK, pitch_of
@@ -89,7 +89,8 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     ("dim", "group"), [(16, 1), (48, 5), (64, 2), (64, 13), (80, 3), (128, 1), (128, 4), (192, 2), (192, 7)]
 )
 def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> None:
-    """Prompts, then one token for each row, which are stored with the others' or by the thread that reads them."""
+    """Prompts, then one token for each row, which are stored with the others' or by the thread that reads them;
+    of some tokens alone it is the same."""
     assert KERNELS is not None
     kv_heads, heads = 2, 2 * group
     width, counts = (heads + 2 * kv_heads) * dim, [1, 5, 90]
@@ -98,17 +99,17 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
     )
     shape = {"a": heads, "b": kv_heads, "c": dim}
     history = [torch.empty(0, width, dtype=dtype) for _ in counts]
-    for number, rows in enumerate(
+    for number, (rows, wanted) in enumerate(
         [
-            [(0, 0, 1), (1, 0, 5), (2, 0, 90)],
-            [(0, 1, 1), (1, 5, 1), (2, 90, 1)],
+            ([(0, 0, 1), (1, 0, 5), (2, 0, 90)], [0, 95, 3, 4, 5, *range(30, 70)]),
+            ([(0, 1, 1), (1, 5, 1), (2, 90, 1)], [0, 2, 1]),
         ]
     ):
         packed, _ = packed_rows(rows)
-        plan, tokens = cache.plan(packed), int(packed.counts.sum())
+        plan, tokens = cache.plan(packed, np.array(wanted)), int(packed.counts.sum())
         x = random(tokens, width, dtype=dtype)
         into, out = spaced(x), spaced(torch.zeros(tokens, heads * dim, dtype=dtype))
-        operations = Operations(2)
+        operations = Operations(3)
         keys, values = cache.keys[0], cache.values[0]
         operations.add(Kind.QKV, into=into, out=values, extra=keys, **shape)
         operations.add(Kind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape)
@@ -126,9 +127,25 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
             offsets=plan.offsets,
             tables=plan.tables,
             tasks=plan.tasks,
+            num_chosen_tasks=len(plan.chosen_tasks),
+            chosen_tasks=plan.chosen_tasks,
             apart=int(apart and number == 1),
         )
         assert operations.run(KERNELS, step, dtype)
+        chosen = spaced(torch.zeros(len(wanted), heads * dim, dtype=dtype))
+        step.array["apart"] = 0
+        operations.add(
+            Kind.ATTEND,
+            into=into,
+            out=chosen,
+            weights=values,
+            extra=keys,
+            number=dim**-0.5,
+            flags=SELECTED,
+            **shape,
+        )
+        assert operations.run(KERNELS, step, dtype, begin=2)
+        assert torch.equal(chosen[: len(wanted), : heads * dim], out[wanted, : heads * dim])
         for row, (first, count) in enumerate(zip(plan.offsets, packed.counts, strict=True)):
             history[row] = torch.cat([history[row], x[first : first + count]])
             parts = history[row].float().view(len(history[row]), -1, dim).transpose(0, 1)
@@ -320,6 +337,19 @@ def test_a_step_can_run_again(model: LoadedModel) -> None:
         first = program.forward(packed, ids, everything(ids)).clone()
         assert torch.equal(program.forward(packed, ids, everything(ids)), first)
         assert program.choose(packed, ids, everything(ids)) == first.argmax(dim=1).tolist()
+
+
+def test_what_is_wanted_changes_no_bits(model: LoadedModel) -> None:
+    """The last layer goes on with those tokens alone; of a part of a prompt, with none."""
+    program, other = program_of(model), program_of(model)
+    for rows in SCENARIO:
+        packed, ids = packed_rows(rows)
+        logits = other.forward(packed, ids, everything(ids)).clone()
+        ends = np.cumsum(packed.counts) - 1
+        for wanted in (ends, ends[:0], ends[:1], ends[::-1], np.setdiff1d(everything(ids), ends[:2])):
+            expected = logits[torch.tensor(wanted.tolist(), dtype=torch.int64)]
+            assert torch.equal(program.forward(packed, ids, wanted), expected)
+            assert program.choose(packed, ids, wanted) == expected.argmax(dim=1).tolist()
 
 
 class Counted(Program):

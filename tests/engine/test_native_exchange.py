@@ -36,6 +36,7 @@ PATIENCE = 60.0
 CACHE = {"num_blocks": 64, "block_size": 16}
 
 Rows = list[tuple[int, int, int]]
+EVERY = slice(None)
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +72,20 @@ class Member:
             self.program.join(group, self.placement)
         group.all_gather_ints([0])  # as the headers of the first step do
 
-    def step(self, rows: Rows, sizes: list[int]) -> torch.Tensor | None:
-        """Logits of all tokens, None without any."""
+    def step(self, rows: Rows, sizes: list[int], wanted: slice = EVERY) -> torch.Tensor | None:
+        """Logits of these tokens, None without any."""
         assert self.model.experts is not None
         self.model.experts.begin(sizes)
         with torch.inference_mode():
             if not rows:
                 assert self.program.serve()
                 return None
-            return run(self.program, rows)
+            return run(self.program, rows, wanted)
 
 
-def run(program: Program, rows: Rows) -> torch.Tensor:
+def run(program: Program, rows: Rows, wanted: slice = EVERY) -> torch.Tensor:
     packed, ids = packed_rows(rows)
-    return program.forward(packed, ids, everything(ids)).clone()
+    return program.forward(packed, ids, everything(ids)[wanted]).clone()
 
 
 def together(
@@ -137,6 +138,26 @@ def test_the_bits_do_not_depend_on_the_number_of_members(
     passes = sum(tokens[step] for plan in plans[:size] for step in plan if step is not None)
     pairs = 2 * passes * len(members[0].model.expert_layers)
     assert counted() - before == 2 * pairs, "every pair once: 2 groups, 2 experts per token"
+
+
+def test_members_want_different_numbers_of_logits(directory: Path) -> None:
+    """The last layer has other rows than those before it, of each member; who has rows may want none."""
+    alone = Member(directory, 0, 1, torch.float32).program
+    with torch.inference_mode():
+        expected = [run(alone, rows) for rows in SCENARIO]
+    members = [Member(directory, rank, 3, torch.float32) for rank in range(3)]
+    tokens = [sum(count for _, _, count in rows) for rows in SCENARIO]
+    plans = [(slice(-1, None), EVERY, slice(3)), (EVERY, slice(0), slice(1)), (slice(0), slice(7), EVERY)]
+
+    def body(rank: int, group: SharedMemoryCommunicator) -> None:
+        members[rank].join(group)
+        for _ in range(3):
+            for rows, logits, size, wanted in zip(SCENARIO, expected, tokens, plans[rank], strict=True):
+                found = members[rank].step(rows, [size] * 3, wanted)
+                assert found is not None
+                assert torch.equal(found, logits[wanted]), "bit for bit"
+
+    together(3, body)
 
 
 def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) -> None:
