@@ -74,22 +74,24 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
     }
 
 
-def weight_numbers(decoder: Decoder, tokens: int) -> tuple[float, float]:
-    """Weights that a step with so many tokens reads, and those that each token is multiplied with. Of the
-    experts those that are chosen if all choose at random."""
-    read = used = float(decoder.head.numel())
+def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
+    """Weights that a step with so many tokens reads, and how many products it makes with them if it wants
+    logits of so many. Of the experts those that are chosen if all choose at random."""
+    read = float(decoder.head.numel())
+    products = wanted * read
     for layer in decoder.layers:
-        own = layer.attention.qkv.numel() + layer.attention.out.numel()
-        read, used = read + own, used + own
+        rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values
+        qkv, own = layer.attention.qkv.numel(), layer.attention.out.numel()
         if isinstance(layer.mlp, Mlp):
-            own = layer.mlp.gate_up.numel() + layer.mlp.down.numel()
-            read, used = read + own, used + own
+            own += layer.mlp.gate_up.numel() + layer.mlp.down.numel()
         else:
             moe, one = layer.mlp, 3 * layer.mlp.width * decoder.hidden
-            missed = (1 - moe.top_k / moe.num_experts) ** tokens
-            read += moe.num_experts * (1 - missed) * one + moe.router.numel()
-            used += moe.top_k * one + moe.router.numel()
-    return read, used
+            missed = (1 - moe.top_k / moe.num_experts) ** rows
+            own += moe.router.numel()
+            read += moe.num_experts * (1 - missed) * one
+            products += rows * moe.top_k * one
+        read, products = read + qkv + own, products + tokens * qkv + rows * own
+    return read, products
 
 
 def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np.ndarray]:
@@ -111,13 +113,12 @@ def measure(
     seconds = median_of(lambda: program.forward(packed, ids, wanted), times)
     spent = (program.seconds - before) / times
     size, tokens = decoder.dtype.itemsize, len(ids)
-    read, used = weight_numbers(decoder, tokens)
+    read, products = weight_numbers(decoder, tokens, len(wanted))
     keys = sum(start + count for start, count in rows)
     pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
     cached = sum(2 * layer.attention.kv_heads * layer.attention.dim for layer in decoder.layers)
-    head = decoder.head.numel()
-    operations = 2 * (used - head) * tokens + 2 * head * len(rows)
-    operations += sum(4 * layer.attention.heads * layer.attention.dim for layer in decoder.layers) * pairs
+    *widths, last = (layer.attention.heads * layer.attention.dim for layer in decoder.layers)
+    operations = 2 * products + 4 * sum(widths) * pairs + 4 * last * keys
     kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
     num_bytes = (kept * read + cached * keys) * size
     limit = max(num_bytes / reach["memory"], operations / reach["matrix"])

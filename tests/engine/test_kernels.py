@@ -349,7 +349,7 @@ def test_what_is_wanted_changes_no_bits(model: LoadedModel) -> None:
         for wanted in (ends, ends[:0], ends[:1], ends[::-1], np.setdiff1d(everything(ids), ends[:2])):
             expected = logits[torch.tensor(wanted.tolist(), dtype=torch.int64)]
             assert torch.equal(program.forward(packed, ids, wanted), expected)
-            assert program.choose(packed, ids, wanted) == expected.argmax(dim=1).tolist()
+            assert program.choose(*packed_rows(rows), wanted) == expected.argmax(dim=1).tolist()
 
 
 class Counted(Program):
