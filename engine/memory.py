@@ -30,7 +30,7 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     used = _number(cgroup / "memory.current")
     if limit is None or used is None:
         return available
-    return max(0, min(available, limit - used + _inactive_file(cgroup / "memory.stat")))
+    return max(0, min(available, limit - used + _files(cgroup / "memory.stat")))
 
 
 def spare_memory(kv_bytes: int) -> int:
@@ -53,9 +53,12 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _inactive_file(path: Path) -> int:
+def _files(path: Path) -> int:
+    """Bytes of file pages, which can be dropped: weights that are mapped, above all, however lately they were
+    read."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    counts = dict(line.split() for line in lines)
+    return int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))

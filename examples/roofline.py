@@ -81,9 +81,9 @@ def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, f
     products = wanted * read
     for layer in decoder.layers:
         rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values
-        qkv, own = layer.attention.qkv.numel(), layer.attention.out.numel()
+        qkv, own = sum(each.numel() for each in layer.attention.qkv), layer.attention.out.numel()
         if isinstance(layer.mlp, Mlp):
-            own += layer.mlp.gate_up.numel() + layer.mlp.down.numel()
+            own += sum(each.numel() for each in (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
         else:
             moe, one = layer.mlp, 3 * layer.mlp.width * decoder.hidden
             missed = (1 - moe.top_k / moe.num_experts) ** rows

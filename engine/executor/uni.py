@@ -28,7 +28,7 @@ from engine.expert_weights import ExpertShare
 from engine.graph_sizes import capture_sizes
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
-from engine.kernels.make import make_program
+from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.program import Program
 from engine.recovery import owned_by_rank
 from engine.runner import ModelRunner, vocabulary_of
@@ -174,7 +174,8 @@ class UniExecutor:
         """See ``executor.base.Executor``. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
-            return min(CPU_KV_LIMIT, int(memory.available_memory() * CPU_KV_SHARE))
+            free = memory.available_memory() - self._bytes_for_program()
+            return min(CPU_KV_LIMIT, max(0, int(free * CPU_KV_SHARE)))
         self._run_largest_step()
         device = self._model.device
         free, total = torch.cuda.mem_get_info(device)
@@ -222,6 +223,13 @@ class UniExecutor:
                     output = output.new_zeros(num_sampled, output.shape[1])
                 rehearse(output, vocabulary_of(model))
         torch.cuda.synchronize(model.device)
+
+    def _bytes_for_program(self) -> int:
+        """What the native kernels will take, unless they have it already, or are not used."""
+        if self._program is not None or self._on_torch or self._shard is not WHOLE:
+            return 0
+        assert self._model is not None
+        return bytes_for_program(self._model, self._config.cache.block_size)
 
     def allocate(self, num_blocks: int) -> None:
         """See ``executor.base.Executor``."""

@@ -25,8 +25,8 @@ class NotUsual(Exception):
 class Attention:
     """The weights of an attention layer."""
 
-    qkv: torch.Tensor
-    """[(heads + 2 * kv_heads) * dim, hidden]"""
+    qkv: tuple[torch.Tensor, ...]
+    """Of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden]."""
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
@@ -44,8 +44,9 @@ class Attention:
 class Mlp:
     """A gated MLP."""
 
-    gate_up: torch.Tensor
-    """[2 * width, hidden]"""
+    gate: torch.Tensor
+    """[width, hidden], like ``up``"""
+    up: torch.Tensor
     down: torch.Tensor
     width: int
 
@@ -143,7 +144,7 @@ def _attention(module: Any, shape: LayerShape) -> Attention:
         norms = torch.cat([query, key])
     out, out_bias = _linear(module.o_proj)
     return Attention(
-        qkv=torch.cat([weight for weight, _ in projections]),
+        qkv=tuple(weight for weight, _ in projections),
         qkv_bias=_copy(torch.cat(biases)) if biases else None,
         out=out,
         out_bias=None if out_bias is None else _copy(out_bias),
@@ -165,7 +166,7 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
         if any(bias is not None for _, bias in parts):
             raise NotUsual("an MLP with biases")
         gate, up, down = (weight for weight, _ in parts)
-        return Mlp(torch.cat([gate, up]), down, gate.shape[0])
+        return Mlp(gate, up, down, gate.shape[0])
     _only(module, {"gate", "experts"})
     experts, gate = module.experts, module.gate
     own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}

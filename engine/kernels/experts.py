@@ -30,7 +30,8 @@ class PackedExperts:
     def of(cls, gate_up: torch.Tensor, down: torch.Tensor, packer: Packer) -> PackedExperts:
         """From gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]."""
         count, hidden, width = down.shape
-        return cls(packer.gate_and_up(gate_up), packer.panels(down, 32), count, hidden, width)
+        up = packer.gate_and_up(*gate_up.chunk(2, dim=-2))
+        return cls(up, packer.panels(down, multiple=32), count, hidden, width)
 
     def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
         """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from

@@ -14,6 +14,8 @@ from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.program import Program
+from engine.kernels.weights import num_bytes
+from engine.memory import MARGIN, available_memory
 from engine.weights import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,21 @@ STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a 
 ]
 
 
+def bytes_for_program(model: LoadedModel, block_size: int) -> int:
+    """What :func:`make_program` takes beside the model; 0 where torch computes."""
+    if model.device.type != "cpu" or library.load() is None or not NativeCache.fits(block_size):
+        return 0
+    try:
+        decoder = recognise(model.module, model.layers, model.dtype)
+    except NotUsual:
+        return 0
+    return num_bytes(decoder, spread=model.experts is not None)
+
+
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
     """A program that computes what the model does, or None where torch computes: on other devices and data
-    types, without the kernels, and for models of another kind. The model's own layers are emptied.
+    types, without the kernels or the memory to lay the weights out for them, and for models of another kind.
+    The model's own layers are emptied.
     """
     if model.device.type != "cpu":
         return None
@@ -48,6 +62,11 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     except NotUsual as reason:
         logger.info("native kernels: off for this model: %s", reason)
         return None
+    needed, free = num_bytes(decoder, spread=model.experts is not None), available_memory()
+    if needed > free * (1 - MARGIN):
+        gib = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
+        logger.warning("native kernels: off, %s; steps run on torch's own operators", gib)
+        return None
     program = Program(kernels, decoder, model.experts)
     difference = _difference(program, model, block_size)
     if not difference <= TOLERANCE[model.dtype]:
@@ -55,7 +74,6 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         return None
     if model.experts is not None:
         program.spread()
-    program.let_go()
     _let_go(model)
     tiles = ", with AMX" if kernels.has_tiles and model.dtype == torch.bfloat16 else ""
     if saved := program.saved_bytes:

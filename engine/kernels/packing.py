@@ -23,13 +23,12 @@ PACK = {torch.float32: 1, torch.bfloat16: 2}
 def panels(weight: torch.Tensor, multiple: int = LANES) -> torch.Tensor:
     """[..., outputs, inputs] -> [..., outputs / 16, inputs / pack, 16, pack], contiguous. Outputs are filled
     up with zeros to a multiple of ``multiple``."""
-    return _written([_turned(weight, multiple)])
+    return _written(_stacked([weight], multiple))
 
 
 def gate_and_up(weight: torch.Tensor) -> torch.Tensor:
     """[..., 2 * width, inputs], gate first -> gate's panels, then up's."""
-    gate, up = weight.chunk(2, dim=-2)
-    return _written([_turned(gate, LANES), _turned(up, LANES)])
+    return _written([*map(_turned, weight.chunk(2, dim=-2))])
 
 
 class Packer:
@@ -43,14 +42,14 @@ class Packer:
         self.saved_bytes = 0
         """That compression saves of them."""
 
-    def panels(self, weight: torch.Tensor, multiple: int = LANES) -> Laid:
-        """See the function of this name."""
-        return self._lay([_turned(weight, multiple)])
+    def panels(self, *weights: torch.Tensor, multiple: int = LANES) -> Laid:
+        """See the function of this name: of the outputs of all of these, one after the other. Those of all
+        but the last one must fill whole panels."""
+        return self._lay(_stacked(weights, multiple))
 
-    def gate_and_up(self, weight: torch.Tensor) -> Laid:
-        """See the function of this name."""
-        gate, up = weight.chunk(2, dim=-2)
-        return self._lay([_turned(gate, LANES), _turned(up, LANES)])
+    def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> Laid:
+        """[..., width, inputs] of both -> gate's panels, then up's."""
+        return self._lay([_turned(gate), _turned(up)])
 
     def _lay(self, parts: Sequence[torch.Tensor]) -> Laid:
         shape, dtype = _shape(parts), parts[0].dtype
@@ -65,13 +64,24 @@ class Packer:
         return _written(parts, self._arena.zeros(shape, dtype))
 
 
-def _turned(weight: torch.Tensor, multiple: int) -> torch.Tensor:
-    """A view of the weight as its panels."""
+def _stacked(weights: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
+    """Their panels one after the other, filled up at the end."""
+    *before, last = weights
+    outputs = sum(weight.shape[-2] for weight in before)
+    if outputs % LANES:
+        raise ValueError(f"{outputs} outputs do not fill whole panels")
+    missing = -(outputs + last.shape[-2]) % multiple
+    return [*map(_turned, before), _turned(F.pad(last, (0, 0, 0, missing)) if missing else last)]
+
+
+def _turned(weight: torch.Tensor) -> torch.Tensor:
+    """Its panels: a view of the weight, where its outputs fill them."""
     pack = PACK[weight.dtype]
     outputs, inputs = weight.shape[-2:]
     if inputs % pack:
         raise ValueError(f"{inputs} inputs do not divide into words of {pack}")
-    padded = F.pad(weight, (0, 0, 0, -outputs % multiple))
+    missing = -outputs % LANES
+    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     split = padded.unflatten(-1, (inputs // pack, pack)).unflatten(-3, (-1, LANES))
     return split.transpose(-3, -2)
 

@@ -73,10 +73,6 @@ class Program:
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
-    def let_go(self) -> None:
-        """Empty the weights as they came; those laid out here are used."""
-        self._packed.let_go()
-
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.kernels.decoder import Decoder, Layer, Mlp
 from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
+
+
+def num_bytes(decoder: Decoder, *, spread: bool) -> int:
+    """Of what :class:`PackedDecoder` lays out, where nothing is compressed."""
+    weights: list[torch.Tensor] = [decoder.head]
+    for layer in decoder.layers:
+        mlp = layer.mlp
+        weights += [*layer.attention.qkv, layer.attention.out]
+        weights += [mlp.gate, mlp.up, mlp.down] if isinstance(mlp, Mlp) else [mlp.router]
+        if not (spread or isinstance(mlp, Mlp)):
+            weights += [mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    total: int = sum(weight.numel() for weight in weights) * decoder.dtype.itemsize
+    return total
 
 
 class PackedLayer:
@@ -14,27 +29,18 @@ class PackedLayer:
         """``spread``: its experts come and go, so they are packed when they are used."""
         attention = layer.attention
         self.layer = layer
-        self.qkv = packer.panels(attention.qkv.data, 32)
-        self.out = packer.panels(attention.out.data, 32)
+        self.qkv = packer.panels(*(weight.data for weight in attention.qkv), multiple=32)
+        self.out = packer.panels(attention.out.data, multiple=32)
         self.gate_up = self.down = self.router = None
         self.experts: PackedExperts | None = None
         if isinstance(layer.mlp, Mlp):
-            self.gate_up = packer.gate_and_up(layer.mlp.gate_up.data)
-            self.down = packer.panels(layer.mlp.down.data, 32)
+            self.gate_up = packer.gate_and_up(layer.mlp.gate.data, layer.mlp.up.data)
+            self.down = packer.panels(layer.mlp.down.data, multiple=32)
         else:
-            self.router = packer.panels(layer.mlp.router.data, 32)
+            self.router = packer.panels(layer.mlp.router.data, multiple=32)
             if not spread:
                 module = layer.mlp.experts
                 self.experts = PackedExperts.of(module.gate_up_proj.data, module.down_proj.data, packer)
-
-    def let_go(self) -> None:
-        """Empty the weights as they came; those laid out here are used."""
-        attention, mlp = self.layer.attention, self.layer.mlp
-        replaced = [attention.qkv, attention.out]
-        if isinstance(mlp, Mlp):
-            replaced += [mlp.gate_up, mlp.down]
-        for weight in replaced:
-            weight.data = weight.data.new_empty(0)
 
 
 class PackedDecoder:
@@ -43,11 +49,7 @@ class PackedDecoder:
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
-        self.head = packer.panels(decoder.head.data, 32)
+        self.head = packer.panels(decoder.head.data, multiple=32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"
-
-    def let_go(self) -> None:
-        for layer in self.layers:
-            layer.let_go()

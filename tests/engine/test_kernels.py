@@ -17,11 +17,12 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.kernels import cache as cache_module
-from engine.kernels import library
+from engine.kernels import library, make
 from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
+from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
 from engine.kernels.program import Program
@@ -462,3 +463,29 @@ def test_without_a_compiler_torch_serves(
         assert "no C++ compiler was found" in caplog.text
     finally:
         library._load.cache_clear()
+
+
+def test_weights_are_laid_out_where_there_is_room_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All but the embedding and the norms are, beside those that the model has; without room torch serves, and
+    the model keeps its own."""
+    info = read_model_info(make_tiny_model(tmp_path, "qwen3_moe"))
+    model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
+    needed = bytes_for_program(model, BLOCK_SIZE)
+    laid_out = [
+        weight
+        for name, weight in model.module.named_parameters()
+        if "norm" not in name and "embed" not in name
+    ]
+    assert needed == sum(weight.nbytes for weight in laid_out) > 0
+    monkeypatch.setattr(make, "available_memory", lambda: needed)
+    with caplog.at_level("INFO"):
+        assert make_program(model, BLOCK_SIZE) is None
+    assert "native kernels: off, 0.0 GiB of weights are laid out anew" in caplog.text
+    assert all(len(weight) for weight in laid_out)
+    monkeypatch.setattr(make, "available_memory", lambda: 2 * needed)
+    program = make_program(model, BLOCK_SIZE)
+    assert program is not None
+    assert needed <= program.weight_bytes < 2 * needed
+    assert not any(len(weight) for weight in laid_out)
