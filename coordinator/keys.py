@@ -68,9 +68,9 @@ def write(keys: MeshKeys, path: Path, *, force: bool = False) -> None:
         KeyFileError: it exists and ``force`` is not given, or it cannot be written.
     """
     server, client = z85.decode(keys.server_secret).hex(), z85.decode(keys.client_secret).hex()
-    if path.is_dir():
-        raise KeyFileError(f"{path} is a directory: name a file, in it or elsewhere")
     try:
+        if path.is_dir():
+            raise KeyFileError(f"{path} is a directory: name a file, in it or elsewhere")
         handle, temporary = tempfile.mkstemp(prefix=".mesh-key-", dir=path.parent)  # mode 0600
         try:
             with os.fdopen(handle, "w") as file:

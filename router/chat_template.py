@@ -7,6 +7,7 @@ on time and on the length of what they write. What they may use is what transfor
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -244,11 +245,15 @@ def content_texts(index: int, content: Any) -> list[str]:
 
 
 def _text_of(override: str) -> str:
-    path = Path(override).expanduser()
-    looks_like_text = "{" in override or "\n" in override
-    if not looks_like_text and not path.is_file():
-        raise ChatTemplateError(f"The chat template {override!r} is neither a file nor Jinja text.")
-    return override if looks_like_text else path.read_text(encoding="utf-8")
+    if "{" in override or "\n" in override:
+        return override
+    try:
+        return Path(os.path.expanduser(override)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ChatTemplateError(
+            f"The chat template {override!r} is neither Jinja text nor a file that can be read: {reason}."
+        ) from error
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, str]:

@@ -27,9 +27,10 @@ def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any
     directory = Path(model_directory if chosen == "auto" else chosen).expanduser()
     file = directory / GENERATION_CONFIG
     try:
+        found = default_sampling(directory)  # first: it says why a file cannot even be looked at
         if chosen != "auto" and not file.is_file():
             raise CheckpointError(f"{directory} has no {GENERATION_CONFIG}")
-        defaults = {key: _number(key, value) for key, value in default_sampling(directory).items()}
+        defaults = {key: _number(key, value) for key, value in found.items()}
         _check(defaults)
     except ValueError as error:
         named = str(error) if isinstance(error, CheckpointError) else f"{file}: {error}"

@@ -64,6 +64,8 @@ def test_keygen_says_why_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureF
     assert "No such file or directory" in capsys.readouterr().err
     assert keygen([str(tmp_path), "--force"]) == 2
     assert "is a directory: name a file" in capsys.readouterr().err
+    assert keygen([str(tmp_path / ("n" * 300))]) == 2
+    assert "cannot be written: File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o602, 0o400, 0o600])

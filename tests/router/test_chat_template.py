@@ -235,8 +235,19 @@ def test_where_templates_come_from(tmp_path: Path, tokenizer: Tokenizer) -> None
     (tmp_path / "mine.jinja").write_text("mine")
     assert text(str(tmp_path / "mine.jinja"), tools=True) == "mine"
     assert text("{{ messages[0].role }}") == "user"
-    with pytest.raises(ChatTemplateError, match="neither a file nor Jinja text"):
-        text("nowhere.jinja")
+    assert text("~{{ messages[0].role }}") == "~user"
+    (tmp_path / "latin.jinja").write_bytes(b"\xff")
+    for name, reason in {
+        "nowhere.jinja": "No such file",
+        "~nobody-here/a.jinja": "No such file",
+        "n" * 300: "File name too long",
+        str(tmp_path): "Is a directory",
+        str(tmp_path / "latin.jinja"): "can't decode byte",
+    }.items():
+        with pytest.raises(
+            ChatTemplateError, match=f"neither Jinja text nor a file that can be read: .*{reason}"
+        ):
+            text(name)
 
 
 def test_no_template(tmp_path: Path) -> None:

@@ -375,6 +375,12 @@ def test_sampling_defaults_that_cannot_be_used(text: str | None, says: str, tmp_
     assert defaults_problem(HttpConfig(), str(tmp_path)) == (None if text is None else problem)
 
 
+def test_sampling_defaults_that_cannot_be_looked_at() -> None:
+    problem = defaults_problem(HttpConfig(generation_config="n" * 300), "")
+    assert problem is not None
+    assert "generation_config.json cannot be read: File name too long: mend that, or give" in problem
+
+
 def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:
     (loads.directory / "chat_template.jinja").write_text("{% if %}")
     model = loads()
