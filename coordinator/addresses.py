@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST_NAME = re.compile(r"[\w.-]+")
 WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -33,8 +32,11 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it, as far as its spelling tells."""
-    return address in LOOPBACK or address.startswith("127.")
+    """Whether only this host can reach it, as far as its spelling tells: of names, that is `localhost`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def interfaces() -> list[Interface]:
@@ -70,8 +72,16 @@ def check_written(flag: str, address: str) -> None:
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(address)
         return
-    if address not in WILDCARDS and not HOST_NAME.fullmatch(address):
+    if address not in WILDCARDS and not _can_be_name(address):
         raise AddressError(f"{flag} {address!r} is no address: give a host name or an IP address, no port")
+
+
+def _can_be_name(text: str) -> bool:
+    try:
+        text.encode("idna")  # as the resolver does, whose error is no OSError: parts of 1 to 63 bytes
+    except UnicodeError:
+        return False
+    return HOST_NAME.fullmatch(text) is not None
 
 
 def check_not_wildcard(flag: str, address: str) -> None:

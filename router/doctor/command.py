@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator import keys, process
-from coordinator.addresses import is_own
+from coordinator.addresses import check_written, is_own
 from coordinator.config import MeshConfig
 from coordinator.flags import Count, Natural, Port, flag, parse
 from engine.probe.facts import Failed, Links
@@ -46,6 +46,9 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
 
     def __post_init__(self) -> None:
+        check_written("--host", self.host)
+        if self.master_addr is not None:
+            check_written("--master-addr", self.master_addr)
         if self.node_rank >= self.nnodes:
             raise ValueError(
                 f"--node-rank {self.node_rank} is out of range: with --nnodes {self.nnodes} ranks are 0 to "

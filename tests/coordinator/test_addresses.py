@@ -30,6 +30,13 @@ def test_loopback_is_this_hosts_own(address: str) -> None:
     assert is_loopback(own("-dpa", address))
 
 
+@pytest.mark.parametrize(
+    "name", ["127.example.org", "127.0.0.1.example.org", "127.1.2.3.4", "localhost.example"]
+)
+def test_names_are_not_loopback_for_how_they_begin(name: str) -> None:
+    assert not is_loopback(name)
+
+
 def test_wildcards_are_refused_with_the_addresses_to_choose_from(two_interfaces: None) -> None:
     for address in ("0.0.0.0", "::", "*"):
         with pytest.raises(AddressError, match=r"choose one of this host's: 10.0.0.1 \(eth0\), 192.168.7.1"):
@@ -44,7 +51,10 @@ def test_addresses_and_names(address: str) -> None:
     addresses.check_written("-dpa", address)
 
 
-@pytest.mark.parametrize("address", ["", " ", "a b", "host:29550", "[::1]", "tcp://host", "1::2::3", "host/"])
+@pytest.mark.parametrize(
+    "address",
+    ["", " ", "a b", "host:29550", "[::1]", "tcp://host", "1::2::3", "host/", "a..b", "h" * 64 + ".b"],
+)
 def test_what_can_be_no_address_is_refused(address: str) -> None:
     with pytest.raises(AddressError, match="is no address: give a host name or an IP address, no port"):
         addresses.check_written("-dpa", address)

@@ -96,6 +96,12 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--max-num-batched-tokens", "9e30T"], "--max-num-batched-tokens must be a number of at most"),
         (["--max-model-len", "infK"], "--max-model-len must be a number like 8192"),
         (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes: Expected `int` >= 1"),
+        (["-dpa", "127.example.org"], "127.example.org is not loopback, so the mesh needs a key"),
+        (
+            ["--admin-port", "9", "--admin-host", "127.example.org"],
+            "--admin-host 127.example.org is not loopback: give --admin-api-key",
+        ),
+        (["-dpa", "a..b", "--insecure-mesh"], "--data-parallel-address 'a..b' is no address"),
         (["--max-request-bytes=-5K"], "--max-request-bytes: Expected `int` >= 1"),
         (["--api-key", ""], "--api-key is empty, which would let everybody in"),
         (["--api-key", "good", "--api-key", " "], "--api-key is empty, which would let everybody in"),

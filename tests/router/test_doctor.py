@@ -399,6 +399,8 @@ def test_a_bad_key_file_and_a_mesh_elsewhere_are_findings(
         (["--node-rank", "1"], "--node-rank 1 is out of range: with --nnodes 1 ranks are 0 to 0"),
         (["--nnodes", "2", "--master-addr", "h", "--master-port", "0"], "not 0"),
         (["-dpa", "10.0.0.1"], "so the mesh needs a key"),
+        (["--host", "a..b"], "--host 'a..b' is no address"),
+        (["--nnodes", "2", "--master-addr", "a..b"], "--master-addr 'a..b' is no address"),
     ],
 )
 def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
