@@ -115,6 +115,18 @@ def own(flag: str, address: str) -> str:
     return numeric
 
 
+def own_for_others(flag: str, address: str) -> str:
+    """The same of an address that others connect to as it is written.
+
+    Raises:
+        AddressError: as there, or it is a name that they would look up in vain: ZeroMQ takes names for IPv4.
+    """
+    numeric = own(flag, address)
+    if ":" in numeric and ":" not in address:
+        raise AddressError(f"{flag} {address} means an IPv6 address alone: give that, {numeric}, everywhere")
+    return numeric
+
+
 def is_own(address: str) -> bool:
     """Whether it is an address of this host."""
     try:

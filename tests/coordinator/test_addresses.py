@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from coordinator import addresses
-from coordinator.addresses import AddressError, Interface, is_loopback, own, toward
+from coordinator.addresses import AddressError, Interface, is_loopback, own, own_for_others, toward
 
 TWO = [Interface("eth0", "10.0.0.1"), Interface("eth1", "192.168.7.1")]
 
@@ -77,6 +77,17 @@ def test_a_name_must_mean_one_address_that_others_reach(
     resolves_to(monkeypatch, "127.0.1.1")
     with pytest.raises(AddressError, match=r"head means 127.0.1.1 on this host, which no other host can"):
         own("-dpa", "head")
+
+
+def test_a_name_that_others_connect_to_must_mean_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "interfaces", lambda: [*TWO, Interface("eth0", "fd00::1")])
+    resolves_to(monkeypatch, "fd00::1")
+    assert own("--instance-address", "head") == "fd00::1", "others are told the number"
+    with pytest.raises(AddressError, match=r"-dpa head means an IPv6 address alone: give that, fd00::1"):
+        own_for_others("-dpa", "head")
+    assert own_for_others("-dpa", "fd00::1") == "fd00::1"
+    resolves_to(monkeypatch, "fd00::1", "10.0.0.1")
+    assert own_for_others("-dpa", "head") == "10.0.0.1"
 
 
 def test_unknown_names_and_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
