@@ -11,7 +11,6 @@ import argparse
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -69,8 +68,14 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The name in a YAML file and in the parsed arguments."""
+        """The name in the parsed arguments, and one of those in a YAML file."""
         return self.path[-1]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names in a YAML file: those of all long flags, with underscores."""
+        others = (name[2:].replace("-", "_") for name in self.names if name.startswith("--"))
+        return (self.key, *others)
 
 
 def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Field]:
@@ -199,15 +204,14 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     """
     given = dict(given)
     file = given.pop("config", None)
-    settings = given if file is None else {**_read_yaml(file), **given}
-    by_key = {field.key: field for field in fields_of(config)}
-    unknown = sorted(set(settings) - set(by_key))
-    if shares_file:
-        settings = {key: value for key, value in settings.items() if key in by_key}
-    elif unknown:
-        raise FlagError(f"unknown setting {unknown[0]!r} in {file}")
+    fields = list(fields_of(config))
+    by_key = {field.key: field for field in fields}
+    if file is not None:
+        # In a file of several commands another name of ours may be a setting of theirs (`model`).
+        known = by_key if shares_file else {key: field for field in fields for key in field.keys}
+        given = {**_of_file(file, known, shares_file=shares_file), **given}
     nested: dict[str, Any] = {}
-    for key, value in settings.items():
+    for key, value in given.items():
         field = by_key[key]
         _check_text(field, value)
         place = nested
@@ -220,21 +224,25 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
         raise FlagError(_readable(str(error))) from error
 
 
-def _read_yaml(file: str) -> dict[str, Any]:
-    import yaml  # takes a tenth of a coordinator's start, for a file that few have
+def _of_file(file: str, by_key: dict[str, Field], *, shares_file: bool) -> dict[str, Any]:
+    """Settings of a YAML file by the keys of their fields."""
+    from coordinator.settings_file import read_settings  # takes time, for a file that few have
 
-    path = Path(file)
-    if not path.is_file():
-        raise FlagError(f"--config {file}: there is no such file")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise FlagError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise FlagError(f"--config {file} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise FlagError(f"--config {file} must hold settings as 'name: value' lines")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    def field_of(name: str) -> Field | None:
+        return by_key.get(name.replace("-", "_"))
+
+    def is_text(name: str) -> bool:
+        field = field_of(name)
+        return field is not None and field.kind is str
+
+    settings: dict[str, Any] = {}
+    for name, value in read_settings(file, is_text).items():
+        field = field_of(name)
+        if field is not None:
+            settings[field.key] = value
+        elif not shares_file:
+            raise FlagError(f"unknown setting {name!r} in {file}")
+    return settings
 
 
 def _check_text(field: Field, value: Any) -> None:

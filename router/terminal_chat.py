@@ -31,7 +31,9 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Chat."""
 
     url: Annotated[str, flag(help="Base URL of the API, with or without /v1.")] = "http://127.0.0.1:8000/v1"
-    model_name: Annotated[str | None, flag("--model", help="Unset: the first that the server lists.")] = None
+    model_name: Annotated[
+        str | None, flag("--model", help="Unset: the first that the server lists. In a file: model-name.")
+    ] = None
     system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
     quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
     api_key: Annotated[

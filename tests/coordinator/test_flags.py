@@ -95,13 +95,13 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--seed", "9" * 30], "--seed must be a number of at most 9223372036854775807, not 9999"),
         (["--max-num-batched-tokens", "9e30T"], "--max-num-batched-tokens must be a number of at most"),
         (["--max-model-len", "infK"], "--max-model-len must be a number like 8192"),
-        (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes: Expected `int` >= 1"),
         (["-dpa", "127.example.org"], "127.example.org is not loopback, so the mesh needs a key"),
         (
             ["--admin-port", "9", "--admin-host", "127.example.org"],
             "--admin-host 127.example.org is not loopback: give --admin-api-key",
         ),
         (["-dpa", "a..b", "--insecure-mesh"], "--data-parallel-address 'a..b' is no address"),
+        (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes: Expected `int` >= 1"),
         (["--max-request-bytes=-5K"], "--max-request-bytes: Expected `int` >= 1"),
         (["--api-key", ""], "--api-key is empty, which would let everybody in"),
         (["--api-key", "good", "--api-key", " "], "--api-key is empty, which would let everybody in"),
@@ -114,11 +114,13 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--nnodes", "2", "-tp", "2", "--master-addr", "host:5"], "--master-addr 'host:5' is no address"),
         (["--otlp-traces-endpoint", "localhost:4317"], "'localhost:4317' is no URL: write it like http://"),
         (["--served-model-name", ""], "--served-model-name is empty: give a name"),
-        (["--config", ""], "there is no such file"),
+        (["--config", ""], "--config  cannot be read: No such file or directory"),
         (["/model-\udcff"], "--model must be valid UTF-8, not '/model-"),
         (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
         (["--unknown"], "unrecognized arguments: --unknown"),
-        (["--config", "/nowhere.yaml"], "there is no such file"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file or directory"),
+        (["--config", "/"], "--config / cannot be read: Is a directory"),
+        (["--config", "n" * 300], "cannot be read: File name too long"),
     ],
 )
 def test_wrong_settings_end_with_a_clear_message(
@@ -134,6 +136,8 @@ def test_wrong_settings_end_with_a_clear_message(
     ("text", "message"),
     [
         ("nonsense: 1", "unknown setting 'nonsense'"),
+        ("model: /m\ndata-paralel-size: 2", "unknown setting 'data-paralel-size'"),
+        ("seed: 2024-13-45", "is not valid YAML: month must be in 1..12"),
         ("[1, 2]", "must hold settings"),
         ("a: [", "is not valid YAML"),
         ("dtype: int3", "--dtype must be one of auto, float32"),
@@ -160,12 +164,32 @@ def test_a_file_that_is_no_text_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is not valid YAML" in capsys.readouterr().err
 
 
-def test_names_that_are_numbers_in_a_file(tmp_path: Path) -> None:
+def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    """Whatever else it would be to YAML: octal, a float, a switch, a day, none that there is."""
     file = tmp_path / "mesh.yaml"
-    file.write_text("served-model-name: [7, b]\napi-key: 1234\n")
+    file.write_text(
+        "served-model-name: [1.10, 1_000, no, 7, b]\napi-key: 0123\nadmin-api-key: [0x10]\n"
+        "revision: 2024-13-45\ntokenizer: null\nhost: 'null'\n"
+        "max-model-len: 1_000\nenable-prefix-caching: no\ncollective-timeout: 1.10\n"
+    )
     config = parse("--config", str(file))
-    assert config.engine.model.served_model_name == ("7", "b")
-    assert config.http.api_key == ("1234",)
+    assert config.engine.model.served_model_name == ("1.10", "1_000", "no", "7", "b")
+    assert (config.http.api_key, config.http.admin_api_key) == (("0123",), ("0x10",))
+    assert (config.engine.model.revision, config.http.tokenizer) == ("2024-13-45", None)
+    assert config.http.host == "null"
+    assert (config.engine.model.max_model_len, config.engine.device.collective_timeout) == (1000, 1.1)
+    assert not config.engine.cache.enable_prefix_caching
+
+
+def test_every_long_flag_is_a_key_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("data-parallel-rank: 1\npolicy: round_robin\ndisable-uvicorn-access-log: true\n")
+    config = parse("--config", str(file))
+    assert config.mesh.data_parallel_start_rank == 1
+    assert (config.http.load_balancing_policy, config.http.disable_access_log) == ("round_robin", True)
+    assert (
+        parse("--config", str(file), "--policy", "least_loaded").http.load_balancing_policy == "least_loaded"
+    )
 
 
 def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
+from coordinator import flags
 from router.terminal_chat import ChatConfig, ChatError, Conversation
 
 
@@ -64,3 +66,12 @@ def test_errors_are_told_in_whatever_form(
     monkeypatch.setattr(Elsewhere, "lines", (line,))
     with pytest.raises(ChatError, match=said):
         list(conversation.ask("Hello"))
+
+
+def test_the_model_of_a_meshs_file_is_no_name_that_clients_use(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("model-name: emma\nmodel: /models/austen\nserved-model-name: emma\napi-key: 0123\n")
+    config = flags.parse(
+        ChatConfig, ["--config", str(file)], prog="lockstep chat", description="", shares_file=True
+    )
+    assert (config.model_name, config.api_key) == ("emma", ("0123",))
