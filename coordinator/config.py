@@ -86,8 +86,9 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mesh_key_file: Annotated[
         str | None,
         flag(
+            path=True,
             help="Key of the mesh, made by `lockstep keygen`, the same for all its processes: they let in "
-            "only each other, and encrypt. Needed on addresses other than loopback."
+            "only each other, and encrypt. Needed on addresses other than loopback.",
         ),
     ] = None
     insecure_mesh: Annotated[

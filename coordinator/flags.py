@@ -8,6 +8,7 @@ command line, then the YAML file of ``--config`` (keys are long flag names), the
 from __future__ import annotations
 
 import argparse
+import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -39,10 +40,15 @@ class FlagError(ValueError):
     """A setting that cannot be used; the message names it."""
 
 
-def flag(*names: str, help: str, positional: bool = False, repeated: bool = False) -> Meta:
+def flag(
+    *names: str, help: str, positional: bool = False, repeated: bool = False, path: bool = False
+) -> Meta:
     """Further names (short ones included) and the help text of a field's flag. A list takes several values
-    after one flag, or, ``repeated``, one value each time the flag is given."""
-    return Meta(description=help, extra={"names": names, "positional": positional, "repeated": repeated})
+    after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~."""
+    return Meta(
+        description=help,
+        extra={"names": names, "positional": positional, "repeated": repeated, "path": path},
+    )
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -60,6 +66,7 @@ class Field(msgspec.Struct, frozen=True):
     many: bool
     repeated: bool
     is_size: bool
+    is_path: bool
     choices: tuple[str, ...]
 
     @property
@@ -104,6 +111,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             many=many,
             repeated=bool(extra.get("repeated")),
             is_size=bool(extra.get("size")),
+            is_path=bool(extra.get("path")),
             choices=choices,
         )
 
@@ -257,6 +265,8 @@ def _checked(field: Field, value: Any) -> Any:
         value = parse_size(field.long_name, value)
     if field.many:
         return _checked_list(field, value)
+    if field.is_path and isinstance(value, str):
+        return os.path.expanduser(value)
     if field.kind is str and _is_number(value):
         return str(value)
     if field.choices and value not in field.choices:

@@ -165,8 +165,9 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace: Annotated[
         str | None,
         flag(
+            path=True,
             help="When the instance ends, write to this file when each of its workers computed, in Chrome's "
-            "trace format; the rank goes in front of the suffix, as in FILE.0.json."
+            "trace format; the rank goes in front of the suffix, as in FILE.0.json.",
         ),
     ] = None
     cpu_threads: Annotated[

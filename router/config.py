@@ -61,8 +61,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     api_key_limits: Annotated[
         str | None,
         flag(
+            path=True,
             help="YAML or JSON file of quotas by key: requests_per_minute, tokens_per_minute, "
-            "concurrent_requests. Its keys are let in like those of --api-key."
+            "concurrent_requests. Its keys are let in like those of --api-key.",
         ),
     ] = None
     max_requests_per_minute: Annotated[
@@ -84,10 +85,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="Key that the admin API asks for; with one, the API is also at /admin of the endpoint.",
         ),
     ] = ()
-    ssl_keyfile: Annotated[str | None, flag(help="Private key in PEM: the endpoint speaks HTTPS.")] = None
-    ssl_certfile: Annotated[str | None, flag(help="Certificate chain in PEM, for --ssl-keyfile.")] = None
+    ssl_keyfile: Annotated[
+        str | None, flag(path=True, help="Private key in PEM: the endpoint speaks HTTPS.")
+    ] = None
+    ssl_certfile: Annotated[
+        str | None, flag(path=True, help="Certificate chain in PEM, for --ssl-keyfile.")
+    ] = None
     ssl_ca_certs: Annotated[
-        str | None, flag(help="Certificates in PEM that clients' own must be signed by.")
+        str | None, flag(path=True, help="Certificates in PEM that clients' own must be signed by.")
     ] = None
     ssl_cert_reqs: Annotated[
         int, Meta(ge=0, le=2), flag(help="Client certificates: 0 none, 1 checked if sent, 2 required.")
@@ -107,7 +112,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int | None,
         flag(help="Seed of the seeds given to requests that bring none; unset: unpredictable ones."),
     ] = None
-    tokenizer: Annotated[str | None, flag(help="Directory with tokenizer.json; unset: the model's.")] = None
+    tokenizer: Annotated[
+        str | None, flag(path=True, help="Directory with tokenizer.json; unset: the model's.")
+    ] = None
     chat_template: Annotated[
         str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")
     ] = None
@@ -134,7 +141,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     generation_config: Annotated[
         str,
         flag(
-            help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults."
+            path=True,
+            help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults.",
         ),
     ] = "auto"
     max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20

@@ -15,9 +15,9 @@ from coordinator.flags import flag, parse
 class KeygenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keygen."""
 
-    file: Annotated[str, flag(positional=True, help="File to write, readable by its owner only.")] = (
-        "lockstep.key"
-    )
+    file: Annotated[
+        str, flag(positional=True, path=True, help="File to write, readable by its owner only.")
+    ] = "lockstep.key"
     force: Annotated[bool, flag(help="Replace a file that is there.")] = False
 
 

@@ -24,7 +24,7 @@ def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any
     chosen = config.generation_config
     if chosen == "vllm":
         return {}
-    directory = Path(model_directory if chosen == "auto" else chosen).expanduser()
+    directory = Path(model_directory if chosen == "auto" else chosen)
     file = directory / GENERATION_CONFIG
     try:
         found = default_sampling(directory)  # first: it says why a file cannot even be looked at

@@ -48,7 +48,7 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
     Raises:
         TokenizerError, CheckpointError: files are missing or broken.
     """
-    directory = Path(config.tokenizer or served.directory).expanduser()
+    directory = Path(config.tokenizer or served.directory)
     tokenizer = load_tokenizer(directory)
     if tokenizer.size > served.vocab_size:
         logger.warning(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,28 @@ def test_every_long_flag_is_a_key_of_the_file(tmp_path: Path) -> None:
     assert (
         parse("--config", str(file), "--policy", "least_loaded").http.load_balancing_policy == "least_loaded"
     )
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_paths_may_begin_with_the_home_directory(
+    in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "limits.yaml").write_text("a: {requests_per_minute: 1}")
+    given = {"mesh-key-file": "~/k", "tokenizer": "~/t", "generation-config": "~", "trace": "~nobody-here/t"}
+    given |= {"ssl-keyfile": "~/k.pem", "ssl-certfile": "~/c.pem", "ssl-ca-certs": "~/ca.pem"}
+    given["api-key-limits"] = "~/limits.yaml"
+    (tmp_path / "mesh.yaml").write_text(
+        "\n".join(f"{key}: {json.dumps(path)}" for key, path in given.items())
+    )
+    flat = [word for key, path in given.items() for word in (f"--{key}", path)]
+    config = parse(*(["--config", "~/mesh.yaml"] if in_file else flat))
+    http = config.http
+    assert (config.mesh.mesh_key_file, http.tokenizer) == (f"{tmp_path}/k", f"{tmp_path}/t")
+    assert (http.ssl_keyfile, http.ssl_certfile) == (f"{tmp_path}/k.pem", f"{tmp_path}/c.pem")
+    assert (http.ssl_ca_certs, http.generation_config) == (f"{tmp_path}/ca.pem", str(tmp_path))
+    assert http.keys == ("a",)
+    assert config.engine.device.trace == "~nobody-here/t"
 
 
 def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:
