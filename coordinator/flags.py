@@ -319,15 +319,20 @@ def _readable(message: str) -> str:
     return f"--{last.replace('_', '-')}: {text}" if last and about_one_field else text
 
 
-def to_argv(config: msgspec.Struct) -> list[str]:
-    """The flags that make this config again: what differs from the defaults."""
-    argv: list[str] = []
+def changed(config: msgspec.Struct) -> Iterator[tuple[Field, Any]]:
+    """The settings that differ from their defaults, and their values."""
     for field in fields_of(type(config)):
         value: Any = config
         for part in field.path:
             value = getattr(value, part)
-        if value == field.default:
-            continue
+        if value != field.default:
+            yield field, value
+
+
+def to_argv(config: msgspec.Struct) -> list[str]:
+    """The flags that make this config again: what differs from the defaults."""
+    argv: list[str] = []
+    for field, value in changed(config):
         if field.kind is bool:
             argv.append(field.long_name if value else field.long_name.replace("--", "--no-", 1))
         elif field.repeated:

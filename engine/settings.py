@@ -111,6 +111,10 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "--max-num-batched-tokens": config.scheduler.max_num_batched_tokens is not None,
         "-tp": config.device.tensor_parallel_size != DeviceConfig().tensor_parallel_size,
         "-ep": config.device.enable_expert_parallel is not None,
+        "--expert-placement-strategy": (
+            config.device.expert_placement_strategy != DeviceConfig().expert_placement_strategy
+        ),
+        "--all2all-backend": config.device.all2all_backend != DeviceConfig().all2all_backend,
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
     }
     return [name for name, was_given in given.items() if was_given]

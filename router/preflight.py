@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.flags import changed
 from coordinator.tracing import TracingMissing, check_installed
 from engine.checkpoint import CheckpointError
 from engine.cluster import why_not
@@ -15,6 +16,9 @@ from parallel.topology import usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.sampling_defaults import sampling_defaults
 from router.scaling import Machine, Refused, check_cores
+
+OF_FRONT_ENDS = ("http", "api_server_count")
+"""In ``ServeConfig``."""
 
 
 def problem_with(config: ServeConfig) -> str | None:
@@ -34,6 +38,13 @@ def problem_with(config: ServeConfig) -> str | None:
     except (Refused, TracingMissing) as error:
         return str(error)
     return None
+
+
+def ignored_when_headless(config: ServeConfig) -> list[str]:
+    """Flags given in vain: those of the front ends, which only the head has."""
+    if not config.mesh.headless:
+        return []
+    return [field.long_name for field, _ in changed(config) if field.path[0] in OF_FRONT_ENDS]
 
 
 def machine_of(config: ServeConfig) -> Machine:

@@ -36,7 +36,7 @@ from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_
 from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.preflight import machine_of, problem_with, text_problem
+from router.preflight import ignored_when_headless, machine_of, problem_with, text_problem
 from router.scaling import shared_devices
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
@@ -72,6 +72,8 @@ def _serve(argv: list[str] | None) -> int:
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
+    if ignored := ignored_when_headless(config):
+        logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
     keys = process.mesh_keys(config.mesh, "serve")
     settings = None
     title, model_type = "serve", ""

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.flags import changed
 from engine.checkpoint import CheckpointError
-from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
-from engine.settings import adopt, resolve
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.settings import adopt, ignored_when_joining, resolve
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
@@ -83,6 +84,30 @@ def test_an_instance_that_joins_takes_the_sizes_of_the_mesh_or_says_why_not() ->
     uni = EngineConfig(device=DeviceConfig(distributed_executor_backend="uni"))
     with pytest.raises(CheckpointError, match="uni runs one worker"):
         adopt(uni, settings)
+
+
+def test_what_the_mesh_overrules_was_given_in_vain() -> None:
+    assert ignored_when_joining(EngineConfig()) == []
+    given = EngineConfig(
+        model=ModelConfig(dtype="float16", max_model_len=100, served_model_name=("a",)),
+        cache=CacheConfig(block_size=8),
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=77),
+        device=DeviceConfig(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            enable_expert_parallel=True,
+            expert_placement_strategy="round_robin",
+            all2all_backend="all_to_all",
+            collective_timeout=5.0,
+        ),
+    )
+    kept = list(changed(adopt(given, resolve(EngineConfig())[1])))
+    overruled = [
+        {field.long_name, *field.names} for field, value in changed(given) if (field, value) not in kept
+    ]
+    ignored = ignored_when_joining(given)
+    assert len(ignored) == len(overruled) == 11
+    assert all(names & set(ignored) for names in overruled)
 
 
 @pytest.mark.parametrize(

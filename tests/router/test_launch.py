@@ -10,6 +10,7 @@ from coordinator.config import CoordinatorConfig
 from engine.config import InstanceConfig
 from router.config import RouterConfig, ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
+from router.preflight import ignored_when_headless
 
 
 def table(*argv: str, cores: int = 4, devices: Sequence[str] = ()) -> list[ProcessSpec]:
@@ -33,6 +34,17 @@ def test_head_alone_and_headless() -> None:
     assert [spec.role for spec in table("/m", "-dp", "2", "-dpl", "0")] == ["coordinator", "router"]
     assert [spec.rank for spec in table("--headless", "-dp", "4", "-dpl", "2", "-dpr", "2")] == [2, 3]
     assert [spec.rank for spec in table("--headless")] == [None]
+
+
+def test_headless_instances_have_no_endpoint_to_set_up() -> None:
+    flags_of_front_ends = ("--port", "81", "--api-key", "k", "-asc", "2")
+
+    def ignored(*argv: str) -> list[str]:
+        return ignored_when_headless(flags.parse(ServeConfig, argv, prog="serve", description=""))
+
+    assert ignored("--headless", *flags_of_front_ends) == ["--port", "--api-key", "--api-server-count"]
+    assert ignored(*flags_of_front_ends) == []
+    assert ignored("/m", "--headless", "-dp", "2", "-dpr", "1", "--restart", "--log-level", "debug") == []
 
 
 def test_instances_of_a_loopback_mesh_share_the_cores_also_when_started_one_by_one() -> None:
