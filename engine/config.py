@@ -40,9 +40,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[DType, flag(help="Data type of weights and activations.")] = "auto"
     max_model_len: Annotated[
         Size | None,
-        flag(
-            help="Context length in tokens (8k, 1K and the like work); unset: the model's own; -1: what fits."
-        ),
+        flag(help="Context length in tokens (8k, 1K and the like work); unset: the model's own."),
     ] = None
     trust_remote_code: Annotated[
         bool, flag(help="Run model code from the checkpoint. Needed by none of the supported families.")

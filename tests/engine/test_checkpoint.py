@@ -223,6 +223,7 @@ def test_experts_are_spread_by_default_where_they_can_be(
     [
         (engine(max_model_len=4096), "is more than the model's context of 2048 tokens"),
         (engine(max_model_len=0), "--max-model-len must be positive"),
+        (engine(max_model_len=-1), "--max-model-len must be positive, not -1; leave it out for as much"),
         (
             EngineConfig(
                 scheduler=SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=1024)
