@@ -23,6 +23,8 @@ OF_FRONT_ENDS = ("http", "api_server_count")
 
 def problem_with(config: ServeConfig) -> str | None:
     """Why these settings cannot be served on this machine, whatever the model; None if they can."""
+    if sys.platform != "linux":
+        return f"Lockstep runs on Linux only, and this is {sys.platform}: use Linux, or a container"
     try:
         os.getcwd()
     except FileNotFoundError:  # libraries that look for their files would fail, each in its own way

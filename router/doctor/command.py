@@ -17,7 +17,7 @@ from coordinator.flags import Count, Natural, Port, flag, parse
 from engine.probe.facts import Failed, Links
 from engine.probe.links import Ask
 from router.doctor import links, machine, mesh, network, packages, ports
-from router.doctor.findings import Finding, Level, broken, ok
+from router.doctor.findings import Finding, Level, broken, ok, worst
 from router.doctor.report import print_report, report_of
 
 
@@ -80,10 +80,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
-    """All checks that the settings ask for."""
+    """All checks that the settings ask for; where Lockstep cannot run, nothing more than that."""
+    findings = packages.check_python()
+    if worst(findings) is Level.BROKEN:  # what the others look at is not there
+        return findings, None
     of_machine = machine.read_machine()
-    findings = [
-        *packages.check_python(),
+    findings += [
         *packages.check_packages(),
         *packages.check_torch(packages.ask_torch()),
         *packages.check_extras(),

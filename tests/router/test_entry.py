@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still being loaded."""
+"""Ctrl-C while a command is still being loaded; another system than Linux."""
 
 from __future__ import annotations
 
@@ -64,3 +64,39 @@ def test_later_it_is_what_it_was(
     finally:
         signal.signal(signal.SIGINT, of_pytest)
     assert seen == [before]
+
+
+ELSEWHERE = """
+import os, sys
+import psutil, uvloop  # of the system that they were built for
+sys.platform = "darwin"
+for name in ("sched_getaffinity", "eventfd", "memfd_create", "pidfd_open"):
+    delattr(os, name)
+from router import entry
+sys.exit(entry.lockstep())
+"""
+"""Linux with less of what only Linux has."""
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        (
+            ["serve"],
+            2,
+            "serve: error: Lockstep runs on Linux only, and this is darwin: use Linux, or a container\n",
+        ),
+        (["doctor", "--json"], 1, "Lockstep runs on Linux only"),
+    ],
+)
+def test_another_system_is_refused(argv: list[str], status: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ELSEWHERE, *argv],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert done.returncode == status
