@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.heads import BoundedProtocol
 
 EXTENSION = "lockstep.body_writer"
 CUT_OFF = "lockstep.cut_off"
@@ -152,7 +155,7 @@ class _Transport:
             on_close()
 
 
-class PatientProtocol(HttpToolsProtocol):
+class PatientProtocol(BoundedProtocol):
     """Ends a connection on which no whole request head arrives in time, or whose client takes nothing of what
     waits to be written to it; uvicorn would wait for ever."""
 
@@ -160,11 +163,11 @@ class PatientProtocol(HttpToolsProtocol):
     take_timeout = 60.0
     _head_due: asyncio.TimerHandle | None = None
     _taking_due: asyncio.TimerHandle | None = None
-    _earlier: Sequence[RequestResponseCycle] = ()
-    """Requests that run while a later one has come already: uvicorn tells only that one of the connection's
-    end."""
 
     def connection_made(self, transport: Any) -> None:
+        self._earlier: deque[RequestResponseCycle] = deque()
+        """Requests that have no whole answer while a later one has come already, in order: uvicorn tells only
+        that one of the connection's end."""
         told: Any = _Transport(transport, self._expect_taking)
         super().connection_made(told)
         self._expect_head()
@@ -200,9 +203,11 @@ class PatientProtocol(HttpToolsProtocol):
         self._have_head()
         before = self.cycle
         super().on_headers_complete()
-        if self.cycle is not before:  # no websocket
+        if self.cycle is not before:  # else it comes again
+            while self._earlier and self._earlier[0].response_complete:
+                self._earlier.popleft()
             if before is not None and not before.response_complete:
-                self._earlier = [each for each in (*self._earlier, before) if not each.response_complete]
+                self._earlier.append(before)
             scope: dict[str, Any] = self.scope  # type: ignore[assignment]
             # The cycle refers to its scope. Without a way back, it is freed as soon as it is over.
             cycle = weakref.ref(self.cycle)

@@ -1,0 +1,143 @@
+"""The heads of a connection's requests: bounded before anybody has shown a key, and without upgrades.
+
+uvicorn's protocol reads whatever a client sends: a head that never ends, thousands of requests before the
+first one is answered. Here what is beyond the bounds ends the connection. And it takes a request that offers
+another protocol (``Upgrade: h2c``, as curl and Java send it) for that of the other one, without its body;
+here the offer is passed over, as HTTP lets a server do.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.errors import ApiError, error_body
+
+MOST_BYTES = 64 * 1024
+"""Of a head, of the trailers of a body, and of all that is no part of a body in between."""
+MOST_HEADERS = 256
+MOST_WAITING = 32
+"""Requests of one connection that wait for the answer of an earlier one."""
+
+OFFERS = (b"upgrade", b"http2-settings")
+"""Headers of an offer to go on with another protocol, and their names among the options of the connection."""
+
+
+class _Beyond(Exception):
+    """What ends a connection; raised in a callback of the parser, which stops there."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Lets heads through that are within bounds, and no upgrade."""
+
+    _num_unread = 0
+    """Bytes since something of a request was complete, or a part of its body was there."""
+    _num_bytes = 0
+    """Of the head that comes, and of the trailers behind it."""
+    _num_headers = 0
+    _has_head = False
+    _comes_again = False
+    """The head that was read offers an upgrade: it is read once more without."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return  # TLS hands on what it has
+        self._unset_keepalive_if_required()
+        self._num_unread += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            why = error.__context__
+            if isinstance(why, _Beyond):
+                self._end(why.status, str(why))
+            else:
+                self._end(400, "Invalid HTTP request received.")
+            return
+        if self._num_unread > MOST_BYTES:
+            self._end(431, f"The head of a request may have {MOST_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._num_bytes = self._num_headers = 0
+        self._has_head = False
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+        if not self._has_head:  # else it is a trailer, which nobody here reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_unread = 0
+        self._has_head = True
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._comes_again = True
+            return
+        if len(self.pipeline) >= MOST_WAITING:
+            raise _Beyond(400, f"More than {MOST_WAITING} requests wait on this connection.")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unread = 0
+        if not self._comes_again:
+            super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > MOST_BYTES or self._num_headers > MOST_HEADERS:
+            raise _Beyond(
+                431, f"The head of a request may have {MOST_BYTES} bytes and {MOST_HEADERS} headers."
+            )
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._comes_again:  # CONNECT, which is answered like any other method
+                    return
+                self._comes_again = False
+                data = self._head_without_offer() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() not in OFFERS)
+            if name not in OFFERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _end(self, status: int, message: str) -> None:
+        """Say why, unless that would stand in the middle of an answer, and close."""
+        self.logger.warning("a connection is closed: %s", message)
+        if self.cycle is None or self.cycle.response_complete:
+            body = error_body(ApiError(status, message))
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b" % (status, HTTPStatus(status).phrase.encode(), len(body), body)
+            )
+        self.transport.close()
