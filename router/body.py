@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -39,7 +40,7 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
         ClientGone: the client hung up while sending.
     """
     max_bytes, timeout = config.max_request_bytes, config.request_timeout
-    _check_type(request.headers.get("content-type"))
+    _check_type(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         waits_for_us = request.headers.get("expect", "").lower() == "100-continue"
@@ -78,9 +79,15 @@ async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
             return b"".join(chunks)
 
 
-def _check_type(content_type: str | None) -> None:
-    """Browsers send forms and plain text to any address without asking; JSON they do not."""
+def _check_type(headers: Headers) -> None:
+    """Browsers send forms, plain text, and bytes without a type to any address without asking; JSON they do
+    not."""
+    content_type = headers.get("content-type")
     if content_type is None:
+        if "origin" in headers or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            refuse(
+                "Web pages must say that the body is JSON (Content-Type: application/json).", "Content-Type"
+            )
         return
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):

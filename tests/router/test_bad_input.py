@@ -359,6 +359,23 @@ def test_other_content_types(server: Server, kind: str) -> None:
     refused(answer, "must be JSON", "Content-Type")
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        {"origin": "https://site.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_a_web_page_must_say_that_it_is_json(server: Server, page: dict[str, str]) -> None:
+    """It may send bytes without a type anywhere, and no browser asks first."""
+    body = b'{"prompt": "a"}'
+    refused(server.client.post("/v1/completions", content=body, headers=page), "must say", "Content-Type")
+    assert not server.mesh.generations
+    assert server.client.post("/v1/completions", content=body, headers=page | JSON).status_code == 200
+
+
 def test_content_types_that_are_json(server: Server) -> None:
     for headers in (
         {},
