@@ -164,7 +164,7 @@ def make_admin_app(
         headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
         raise ApiError(answer.status, answer.text, headers=headers)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/admin/world", world, methods=["GET"]),
             Route("/admin/requests", requests, methods=["GET"]),
@@ -174,6 +174,8 @@ def make_admin_app(
         ],
         exception_handlers=exception_handlers(),
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 class AdminGate:

@@ -63,7 +63,7 @@ def make_app(
     async def not_kept(request: Request) -> Response:
         raise ApiError(404, "Answers are not kept: take them from the request that makes them.")
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", generating.completions, methods=["POST"]),
             Route("/v1/chat/completions", generating.chat, methods=["POST"]),
@@ -91,6 +91,8 @@ def make_app(
         middleware=middleware(config),
         exception_handlers=exception_handlers(),
     )
+    app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
+    return app
 
 
 def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:

@@ -172,6 +172,7 @@ def test_the_admin_port_has_nothing_else() -> None:
     assert ask(app, "GET", f"{ADMIN}/v1/models").status_code == 404
     assert ask(app, "GET", f"{ADMIN}/metrics").status_code == 200
     assert ask(app, "GET", f"{ADMIN}/admin/nothing").status_code == 404
+    assert ask(app, "GET", f"{ADMIN}/admin/world/").status_code == 404
     assert ask(app, "GET", f"{ADMIN}/admin/drain").status_code == 405
 
 

@@ -136,6 +136,8 @@ def test_open_paths(server: Server) -> None:
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
         ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
+        ("POST", "/v1/chat/completions/", 404, "NotFoundError"),
+        ("GET", "/health/", 404, "NotFoundError"),
     ],
 )
 def test_other_paths_and_methods(server: Server, method: str, path: str, status: int, kind: str) -> None:
