@@ -28,8 +28,6 @@ def middleware(config: HttpConfig) -> list[Middleware]:
     found = []
     if config.enable_request_id_headers:
         found.append(Middleware(RequestIds))
-    if config.root_path:
-        found.append(Middleware(RootPath, prefix=config.root_path))
     if config.allowed_origins:
         found.append(
             Middleware(
@@ -68,16 +66,22 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+def without_prefix(path: str, prefix: str) -> str:
+    """A path as it is here, whether the proxy in front, whose ``prefix`` it may have, left it in or not."""
+    name = prefix.strip("/")
+    return path.removeprefix(f"/{name}") if name and path.startswith(f"/{name}/") else path
+
+
 class RootPath:
-    """Takes the prefix off that a proxy in front has, whether the proxy leaves it in or not."""
+    """Takes off the prefix of a proxy in front; stands before everything that looks at paths."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
-        self._prefix = "/" + prefix.strip("/")
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(self._prefix + "/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        if scope["type"] == "http" and (path := without_prefix(scope["path"], self._prefix)) != scope["path"]:
+            scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
 

@@ -36,6 +36,7 @@ from router.dashboard.feed import Feed
 from router.dashboard.page import Dashboard
 from router.listen import bind, inherited, let_successors_in
 from router.metrics import Metrics
+from router.middleware import RootPath, without_prefix
 from router.policy import Policy
 from router.pool import ANSWER_TIMEOUT
 from router.quotas import Quotas
@@ -138,7 +139,9 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     uvicorn_log.setLevel(logging.WARNING)  # its start and end are said here
     uvicorn_log.addFilter(lambda record: not _was_cut_off(record))  # it says how many in a line of its own
     if unlogged := http.disable_access_log_for_endpoints.split(","):
-        logging.getLogger("uvicorn.access").addFilter(lambda record: _path_of(record) not in unlogged)
+        logging.getLogger("uvicorn.access").addFilter(
+            lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
+        )
     directory = config.counts_directory
     shelf = Shelf(Path(directory), f"router-{config.front_end}") if directory is not None else None
     metrics = Metrics(
@@ -243,7 +246,8 @@ def _app(
         return await ask(config.mesh.coordinator_endpoint, wish, COMMAND_TIMEOUT, keys)
 
     admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end)
-    return AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
+    gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
+    return RootPath(gate, config.http.root_path)
 
 
 def _open_doors(config: RouterConfig) -> list[socket.socket]:

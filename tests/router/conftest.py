@@ -22,6 +22,7 @@ from router.config import HttpConfig
 from router.connection import PatientProtocol
 from router.mesh import ServedModel
 from router.metrics import Metrics
+from router.middleware import RootPath
 from router.text_model import TextModel, load_text_model
 from router.tokens import Tokenizer
 from tests.router import tiny_tokenizer
@@ -85,7 +86,7 @@ def serving(mesh: FakeMesh, config: HttpConfig) -> Iterator[Server]:
     metrics = Metrics(mesh)
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        make_app(mesh, config, metrics),
+        RootPath(make_app(mesh, config, metrics), config.root_path),
         http=PatientProtocol,
         loop="none",
         lifespan="off",

@@ -139,6 +139,21 @@ def test_a_proxy_may_leave_its_prefix_in_or_take_it_off(served: ServedModel, pre
         assert server.client.get("/llmx/health", headers={"authorization": "Bearer k"}).status_code == 404
 
 
+def test_a_prefix_is_taken_off_before_all_else(tmp_path: Path) -> None:
+    """Before the admin API, and in the log."""
+    flags = ["--root-path", "/llm", "--admin-api-key", "root"]
+    with router(tmp_path, *flags) as url, httpx2.Client(trust_env=False, base_url=url) as client:
+        for path in ("/admin/world", "/llm/admin/world"):
+            assert client.get(path).status_code == 401
+            answer = client.get(path, headers={"authorization": "Bearer root"})
+            assert answer.status_code == 503, "nobody is there to tell"
+        for path in ("/llm/health", "/llm/version"):
+            client.get(path)
+    log = (tmp_path / "log").read_text()
+    assert "GET /llm/version" in log
+    assert "GET /llm/health" not in log
+
+
 # ---- request ids
 
 
