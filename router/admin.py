@@ -27,7 +27,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, error_response
 from router.faults import Event, Fault, Faults
 from router.ledger import Flight
-from router.middleware import OPEN_PATHS, KeyCheck
+from router.middleware import OPEN_PATHS, KeyCheck, foreign_host
 from router.pool import Standing
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
@@ -207,8 +207,10 @@ class AdminGate:
         if not on_admin_port:
             return self._endpoint  # which knows no such path
         # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
-        if any(name == b"origin" for name, _ in scope["headers"]):
-            return error_response(ApiError(403, "Web pages may use the admin API only with --admin-api-key."))
+        if any(name == b"origin" for name, _ in scope["headers"]) or foreign_host(scope) is not None:
+            return error_response(
+                ApiError(403, "Web pages, and other sites, may use the admin API only with --admin-api-key.")
+            )
         return self._admin
 
 

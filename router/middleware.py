@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 import uuid
 from collections.abc import Collection, Sequence
 
@@ -12,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.addresses import is_loopback
 from router import errors
 from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
@@ -21,6 +24,8 @@ from router.rules import usable_id
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
 """What needs no key: nothing there costs or changes anything."""
+
+HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
 def middleware(config: HttpConfig) -> list[Middleware]:
@@ -40,6 +45,8 @@ def middleware(config: HttpConfig) -> list[Middleware]:
         )
     if keys := config.keys:
         found.append(Middleware(KeyCheck, keys=keys, open_paths=open_paths() if config.dashboard else ()))
+    elif is_loopback(config.host):
+        found.append(Middleware(HostCheck))
     return found
 
 
@@ -117,6 +124,47 @@ class KeyCheck:
             for key in self._keys
         ]
         return matches.index(True) if True in matches else None
+
+
+class HostCheck:
+    """For loopback without keys: lets in who asks for this machine, and not for some site."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and (host := foreign_host(scope)) is not None:
+            message = (
+                f"Without --api-key this server answers for localhost and for addresses, not for {host!r}: "
+                "give it a key, or have the proxy in front of it say Host: localhost."
+            )
+            app = error_response(ApiError(421, message), scope["path"])
+        await app(scope, receive, send)
+
+
+def foreign_host(scope: Scope) -> str | None:
+    """The host that a request is for, if that is a name, and not localhost.
+
+    A site may have its name mean 127.0.0.1 once its page is loaded (DNS rebinding). The browser then takes us
+    for that site, and only the header Host still tells. An address is what it is."""
+    for header, value in scope["headers"]:
+        if header == b"host":
+            host: str = value.decode("latin-1")
+            match = HOST.fullmatch(host)
+            if match is None or not _is_here(match["ipv6"] or match["name"] or "localhost"):
+                return host
+    return None
+
+
+def _is_here(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def error_response(error: ApiError, path: str) -> Response:

@@ -43,7 +43,7 @@ Writer = asyncio.StreamWriter
 
 def request(body: dict[str, Any], path: str = "/v1/completions", length: int | None = None) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % (len(data) if length is None else length) + data
 
 
@@ -58,7 +58,7 @@ async def says_nothing(reader: Reader, writer: Writer, rng: random.Random) -> No
 
 
 async def stalls_in_the_head(reader: Reader, writer: Writer, rng: random.Random) -> None:
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
     await asyncio.wait_for(reader.read(), STALL)
 
 
@@ -94,14 +94,14 @@ async def sends_garbage(reader: Reader, writer: Writer, rng: random.Random) -> N
 
 async def sends_no_json(reader: Reader, writer: Writer, rng: random.Random) -> None:
     body = rng.randbytes(300)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-    writer.write(head % len(body) + body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 400"), answer[:100]
 
 
 async def looks_at_the_page(reader: Reader, writer: Writer, rng: random.Random) -> None:
-    writer.write(b"GET /dashboard/feed HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /dashboard/feed HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await asyncio.wait_for(reader.read(1000), 60)
     await asyncio.sleep(rng.random() * 3)
 

@@ -86,8 +86,8 @@ def test_habits_of_clients_are_accepted(mesh: Mesh) -> None:
 
 def test_half_sent_requests_end_and_harm_nobody(mesh: Mesh) -> None:
     halves = [
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 500\r\n\r\n{",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
     ]

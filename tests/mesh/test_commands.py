@@ -168,7 +168,7 @@ def test_one_command_ends_cleanly_and_leaves_no_orphan(tmp_path: Path) -> None:
             answer.readline()
             rest = thread.submit(answer.read)
             half = socket.create_connection(("127.0.0.1", ports.http))
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
             command.child("Engine_0").kill()
             assert command.end(30) != 0, "the only instance is gone"
             half.close()
@@ -343,7 +343,7 @@ def test_processes_can_be_started_one_by_one(tmp_path: Path) -> None:
     with Command(tmp_path / "router.log", "router", "--port", str(ports.http), *ports.join()) as router:
         router.wait_for("listening on")
         with socket.create_connection(("127.0.0.1", ports.http)) as early:
-            early.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert b"503" in early.recv(100)
         with (
             Command(tmp_path / "engine.log", "engine", SHIPPED_MODEL, *ports.join(), *SMALL) as engine,

@@ -143,7 +143,7 @@ class Streaming:
             {"prompt": "It was", "max_tokens": LONG, "temperature": 0, "stream": True, "ignore_eos": True}
         )
         self._writer.write(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
         )
         await self._reader.readuntil(b"data: {")

@@ -145,7 +145,7 @@ def events(text: str) -> list[Any]:
 
 def request_head(length: int, more: bytes = b"") -> bytes:
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         + more
         + b"Content-Length: %d\r\n\r\n" % length
     )

@@ -198,6 +198,18 @@ def test_web_pages_need_the_key() -> None:
     assert ask(app, "GET", f"{ADMIN}/admin/world", headers={**origin, **bearer("root")}).status_code == 200
 
 
+def test_sites_of_other_names_need_the_key() -> None:
+    """Their names may be made to mean 127.0.0.1 once their pages are loaded."""
+    world = World(view(member("a", 0)))
+    for host, status in (("site.example:9000", 403), ("localhost:9000", 200), ("127.0.0.1", 200)):
+        assert ask(gate(world), "GET", f"{ADMIN}/admin/world", headers={"host": host}).status_code == status
+    drain = {"headers": {"host": "site.example"}, "json": {"rank": 0}}
+    assert ask(gate(world), "POST", f"{ADMIN}/admin/drain", **drain).status_code == 403
+    assert not world.wishes
+    named = {"host": "site.example", **bearer("root")}
+    assert ask(gate(world, "root"), "GET", f"{ADMIN}/admin/world", headers=named).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [

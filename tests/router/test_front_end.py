@@ -81,6 +81,39 @@ def test_an_empty_token_is_no_key(served: ServedModel) -> None:
         assert server.client.get("/load").status_code == 200
 
 
+# ---- hosts
+
+HERE = ["localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:8000", "[::1]:80", "0.0.0.0:8000", ""]
+ELSEWHERE = ["site.example", "site.example:8000", "127.site.example", "localhost.site.example", "[x]", "a b"]
+
+
+def status_for(server: Server, host: str | None, more: bytes = b"") -> bytes:
+    """What a request has for this header; None: for none of the kind."""
+    line = b"" if host is None else b"Host: %b\r\n" % host.encode()
+    version = b"1.0" if host is None else b"1.1"
+    with server.connect() as connection:
+        connection.sendall(b"GET /v1/models HTTP/%b\r\n%b%b\r\n" % (version, line, more))
+        return connection.recv(12)[-3:]
+
+
+def test_loopback_without_keys_is_for_this_machine(served: ServedModel) -> None:
+    """A site may have its own name mean 127.0.0.1."""
+    with served_with(served) as server:
+        assert [status_for(server, host) for host in (*HERE, None)] == [b"200"] * (len(HERE) + 1)
+        assert [status_for(server, host) for host in ELSEWHERE] == [b"421"] * len(ELSEWHERE)
+        answer = server.client.get("/v1/models", headers={"host": "site.example:8000"})
+        assert "not for 'site.example:8000': give it a key" in answer.json()["error"]["message"]
+        assert server.client.get("/metrics", headers={"host": "site.example"}).status_code == 421
+
+
+def test_names_do_not_matter_with_a_key_or_on_a_network(served: ServedModel) -> None:
+    with served_with(served, api_key=("k",)) as server:
+        assert status_for(server, "site.example") == b"401"
+        assert status_for(server, "site.example", b"X-Api-Key: k\r\n") == b"200"
+    with served_with(served, host="0.0.0.0") as server:
+        assert status_for(server, "site.example") == b"200"
+
+
 # ---- browsers
 
 
@@ -274,7 +307,8 @@ def test_server_load(server: Server) -> None:
     body = b'{"prompt": "a"}'
     with server.connect() as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
         )
         until(lambda: server.client.get("/load").json() == {"server_load": 1})
 

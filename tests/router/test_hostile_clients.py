@@ -77,7 +77,7 @@ def test_a_body_that_does_not_come(served: ServedModel) -> None:
 
 def test_a_head_that_does_not_come(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PatientProtocol, "head_timeout", 0.2)
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving(FakeMesh(served, saying([70])), HttpConfig()) as server:
         for begin in (b"", whole[:9], whole + whole[:9]):
             with server.connect() as connection:
@@ -160,7 +160,7 @@ def test_a_connection_without_requests_stays_longer_than_in_pools(served: Served
     assert HttpConfig().timeout_keep_alive > 90
     config = HttpConfig(timeout_keep_alive=1)
     with serving(FakeMesh(served, saying([70])), config) as server, server.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         began = time.monotonic()
         assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")
         assert 0.5 < time.monotonic() - began < 4.0

@@ -129,7 +129,7 @@ def test_clients_are_told_when_to_come_again(
         with server.connect() as connection:
             body = b'{"prompt": "Hello", "stream": true}'
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer few\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer few\r\n"
                 b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
             )
             until(lambda: mesh.num_open == 1)

@@ -273,7 +273,7 @@ def test_no_comment_goes_into_a_stream_that_is_not_silent(
 
 def request_of(server: Server, **fields: Any) -> bytes:
     body = msgspec.json.encode({"prompt": "Hello", "stream": True} | fields)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
