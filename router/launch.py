@@ -270,4 +270,4 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
         branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {share}", highlight=False)
         for place in spec.workers:
             branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{place}", highlight=False)
-    Console(soft_wrap=True).print(tree)
+    Console(soft_wrap=True, markup=False, emoji=False).print(tree)  # an address like [fd00::a:1] is neither

@@ -65,13 +65,18 @@ def main(argv: list[str] | None = None) -> int:
     if config.json:
         print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
     else:
-        Console(width=max(Console().width, MIN_WIDTH)).print(as_table(view))
+        _console().print(as_table(view))
     return 0
+
+
+def _console() -> Console:
+    """Takes texts as they are: an address like [fd00::a:1] is no markup, and no emoji either."""
+    return Console(width=max(Console().width, MIN_WIDTH), markup=False, emoji=False)
 
 
 def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | None) -> int:
     """The table, kept up to date; says so while the coordinator is away, and goes on when it is back."""
-    console = Console(width=max(Console().width, MIN_WIDTH))
+    console = _console()
     silent_since: float | None = None
     try:
         with Live(as_table(view), console=console, auto_refresh=False) as live:

@@ -136,6 +136,13 @@ def test_an_instance_that_comes_later_has_the_devices_of_its_number() -> None:
     assert (spec.rank, spec.number, spec.devices) == (7, 1, ("GPU-b",))
 
 
+def test_addresses_of_ipv6_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("serve m", table("/m", "--host", "fd00::1", "-dpa", "fd00:a::b:1", "--insecure-mesh"))
+    printed = capsys.readouterr().out
+    assert "http://[fd00::1]:8000" in printed
+    assert "tcp://[fd00:a::b:1]:29550" in printed
+
+
 def test_the_tree_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("serve m", table("/m", "-dp", "2", devices=("4", "5")))
     printed = capsys.readouterr().out
