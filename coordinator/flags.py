@@ -41,14 +41,18 @@ class FlagError(ValueError):
 
 
 def flag(
-    *names: str, help: str, positional: bool = False, repeated: bool = False, path: bool = False
+    *names: str,
+    help: str,
+    positional: bool = False,
+    repeated: bool = False,
+    path: bool = False,
+    secret: bool = False,
 ) -> Meta:
     """Further names (short ones included) and the help text of a field's flag. A list takes several values
-    after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~."""
-    return Meta(
-        description=help,
-        extra={"names": names, "positional": positional, "repeated": repeated, "path": path},
-    )
+    after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~. What
+    is ``secret`` is on no command line of ours (:func:`to_argv`)."""
+    kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret}
+    return Meta(description=help, extra={"names": names, **kinds})
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -65,6 +69,7 @@ class Field(msgspec.Struct, frozen=True):
     """bool, int, float or str: what one value is parsed as."""
     many: bool
     repeated: bool
+    secret: bool
     is_size: bool
     is_path: bool
     choices: tuple[str, ...]
@@ -110,6 +115,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             kind=kind,
             many=many,
             repeated=bool(extra.get("repeated")),
+            secret=bool(extra.get("secret")),
             is_size=bool(extra.get("size")),
             is_path=bool(extra.get("path")),
             choices=choices,
@@ -330,9 +336,12 @@ def changed(config: msgspec.Struct) -> Iterator[tuple[Field, Any]]:
 
 
 def to_argv(config: msgspec.Struct) -> list[str]:
-    """The flags that make this config again: what differs from the defaults."""
+    """The flags that make this config again: what differs from the defaults, without the secrets
+    (:func:`secrets_of`): everybody on the machine can read a command line."""
     argv: list[str] = []
     for field, value in changed(config):
+        if field.secret:
+            continue
         if field.kind is bool:
             argv.append(field.long_name if value else field.long_name.replace("--", "--no-", 1))
         elif field.repeated:
@@ -342,3 +351,8 @@ def to_argv(config: msgspec.Struct) -> list[str]:
         else:
             argv.append(f"{field.long_name}={value}")
     return argv
+
+
+def secrets_of(config: msgspec.Struct) -> dict[str, Any]:
+    """The settings that :func:`to_argv` leaves out, as a file of ``--config`` has them."""
+    return {field.key: value for field, value in changed(config) if field.secret}

@@ -56,7 +56,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host: Annotated[str, flag(help="Address of the endpoint; 0.0.0.0 opens it to the network.")] = "127.0.0.1"
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
     api_key: Annotated[
-        tuple[str, ...], flag(repeated=True, help="Key that clients must present; repeat it for several.")
+        tuple[str, ...],
+        flag(repeated=True, secret=True, help="Key that clients must present; repeat it for several."),
     ] = ()
     api_key_limits: Annotated[
         str | None,
@@ -82,6 +83,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tuple[str, ...],
         flag(
             repeated=True,
+            secret=True,
             help="Key that the admin API asks for; with one, the API is also at /admin of the endpoint.",
         ),
     ] = ()

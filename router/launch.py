@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from coordinator import process
 from coordinator.config import CoordinatorConfig, endpoint, url
-from coordinator.flags import to_argv
+from coordinator.flags import secrets_of, to_argv
 from coordinator.messages import Settings
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.forked import thread_environment
@@ -27,6 +27,12 @@ class Doors(msgspec.Struct, frozen=True, kw_only=True):
     """File descriptor."""
     admin: int | None = None
     counts_directory: str | None = None
+    secrets: int | None = None
+    """Descriptor of a file for ``--config``, with what must not be on a command line."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(fd for fd in (self.http, self.admin, self.secrets) if fd is not None)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +48,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     """What is run, if it is not the role's own package."""
     descriptors: tuple[int, ...] = ()
-    """Sockets that it inherits."""
+    """Sockets and files that it inherits."""
     workers: tuple[str, ...] = ()
     """Places of the processes that an instance starts itself, as ``PP0_TP1``; none: it computes by itself."""
     number: int = 0
@@ -87,7 +93,7 @@ def process_table(
     """What to start, in this order. ``settings`` are those of the model, when this side knows it;
     ``mesh_name`` is the coordinator's, so that its launcher tells it from another mesh's; ``devices`` are the
     CUDA devices of this machine; ``listen_fd`` is the coordinator's socket, when the launcher holds it.
-    Without ``doors`` each router would bind the ports itself."""
+    Without ``doors`` each router would bind the ports itself; API keys need them."""
     mesh = config.mesh
     table: list[ProcessSpec] = []
     if not mesh.headless:
@@ -249,13 +255,16 @@ def _router(config: ServeConfig, number: int, doors: Doors | None) -> ProcessSpe
         counts_directory=doors.counts_directory if doors else None,
         log_level=config.log_level,
     )
+    secrets = None if doors is None else doors.secrets
+    assert secrets is not None or not secrets_of(arguments)
+    file = () if secrets is None else (f"--config=/proc/self/fd/{secrets}",)
     return ProcessSpec(
         name="Router" if config.api_server_count == 1 else f"Router_{number}",
         role="router",
-        argv=tuple(to_argv(arguments)),
+        argv=(*to_argv(arguments), *file),
         address=url(config.http.scheme, config.http.host, config.http.port),
         threads=1,
-        descriptors=tuple(fd for fd in (doors.http, doors.admin) if fd is not None) if doors else (),
+        descriptors=doors.descriptors if doors else (),
     )
 
 

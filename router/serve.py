@@ -22,7 +22,7 @@ import uvloop
 
 from coordinator import process
 from coordinator.config import url
-from coordinator.flags import parse
+from coordinator.flags import parse, secrets_of
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from engine import forked
@@ -121,10 +121,14 @@ def _run(
             sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
         counts = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
         descriptors = [listener.fileno() for listener in sockets]
+        secrets = secret_file(config)
+        if secrets is not None:
+            held.callback(os.close, secrets)
         doors = Doors(
             http=descriptors[0],
             admin=descriptors[1] if len(descriptors) > 1 else None,
             counts_directory=counts,
+            secrets=secrets,
         )
     table = process_table(config, settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
     if warning := shared_devices(config.mesh.local_size, machine_of(config)):
@@ -140,6 +144,17 @@ def _run(
         fork_server=_fork_server(config, model_type),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def secret_file(config: ServeConfig) -> int | None:
+    """API keys for routers to read, in a file that only who inherits its descriptor has; None without any."""
+    secrets = secrets_of(config)
+    if not secrets:
+        return None
+    descriptor = os.memfd_create("lockstep-secrets")
+    os.set_inheritable(descriptor, True)
+    os.write(descriptor, msgspec.json.encode(secrets))
+    return descriptor
 
 
 def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:

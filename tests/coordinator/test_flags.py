@@ -44,7 +44,7 @@ def test_local_instances() -> None:
 
 
 def test_rendered_flags_give_the_same_config() -> None:
-    config = parse("/m", "-dp", "2", "--headless", "--dtype", "bfloat16", "--api-key", "x y", "--seed", "5")
+    config = parse("/m", "-dp", "2", "--headless", "--dtype", "bfloat16", "--response-role", "x y")
     assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
 
 
@@ -219,7 +219,14 @@ def test_keys_are_given_one_by_one_and_swallow_no_model() -> None:
     config = parse("--api-key", "one", "--api-key", "two", "/m")
     assert config.http.api_key == ("one", "two")
     assert config.engine.model.model == "/m"
-    assert flags.parse(ServeConfig, flags.to_argv(config), prog="serve", description="") == config
+
+
+def test_secrets_reach_those_who_are_started_in_a_file(tmp_path: Path) -> None:
+    config = parse("--api-key", "one", "--api-key", "two", "/m")
+    argv = flags.to_argv(config)
+    assert not [each for each in argv if "one" in each or "two" in each]
+    (tmp_path / "secrets").write_text(json.dumps(flags.secrets_of(config)))
+    assert parse(*argv, "--config", str(tmp_path / "secrets")) == config
 
 
 @pytest.mark.parametrize(

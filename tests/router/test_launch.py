@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +14,14 @@ from engine.config import InstanceConfig
 from router.config import RouterConfig, ServeConfig
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.preflight import ignored_when_headless
+from router.serve import secret_file
 
 
-def table(*argv: str, cores: int = 4, devices: Sequence[str] = ()) -> list[ProcessSpec]:
+def table(
+    *argv: str, cores: int = 4, devices: Sequence[str] = (), doors: Doors | None = None
+) -> list[ProcessSpec]:
     config = flags.parse(ServeConfig, argv, prog="serve", description="")
-    return process_table(config, None, cores, devices=devices)
+    return process_table(config, None, cores, "", doors, devices=devices)
 
 
 def test_the_whole_mesh() -> None:
@@ -71,8 +77,8 @@ def test_children_understand_their_flags() -> None:
         "2",
         "-dpr",
         "2",
-        "--api-key",
-        "k",
+        "--seed",
+        "7",
         "--dtype",
         "float32",
         "--log-level",
@@ -85,7 +91,7 @@ def test_children_understand_their_flags() -> None:
             assert config.mesh.data_parallel_start_rank == spec.rank
             assert config.engine.model.dtype == "float32"
         if isinstance(config, RouterConfig):
-            assert config.http.api_key == ("k",)
+            assert config.http.seed == 7
 
 
 def test_front_ends_share_the_sockets_of_their_launcher() -> None:
@@ -97,6 +103,31 @@ def test_front_ends_share_the_sockets_of_their_launcher() -> None:
         told = flags.parse(RouterConfig, spec.argv, prog="router", description="")
         assert (told.http_descriptor, told.admin_descriptor) == spec.descriptors == (11, 12)
         assert (told.front_end, told.front_ends, told.counts_directory) == (number, 2, "/counts")
+
+
+KEYS = ("k-one", 'k two: "#\\', "12345", "k-root")
+
+
+def test_keys_are_on_no_command_line(tmp_path: Path) -> None:
+    """Nor those of a file of settings. ``--admin-host`` shows that they are there when settings are checked."""
+    file = tmp_path / "mesh.json"
+    file.write_text(json.dumps({"api-key": KEYS[:3], "admin-api-key": KEYS[3:]}))
+    argv = ["/m", "-asc", "2", "--config", str(file), "--admin-port", "1", "--admin-host", "0.0.0.0"]
+    descriptor = secret_file(flags.parse(ServeConfig, argv, prog="serve", description=""))
+    assert descriptor is not None
+    try:
+        specs = table(*argv, doors=Doors(http=11, admin=12, secrets=descriptor))
+        assert not [key for spec in specs for key in KEYS if key in " ".join(spec.command())]
+        routers = [spec for spec in specs if spec.role == "router"]
+        for spec in routers * 2:  # as often as it is started
+            told = flags.parse(RouterConfig, spec.argv, prog="router", description="")
+            assert (told.http.api_key, told.http.admin_api_key) == (KEYS[:3], KEYS[3:])
+            assert spec.descriptors == (11, 12, descriptor)
+    finally:
+        os.close(descriptor)
+    with pytest.raises(AssertionError):
+        table(*argv)
+    assert secret_file(flags.parse(ServeConfig, ["/m"], prog="serve", description="")) is None
 
 
 def test_an_instance_beyond_the_size_does_not_claim_that_size() -> None:

@@ -1,29 +1,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
-from coordinator import process
+from coordinator import flags, process
 from coordinator.messages import Load, Member, Scale, State, View
 from router import restarts
 from router.child import exit_status, spawn
+from router.config import ServeConfig
 from router.faults import Event
-from router.launch import ProcessSpec
+from router.launch import Doors, ProcessSpec, process_table
 from router.overseer import Overseer
 from router.restarts import LONGEST_ABSENCE, MAX_INSTANCE_RESTARTS, QUICKLY_STEADY, STEADY, Restarts
 from router.scaling import Machine
+from router.serve import secret_file
 from router.supervisor import Supervisor
-from tests.waiting import until_async
+from tests.waiting import PATIENCE, until_async
 
 # ---- the rules
 
@@ -425,3 +430,37 @@ def test_a_router_that_is_started_again_finds_the_connections_that_waited() -> N
                 assert await asyncio.to_thread(waiting.recv, 10) == b"hello", "the successor took it"
 
         assert supervised(supervisor, act) == 0
+
+
+def test_a_router_that_is_started_again_has_its_keys() -> None:
+    config = flags.parse(ServeConfig, ["--api-key", "secret"], prog="serve", description="")
+    descriptor = secret_file(config)
+    assert descriptor is not None
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.set_inheritable(True)
+        doors = Doors(http=door.fileno(), secrets=descriptor)
+        (router,) = [each for each in process_table(config, None, 1, "", doors) if each.role == "router"]
+        supervisor = Supervisor([router, spec("Engine_0", "engine", 0)], doors=[door])
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/v1/models"
+
+        def statuses() -> list[int]:
+            """With the key, and with another one, once somebody answers."""
+            headers = ({"authorization": "Bearer secret"}, {"authorization": "Bearer other"})
+            deadline = time.monotonic() + PATIENCE
+            while time.monotonic() < deadline:
+                with contextlib.suppress(httpx2.TransportError):
+                    return [httpx2.get(url, headers=each, trust_env=False).status_code for each in headers]
+                time.sleep(0.05)
+            return []
+
+        async def act() -> None:
+            for _ in range(2):
+                assert await asyncio.to_thread(statuses) == [503, 401], "nobody serves"
+                pid = pid_of(supervisor, router.name)
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                await until_async(lambda killed=pid: pid_of(supervisor, router.name) not in (None, killed))
+
+        assert supervised(supervisor, act) == 0
+    os.close(descriptor)
