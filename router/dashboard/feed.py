@@ -51,8 +51,9 @@ class Feed:
         """Made so far."""
         return self._number
 
-    def check_room(self) -> None:
-        """
+    def enter(self) -> None:
+        """Take a viewer's place; :meth:`leave` gives it back.
+
         Raises:
             ApiError: there are too many viewers (503).
         """
@@ -60,6 +61,13 @@ class Feed:
             raise ApiError(
                 503, f"{self._max_viewers} browsers look at the page already.", headers={"retry-after": "5"}
             )
+        self._num_viewers += 1
+
+    def leave(self) -> None:
+        self._num_viewers -= 1
+        if not self._num_viewers and self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
 
     def close(self) -> None:
         """End every stream: the process is about to."""
@@ -67,25 +75,18 @@ class Feed:
         self._fresh.set()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The newest frame at once, then each one that is new when the reader comes back; ends with
-        :meth:`close`."""
-        self._num_viewers += 1
-        try:
-            if self._clock is None or self._clock.done():
-                self._make()
-                self._clock = asyncio.create_task(self._tick())
-            seen = 0
-            while not self._is_closed:
-                if self._number == seen:
-                    await self._fresh.wait()
-                    continue
-                seen = self._number
-                yield self._frame
-        finally:
-            self._num_viewers -= 1
-            if not self._num_viewers and self._clock is not None:
-                self._clock.cancel()
-                self._clock = None
+        """For one who has entered: the newest frame at once, then each one that is new when the reader comes
+        back; ends with :meth:`close`."""
+        if self._clock is None or self._clock.done():
+            self._make()
+            self._clock = asyncio.create_task(self._tick())
+        seen = 0
+        while not self._is_closed:
+            if self._number == seen:
+                await self._fresh.wait()
+                continue
+            seen = self._number
+            yield self._frame
 
     async def _tick(self) -> None:
         while not self._is_closed:
@@ -102,7 +103,7 @@ class Feed:
 
 
 class FeedStream(Response):
-    """The frames as server-sent events."""
+    """The frames as server-sent events, for a viewer who has entered, and leaves when this ends."""
 
     def __init__(self, feed: Feed, *, send_timeout: float = SEND_TIMEOUT) -> None:
         self.status_code = 200
@@ -117,6 +118,8 @@ class FeedStream(Response):
             await unless_gone(receive, self._run(send), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
             cut_off(scope)
+        finally:
+            self._feed.leave()
 
     def _is_stuck(self) -> bool:
         since = self._waits_since

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,6 +18,7 @@ from router.dashboard.feed import Feed, FeedStream
 from router.dashboard.frame import Watched, frame_of
 from router.errors import ApiError
 from router.faults import Faults
+from router.streaming import EVENT_STREAM
 
 STATIC = Path(__file__).parent / "static"
 PREFIX = "/dashboard/"
@@ -74,7 +76,10 @@ class Dashboard:
         return [*found, Route(FEED_PATH, self._feed, methods=["GET"])]
 
     async def _file(self, request: Request) -> Response:
-        content, kind = files()[request.scope["path"]]
+        path = request.scope["path"]
+        if path not in files():  # a route also takes what has a line break behind it
+            raise HTTPException(404)
+        content, kind = files()[path]
         tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         headers = HEADERS | {"etag": tag}
         if request.headers.get("if-none-match") == tag:
@@ -85,5 +90,7 @@ class Dashboard:
         # A page of another site must not make this one work; browsers say where a request is from.
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise ApiError(403, "Only the page of this router may read its feed.")
-        self.feed.check_room()
+        if request.method == "HEAD":
+            return Response(headers=EVENT_STREAM)
+        self.feed.enter()
         return FeedStream(self.feed)

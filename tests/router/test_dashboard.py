@@ -14,14 +14,15 @@ import msgspec
 import pytest
 import uvicorn
 import uvloop
+from starlette.requests import Request
 
 from coordinator.messages import Load, Member, State, View
 from engine.messages import Counters, LockstepCounters, Report
 from router.app import make_app
 from router.config import HttpConfig
-from router.dashboard.feed import Feed
+from router.dashboard.feed import MAX_VIEWERS, Feed
 from router.dashboard.frame import frame_of
-from router.dashboard.page import STATIC, Dashboard, files
+from router.dashboard.page import FEED_PATH, STATIC, Dashboard, files
 from router.dashboard.wire import MAX_FAULTS, MAX_INSTANCES, MAX_REQUESTS, Frame
 from router.errors import ApiError
 from router.faults import Event, Faults
@@ -117,6 +118,43 @@ def test_its_files_are_open_and_the_feed_wants_the_key(served: ServedModel) -> N
         until(lambda: dashboard.feed.num_viewers == 0)
 
 
+def test_a_place_is_taken_before_the_stream_begins() -> None:
+    """So those who come at the same time are counted, too."""
+
+    async def come(dashboard: Dashboard, count: int) -> list[int]:
+        feed = next(route for route in dashboard.routes() if route.path == FEED_PATH)
+        scope = {"type": "http", "method": "GET", "path": FEED_PATH, "headers": []}
+        statuses = []
+        for _ in range(count):
+            try:
+                statuses.append((await feed.endpoint(Request(scope))).status_code)
+            except ApiError as error:
+                statuses.append(error.status)
+        return statuses
+
+    dashboard = Dashboard(Watched(2), Faults, lambda: 0)
+    assert asyncio.run(come(dashboard, MAX_VIEWERS + 2)) == [200] * MAX_VIEWERS + [503] * 2
+
+
+def test_who_asks_for_the_head_of_the_feed_only_gets_it(served: ServedModel) -> None:
+    with dashboard_served(served) as (client, dashboard):
+        for _ in range(MAX_VIEWERS + 1):
+            answer = client.head("/dashboard/feed")
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+        assert (dashboard.feed.num_viewers, dashboard.feed.num_frames) == (0, 0)
+        with client.stream("GET", "/dashboard/feed") as stream:
+            assert next(stream.iter_lines()).startswith("data:")
+            assert dashboard.feed.num_viewers == 1
+        until(lambda: dashboard.feed.num_viewers == 0)
+
+
+def test_paths_that_are_almost_those_of_files(served: ServedModel) -> None:
+    with dashboard_served(served) as (client, _):
+        for path in ("/%0A", "/dashboard/main.js%0A", "/dashboard/main.js/"):
+            assert client.get(path).status_code == 404
+
+
 def test_it_can_be_turned_off(served: ServedModel) -> None:
     with dashboard_served(served, dashboard=False) as (client, _):
         for path in ("/", "/dashboard/main.js", "/dashboard/feed"):
@@ -162,11 +200,13 @@ def test_one_computation_for_all_and_none_for_nobody() -> None:
 
     async def scenario() -> None:
         feed = Feed(make, interval=0.02, max_viewers=8)
+        for _ in range(8):
+            feed.enter()
+        with pytest.raises(ApiError, match="look at the page already"):
+            feed.enter()
         viewers = [feed.frames() for _ in range(8)]
         firsts = [await anext(viewer) for viewer in viewers]
         assert set(firsts) <= {b"1", b"2"}
-        with pytest.raises(ApiError, match="look at the page already"):
-            feed.check_room()
         for _ in range(5):
             await anext(viewers[0])
         assert made == feed.num_frames < 16  # not 8 times as many
@@ -175,10 +215,12 @@ def test_one_computation_for_all_and_none_for_nobody() -> None:
         assert int(await anext(viewers[1])) >= before
         for viewer in viewers:
             await viewer.aclose()
+            feed.leave()
         assert feed.num_viewers == 0
         after = made
         await asyncio.sleep(0.1)
         assert made == after
+        feed.enter()
         again = feed.frames()
         assert int(await anext(again)) == after + 1
         feed.close()
