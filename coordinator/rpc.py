@@ -56,6 +56,9 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread answers, whatever a
 process computes. One that is stopped does not, but those who have rules for that judge sooner."""
 
+HANDSHAKE_MS = 5000
+"""Milliseconds until a peer must have shown what it is. Before that a listener holds for it what it sends."""
+
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
@@ -135,6 +138,7 @@ class _Bound(Generic[In]):
         """``listen_fd``: a socket of whoever started this process, which listens at ``endpoint`` already."""
         self._socket = context.socket(zmq.ROUTER)
         _set_options(self._socket, endpoint, max_bytes)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._guard = Guard(context, self._socket, keys, name) if keys is not None else None
         if listen_fd is not None:
             self._socket.setsockopt(zmq.USE_FD, listen_fd)

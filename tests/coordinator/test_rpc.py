@@ -62,6 +62,20 @@ def test_ports_in_use_are_named() -> None:
     context.term()
 
 
+def test_a_stranger_must_show_what_it_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HANDSHAKE_MS", 200)
+    context: zmq.Context[Any] = zmq.Context()
+    listener: Listener[Any, Any] = Listener(context, "tcp://127.0.0.1:0", ToInstance, name="test")
+    host, port = listener.endpoint.removeprefix("tcp://").split(":")
+    for greeting in (b"", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(55, b"\x00")):
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.sendall(greeting)
+            while stranger.recv(1000):
+                pass
+    listener.close()
+    context.term()
+
+
 def test_asyncio_ends_talk() -> None:
     async def talk() -> None:
         context = zmq.asyncio.Context()
