@@ -95,7 +95,7 @@ class Generating:
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        self._mesh.check_room()
+        self._check_room(request)
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
@@ -112,7 +112,7 @@ class Generating:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        self._mesh.check_room()
+        self._check_room(request)
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -123,7 +123,7 @@ class Generating:
 
     async def responses(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        self._mesh.check_room()
+        self._check_room(request)
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -143,7 +143,7 @@ class Generating:
 
     async def messages(self, request: Request) -> Response:
         body = await read_body(request, self._config)
-        self._mesh.check_room()
+        self._check_room(request)
         asked = _read_messages(body)
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -162,6 +162,11 @@ class Generating:
         return json_response(encode(TokenCount(count)))
 
     # ---- helpers
+
+    def _check_room(self, request: Request) -> None:
+        """Before anything is made of a request: whether it would be let in, as far as that can be told."""
+        self._mesh.check_room()
+        self._quotas.check(_key(request))
 
     async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
         """``budget_is_advice``: a budget of reasoning that cannot be kept is no reason to refuse."""
@@ -223,6 +228,28 @@ class Generating:
         given = request.headers.get("traceparent")
         facts = _facts(id, model, params)
         trace = RequestTrace.begin(self._tracing, request.url.path, given, arrival, facts)
+        try:
+            call = self._call(request, id, wanted, params, prompts, model, shape, trace)
+        except Exception as error:
+            trace.end_with(error)
+            raise
+        request.state.request_id = client_id
+        if wanted.stream:
+            return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
+        return json_response(await whole_answer(call, request.receive))
+
+    def _call(
+        self,
+        request: Request,
+        id: str,
+        wanted: GenerationRequest,
+        params: SamplingParams,
+        prompts: list[PromptText],
+        model: TextModel,
+        shape: Shape,
+        trace: RequestTrace,
+    ) -> Call:
+        """A request that is let in."""
         samples = make_samples(
             id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
             trace.traceparent,
@@ -237,22 +264,22 @@ class Generating:
                 "tells_cached_tokens": self._config.enable_prompt_tokens_details,
             }
         )
-        key = getattr(request.state, "key", 0)
-        lease = self._quotas.admit(key, sum(len(prompt.ids) for prompt in prompts))
-        call = Call(
+        return Call(
             self._mesh,
             self._metrics,
             samples,
             answer,
-            arrival=arrival,
+            arrival=request.state.arrival,
             timeout=timeout,
-            lease=lease,
+            lease=self._quotas.admit(_key(request), sum(len(prompt.ids) for prompt in prompts)),
             trace=trace,
         )
-        request.state.request_id = client_id
-        if wanted.stream:
-            return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
-        return json_response(await whole_answer(call, request.receive))
+
+
+def _key(request: Request) -> int:
+    """Number of the key that was presented; 0 where there are none."""
+    key: int = getattr(request.state, "key", 0)
+    return key
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:

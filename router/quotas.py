@@ -151,17 +151,30 @@ class Quotas:
         limits = self._limits[key]
         if not limits.limits_anything:
             return None
+        now = time.monotonic() if now is None else now
         with self._locked():
             account = self._read(key)
-            running = int(sum(self._running(key)))
-            refusal = admit(limits, account, prompt_tokens, running, time.monotonic() if now is None else now)
+            refusal = admit(limits, account, prompt_tokens, self.num_running(key), now)
             self._write(key, account)
             if refusal is None:
                 self._numbers[key * self._width + 3 + self._front_end] += 1
                 return Lease(self, key, prompt_tokens)
-        seconds = max(1, math.ceil(refusal.retry_after))
-        message = f"The limit of {refusal.limit} is reached; try again in {seconds} s."
-        raise ApiError(429, message, headers={"retry-after": str(seconds)})
+        raise _too_many(refusal)
+
+    def check(self, key: int) -> None:
+        """Whether a request with an empty prompt would be let in; books nothing.
+
+        Raises:
+            ApiError: the key has used up its quota (429).
+        """
+        limits = self._limits[key]
+        if not limits.limits_anything:
+            return
+        with self._locked():
+            account, running = self._read(key), self.num_running(key)
+        refusal = admit(limits, account, 0, running, time.monotonic())
+        if refusal is not None:
+            raise _too_many(refusal)
 
     def give_back(self, key: int, generated_tokens: int, *, requests: int = 0) -> None:
         """A request has ended. One that nobody took gives back itself, and its prompt as tokens below 0."""
@@ -206,6 +219,12 @@ class Quotas:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def _too_many(refusal: Refusal) -> ApiError:
+    seconds = max(1, math.ceil(refusal.retry_after))
+    message = f"The limit of {refusal.limit} is reached; try again in {seconds} s."
+    return ApiError(429, message, headers={"retry-after": str(seconds)})
 
 
 def read_key_limits(path: str) -> dict[str, KeyLimits]:

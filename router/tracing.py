@@ -52,5 +52,10 @@ class RequestTrace:
         failed = FinishReason.ERROR.value in reasons
         self._tracing.end(self._span, attributes, "the request failed" if failed else "")
 
+    def end_with(self, error: Exception) -> None:
+        """Of a request that is refused before anything of it runs."""
+        if self._tracing is not None and self._span is not None:
+            self._tracing.end(self._span, {}, str(error))
+
 
 UNTRACED = RequestTrace()

@@ -12,7 +12,7 @@ from router.errors import ApiError
 from router.mesh import MeshError, ServedModel
 from router.quotas import Account, KeyLimits, Quotas, Refusal, admit, limits_of
 from router.tokens import Tokenizer
-from tests.router.conftest import serving
+from tests.router.conftest import request_head, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 
@@ -137,6 +137,30 @@ def test_clients_are_told_when_to_come_again(
         server.wait_until_idle()
         mesh.script = saying(tokenizer.encode(" Hello", add_special_tokens=False))
         assert ask("few")[0] == 200, "a client that hangs up gives its place back"
+        server.wait_until_idle()
+
+
+def test_who_has_used_up_its_quota_costs_no_tokenising(served: ServedModel, tmp_path: Path) -> None:
+    """Its prompt is not looked at: what is wrong with it is not found."""
+    file = tmp_path / "limits.yaml"
+    file.write_text(
+        "one: {requests_per_minute: 1}\nfew: {concurrent_requests: 1}\nwords: {tokens_per_minute: 4}\n"
+    )
+    mesh = FakeMesh(served, saying([70, 71, 72]))
+    with serving(mesh, HttpConfig(api_key_limits=str(file))) as server:
+
+        def ask(key: str, prompt: object) -> int:
+            headers, body = {"authorization": f"Bearer {key}"}, {**PROMPT, "prompt": prompt}
+            return server.client.post("/v1/completions", json=body, headers=headers).status_code
+
+        for key in ("one", "words"):
+            assert [ask(key, []), ask(key, "Hello"), ask(key, [])] == [400, 200, 429]
+        mesh.script = lambda prompt: []
+        with server.connect() as connection:
+            body = b'{"prompt": "Hello", "stream": true}'
+            connection.sendall(request_head(len(body), b"Authorization: Bearer few\r\n") + body)
+            until(lambda: mesh.num_open == 1)
+            assert ask("few", []) == 429
         server.wait_until_idle()
 
 
