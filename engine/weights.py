@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
@@ -59,8 +59,9 @@ _LOADING = threading.Lock()
 
 OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision")
 
-
 WHOLE_STAGE = Stage(WHOLE, range(0))
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -124,19 +125,36 @@ def load_model(
     Raises:
         CheckpointError: it cannot be served; the message names what is missing.
     """
+    read = _twice(lambda: _read_model(info, settings, dtype, device, share, dispatch, shard))
+    before_first_run()
+    if shard.is_whole:
+        return _twice(lambda: _run_first(read, info, settings, dtype, device))
+    return _run_first(read, info, settings, dtype, device)  # the others, who run with it, do not begin again
 
-    def load() -> LoadedModel:
-        return _load_model(info, settings, dtype, device, share, dispatch, shard, before_first_run)
 
+def _twice(load: Callable[[], Loaded]) -> Loaded:
+    """Again if it fails: maybe it lacked a part of the libraries that was left out."""
     try:
         return load()
     except (CheckpointError, RuntimeError):
         if not run_deferred():
             raise
-        return load()  # maybe it lacked a part of the libraries that was left out
+        return load()
 
 
-def _load_model(
+@dataclass(frozen=True)
+class _ReadModel:
+    """A model that has its weights and has not run yet."""
+
+    module: Any
+    experts: ExpertParallel | None
+    expert_layers: tuple[Any, ...]
+    stage: Stage
+    vocab_size: int | None
+    """Of a shard, over all ranks; None: as wide as what the model gives."""
+
+
+def _read_model(
     info: ModelInfo,
     settings: ModelConfig,
     dtype: torch.dtype,
@@ -144,8 +162,7 @@ def _load_model(
     share: ExpertShare | None,
     dispatch: Dispatch,
     shard: Shard,
-    before_first_run: Callable[[], None],
-) -> LoadedModel:
+) -> _ReadModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -183,14 +200,22 @@ def _load_model(
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     wanted = settings.max_model_len or -1
     _fix_rope_scaling(module, wanted if wanted > 0 else info.context_length)
-    stage = WHOLE_STAGE if sharded is None else sharded.stage_of(module)
-    before_first_run()
+    if sharded is None:
+        return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
+    return _ReadModel(module, experts, expert_layers, sharded.stage_of(module), sharded.vocab_size)
+
+
+def _run_first(
+    read: _ReadModel, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> LoadedModel:
+    """Find out what the layers cache, and see that they compute what they should."""
+    module, stage, name = read.module, read.stage, info.architecture
     with torch.inference_mode():
-        width, layers = probe_layers(module, info.architecture, info.context_length, stage)
-        vocab_size = width if sharded is None else sharded.vocab_size
-        if not dummy:
-            verify(module, info.architecture, layers, vocab_size, dtype, stage)
-    return LoadedModel(module, layers, vocab_size, dtype, device, experts, expert_layers, stage)
+        width, layers = probe_layers(module, name, info.context_length, stage)
+        vocab_size = width if read.vocab_size is None else read.vocab_size
+        if settings.load_format != "dummy":
+            verify(module, name, layers, vocab_size, dtype, stage)
+    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
 
 
 def _spread_experts(

@@ -27,6 +27,7 @@ from engine.attention.base import (
 )
 from engine.checkpoint import CheckpointError
 from engine.shard import PassThrough, Stage
+from parallel.communicators.base import CollectiveError
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query position, key position) -> whether the query sees the key."""
@@ -60,6 +61,7 @@ def probe_layers(
 
     Raises:
         CheckpointError: a layer does something that the paged attention does not do.
+        CollectiveError: another worker of the stage does not follow.
     """
     probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
     implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
@@ -69,7 +71,7 @@ def probe_layers(
     try:
         tokens = torch.arange(PROBE_TOKENS, device=module.device)
         outputs = run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
-    except CheckpointError:
+    except (CheckpointError, CollectiveError):  # another worker has failed, not this one
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error

@@ -33,6 +33,7 @@ from engine.step import Admit, ModelFacts, Step, StepResult
 from engine.trace import Span
 from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
+from tests.engine.test_weights import change_tensors
 from tests.engine.tiny_models import make_tiny_model
 from tests.mesh.harness import fork_server
 
@@ -318,4 +319,18 @@ def test_a_worker_says_why_it_cannot_load(tmp_path: Path, caplog: pytest.LogCapt
     executor.close()
     assert isinstance(errors[0], CheckpointError)
     assert "3 attention heads and 3 KV heads cannot be divided by 2. Sizes that do: 1, 3" in str(errors[0])
+    assert not pids()
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_a_first_run_that_fails_says_why(axis: str, tmp_path: Path, forks: None) -> None:
+    """No worker begins again then: the engine waits for the end of this run, and so do the others in it."""
+    directory = make_tiny_model(tmp_path, "llama")
+    change_tensors(
+        directory, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+    )
+    executor = make_executor(settings(directory, **{axis: 2}), read_model_info(directory), 1)
+    with pytest.raises(CheckpointError, match="its output is not finite"):
+        executor.load(lambda _phase: None)
+    executor.close()
     assert not pids()

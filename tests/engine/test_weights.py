@@ -21,6 +21,7 @@ from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import ModelConfig
 from engine.sampling import SamplingParams
 from engine.weights import LoadedModel, load_model
+from parallel.communicators.base import CollectiveError
 from tests.engine.driver import Driver
 from tests.engine.test_runner import GREEDY, make_driver, make_prompts
 from tests.engine.tiny_models import ALTERNATING, COMMON, FAMILIES, WINDOW, make_tiny_model, widen
@@ -208,6 +209,19 @@ def test_tokens_mixed_outside_attention_are_noticed(tmp_path: Path, monkeypatch:
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(CheckpointError, match="differs from transformers' own"):
+        load(directory)
+
+
+def test_the_end_of_another_worker_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny_model(tmp_path, "llama")
+
+    def fail(*_args: Any) -> None:
+        raise CollectiveError("rank 1 has ended", 1)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", fail)
+    with pytest.raises(CollectiveError, match="rank 1 has ended"):
         load(directory)
 
 
