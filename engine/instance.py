@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Ended(Exception):
-    """The instance ends early; carries the exit status."""
+class Ended(BaseException):
+    """The instance ends early; carries the exit status. A signal raises it wherever the code happens to be,
+    and nobody on the way may take it for an error of their own, as libraries do with any Exception."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

@@ -19,6 +19,7 @@ from engine.attention.base import LayerShape
 from engine.attention.probe import OTHER, _check_all_layers_attend, _window
 from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import ModelConfig
+from engine.instance import Ended
 from engine.sampling import SamplingParams
 from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError
@@ -210,6 +211,26 @@ def test_tokens_mixed_outside_attention_are_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(CheckpointError, match="differs from transformers' own"):
         load(directory)
+
+
+def test_a_stop_while_weights_are_read_is_no_fault_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal raises it inside of transformers, and nothing is read again."""
+    directory = make_tiny_model(tmp_path, "llama")
+    calls: list[str] = []
+
+    def stop(*_args: Any, **_options: Any) -> None:
+        calls.append("from_pretrained")
+        raise Ended(0, "told to stop")
+
+    monkeypatch.setattr("engine.weights.run_deferred", lambda: True)
+    for told in (transformers.AutoConfig, transformers.LlamaForCausalLM):
+        with monkeypatch.context() as patch:
+            patch.setattr(told, "from_pretrained", stop)
+            with pytest.raises(Ended, match="told to stop"):
+                load(directory)
+    assert calls == ["from_pretrained"] * 2
 
 
 def test_the_end_of_another_worker_is_no_fault_of_the_model(
