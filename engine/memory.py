@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from engine.step import Step
+
 CGROUP = Path("/sys/fs/cgroup")
 
 MARGIN = 0.1
@@ -33,9 +35,32 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     return max(0, min(available, limit - used + _files(cgroup / "memory.stat")))
 
 
-def spare_memory(kv_bytes: int) -> int:
-    """Bytes that more experts may take. A KV cache of so many counts as filled, for it will be."""
-    return int(available_memory() * (1 - MARGIN)) - kv_bytes
+class Untouched:
+    """The part of a KV cache on a CPU that was never written to: its pages take no memory yet, but will. A
+    new cache is used in the order of its blocks' numbers (:class:`engine.blocks.BlockPool`)."""
+
+    def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self._num_used = 0
+        """Blocks that were ever given out."""
+
+    def __repr__(self) -> str:
+        return f"<Untouched {self._num_blocks - self._num_used} of {self._num_blocks} blocks>"
+
+    def note(self, step: Step) -> None:
+        """A step is computed."""
+        for blocks in step.new_blocks.values():
+            self._num_used = max(self._num_used, max(blocks, default=-1) + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self._num_blocks - self._num_used) * self._block_bytes
+
+
+def spare_memory(cache: Untouched) -> int:
+    """Bytes that more experts may take. What a KV cache will still take counts as taken."""
+    return int((available_memory() - cache.num_bytes) * (1 - MARGIN))
 
 
 def most_memory(cgroup: Path = CGROUP) -> int:

@@ -30,7 +30,7 @@ from engine.executor.group_messages import (
 )
 from engine.executor.messages import Broken, Computed, Execute, FromWorker, Join, Joined
 from engine.executor.mp import LOOK_SECONDS, MpExecutor
-from engine.memory import spare_memory
+from engine.memory import Untouched, spare_memory
 from engine.recovery import owned_by_rank
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
@@ -88,7 +88,8 @@ class SpreadMpExecutor(MpExecutor):
         self._group: InstanceGroup | None = None
         """Of this epoch, once there is one."""
         self._held: list[list[int]] = []
-        self._kv_bytes = 0
+        self._untouched = Untouched()
+        """Of the KV caches of all workers."""
         self._epoch = 0
         """Of the groups that steps use."""
         self._broken: CollectiveError | None = None
@@ -115,9 +116,8 @@ class SpreadMpExecutor(MpExecutor):
     def allocate(self, num_blocks: int) -> None:
         """See ``executor.base.Executor``."""
         super().allocate(num_blocks)
-        self._kv_bytes = (
-            num_blocks * self._config.cache.block_size * sum(kv.bytes_per_token for kv in self._kv)
-        )
+        token_bytes = sum(kv.bytes_per_token for kv in self._kv)
+        self._untouched = Untouched(num_blocks, self._config.cache.block_size * token_bytes)
 
     # ---- steps
 
@@ -127,6 +127,7 @@ class SpreadMpExecutor(MpExecutor):
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See ``executor.base.Executor``."""
+        self._untouched.note(step)
         self._send_all(Execute(step, tuple(sizes), self._epoch))
         self._groups.ask_counts()
 
@@ -266,7 +267,7 @@ class SpreadMpExecutor(MpExecutor):
     def spare_memory(self) -> int:
         """See ``executor.base.SpreadExecutor``."""
         if self._on_cpu:
-            return spare_memory(self._kv_bytes)
+            return spare_memory(self._untouched)
         counts = self._groups.counts
         self._groups.ask_counts()
         return min((each.spare_bytes if each else 0 for each in counts), default=0) * len(counts)

@@ -76,7 +76,7 @@ class UniExecutor:
         self._threads = threads
         self._model: LoadedModel | None = None
         self._held: HeldExperts | None = None
-        self._kv_bytes = 0
+        self._untouched = memory.Untouched()
         self._runner: ModelRunner | None = None
         self._attention = self._attention_before = AttentionUse()
         """Of attention, now and before the last step."""
@@ -237,7 +237,7 @@ class UniExecutor:
         assert model is not None, "load() comes first"
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._kv_bytes = num_blocks * block_size * model.kv_bytes_per_token
+        self._untouched = memory.Untouched(num_blocks, block_size * model.kv_bytes_per_token)
         if self._program is None and not self._on_torch:
             self._program = make_program(model, block_size) if self._shard is WHOLE else None
             self._on_torch = self._program is None
@@ -292,6 +292,7 @@ class UniExecutor:
         """See ``executor.base.Executor``."""
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
+        self._untouched.note(step)
         if self._model.experts is not None:
             self._model.experts.begin(sizes)
             self._attention_before = replace(self._attention)
@@ -356,10 +357,10 @@ class UniExecutor:
         return self._held.max_experts(free_bytes)
 
     def spare_memory(self) -> int:
-        """See ``executor.base.SpreadExecutor``. A KV cache on CPU counts as filled, for it will be."""
+        """See ``executor.base.SpreadExecutor``."""
         assert self._model is not None
         if self._model.device.type == "cpu":
-            return memory.spare_memory(self._kv_bytes)
+            return memory.spare_memory(self._untouched)
         free, _ = torch.cuda.mem_get_info(self._model.device)
         device = self._model.device
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.blocks import BlockPool, hash_block
@@ -96,3 +98,20 @@ def test_the_first_block_of_equal_content_stays_the_known_one() -> None:
 def test_a_pool_needs_a_block() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         BlockPool(0)
+
+
+def test_a_new_pool_gives_its_blocks_out_in_the_order_of_their_numbers() -> None:
+    """Whatever comes back meanwhile: the highest number so far says which pages were never touched."""
+    numbers = random.Random(0)
+    pool, used, held, num_named = BlockPool(200), set[int](), list[list[int]](), 0
+    while len(used) < pool.num_blocks:
+        blocks = pool.take(numbers.randrange(min(pool.num_free, 20) + 1))
+        assert blocks is not None
+        used |= set(blocks)
+        assert used == set(range(len(used)))
+        for block in blocks[: numbers.randrange(len(blocks) + 1)]:
+            num_named += 1
+            pool.name(block, hashes([num_named])[0])
+        held.append(blocks)
+        while pool.num_free < 10 or (held and numbers.random() < 0.5):
+            pool.release(held.pop(numbers.randrange(len(held))))

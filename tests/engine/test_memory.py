@@ -6,8 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine import memory
 from engine.__main__ import main
-from engine.memory import available_memory, is_out_of_memory
+from engine.blocks import BlockPool
+from engine.memory import Untouched, available_memory, is_out_of_memory, spare_memory
+from engine.step import Step
 
 
 def cgroup(directory: Path, **files: str) -> Path:
@@ -31,6 +34,28 @@ def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path) -> None:
     most = psutil.virtual_memory().total
     for directory in (tmp_path, cgroup(tmp_path, max="max\n", current="5\n"), cgroup(tmp_path, max="9" * 18)):
         assert 0 < available_memory(directory) <= most
+
+
+def test_a_cache_that_fills_takes_nothing_from_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has touched, the system does not count as available any more."""
+    num_blocks, block_bytes = 100, 1000
+    pool, cache = BlockPool(num_blocks), Untouched(num_blocks, block_bytes)
+    touched: set[int] = set()
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000 - len(touched) * block_bytes)
+    spare = spare_memory(cache)
+    assert 0 < spare < 900_000, "the cache will be filled"
+    held: list[list[int]] = []
+    for count in (0, 10, 30, 5, 60, 70, 100):
+        while pool.num_free < count:
+            pool.release(held.pop())
+        blocks = pool.take(count)
+        assert blocks is not None
+        held.append(blocks)
+        touched |= set(blocks)
+        cache.note(Step(slots=[3], starts=[0], counts=[count], new_blocks={0: blocks}))
+        cache.note(Step(slots=[3], starts=[count], counts=[1]))
+        assert spare_memory(cache) == spare
+    assert repr(cache) == "<Untouched 0 of 100 blocks>"
 
 
 TORCHS = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."

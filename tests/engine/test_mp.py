@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from engine import forked
+from engine import forked, memory
 from engine.checkpoint import CheckpointError, ModelInfo, read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
@@ -23,13 +23,13 @@ from engine.executor.base import Progress, WorkerLost
 from engine.executor.channel import Channel
 from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.group_control import GroupControl
-from engine.executor.messages import Computed
+from engine.executor.messages import Allocated, Computed
 from engine.executor.mp import MpExecutor
 from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
-from engine.step import Admit, ModelFacts, Step, StepResult
+from engine.step import Admit, KVSpec, ModelFacts, Step, StepResult
 from engine.trace import Span
 from tests.engine.test_exactness import greedy
 from tests.engine.test_sharding import run
@@ -217,6 +217,27 @@ def test_nor_where_experts_are_spread(directory: Path) -> None:
     executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_0 \(elsewhere\) does not answer: it is stopped, or hangs"):
         executor.finish()
+    executor.close()
+
+
+def test_the_caches_of_all_workers_are_taken_from_memory_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew: Any = SilentCrew(2)
+    config = settings(directory, tensor_parallel_size=2)
+    executor = SpreadMpExecutor(config, read_model_info(directory), crew, 1, (), (0, 1))
+    executor._start(lambda _phase: None)
+    executor._control = GroupControl([])
+    executor._kv = [KVSpec(2, 100), KVSpec(2, 50)]
+    for worker in crew.workers:
+        worker.relay.send(msgspec.msgpack.encode(Allocated()))
+    executor.allocate(10)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
+    before = executor.spare_memory()
+    assert before < 0.9 * 1_000_000
+    executor.begin(Step(slots=[0], starts=[0], counts=[9], new_blocks={0: [0, 1, 2]}))
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000 - 3 * 4 * 150)
+    assert executor.spare_memory() == before
     executor.close()
 
 

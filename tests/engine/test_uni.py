@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from engine import memory
 from engine.checkpoint import CheckpointError, read_model_info
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor import make_executor, uni
@@ -44,6 +45,24 @@ def test_load_allocate_execute_close(tmp_path: Path) -> None:
     assert token is not None
     assert 0 <= token < VOCAB
     assert len(executor.execute(Step([], [0], [3], [1])).tokens) == 1
+    executor.close()
+
+
+def test_what_a_step_writes_to_the_cache_is_taken_from_memory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cpu"))
+    executor = UniExecutor(config, read_model_info(directory), 1)
+    facts = executor.load(lambda _phase: None)
+    executor.allocate(8)
+    block_bytes = 16 * facts.kv.bytes_per_token
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
+    before = executor.spare_memory()
+    greedy = SamplingParams(temperature=0.0)
+    executor.execute(Step([Admit(0, [5] * 40, 40, greedy, 0, ())], [0], [0], [40], {0: [0, 1, 2]}))
+    monkeypatch.setattr(memory, "available_memory", lambda: (1 << 30) - 3 * block_bytes)
+    assert executor.spare_memory() == before < 0.9 * ((1 << 30) - 7 * block_bytes)
     executor.close()
 
 
