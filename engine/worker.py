@@ -139,10 +139,10 @@ class Worker:
         from parallel import groups
 
         device = begin.config.device
-        timeout = device.collective_timeout
+        forming = device.forming_timeout  # the others may still load libraries
         meet = self._receive()
         assert isinstance(meet, Meet)
-        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=timeout)
+        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
         if not meet.port:
             self._send(Hosting(store.port))
         self._hosted = store  # whoever hosts it keeps it while others may still ask
@@ -154,8 +154,8 @@ class Worker:
         ):
             if size > 1:
                 group = groups.form(
-                    store, 0, rank, size, choose_transport(hosts), timeout,
-                    group=f"{axis}/{other}", host=begin.address,
+                    store, 0, rank, size, choose_transport(hosts), device.collective_timeout,
+                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
                 )  # fmt: skip
                 self._groups.append(group)
                 formed[axis] = group

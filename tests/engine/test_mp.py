@@ -23,7 +23,7 @@ from engine.executor.base import Progress, WorkerLost
 from engine.executor.channel import Channel
 from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.group_control import GroupControl
-from engine.executor.messages import Allocated, Computed
+from engine.executor.messages import Allocated, Computed, Meet, ToWorker
 from engine.executor.mp import MpExecutor
 from engine.executor.spread_mp import SpreadMpExecutor
 from engine.executor.uni import UniExecutor
@@ -355,3 +355,22 @@ def test_a_first_run_that_fails_says_why(axis: str, tmp_path: Path, forks: None)
         executor.load(lambda _phase: None)
     executor.close()
     assert not pids()
+
+
+def test_one_worker_may_come_much_later_than_another(
+    directory: Path, forks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--collective-timeout is for those who are in a step."""
+    config = settings(directory, tensor_parallel_size=2, collective_timeout=1.0)
+    executor = make_executor(config, read_model_info(directory), 1)
+    assert isinstance(executor, MpExecutor)
+    send = executor._send
+
+    def late(worker: WorkerEnd, message: ToWorker) -> None:
+        if isinstance(message, Meet) and message.port:
+            time.sleep(2.5)
+        send(worker, message)
+
+    monkeypatch.setattr(executor, "_send", late)
+    executor.load(lambda _phase: None)
+    executor.close()
