@@ -38,7 +38,8 @@ def make_executor(
         cores: those that this instance shares with no other, if any.
         rank: of the instance.
         settings: what workers on other hosts must agree on; with ``--nnodes`` only.
-        startup_timeout: seconds to wait for those hosts, or for room in a Ray cluster.
+        startup_timeout: seconds to wait for those hosts, for room in a Ray cluster, or for a word from
+            workers that load.
         keys: of the mesh; other hosts must have them, too.
 
     Raises:
@@ -50,11 +51,11 @@ def make_executor(
             from engine.executor.spread_mp import SpreadMpExecutor
 
             spread_crew = LocalCrew(worker_names(config, rank), threads, SpreadMpExecutor.num_channels)
-            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place)
+            return SpreadMpExecutor(config, info, spread_crew, threads, cores, place, startup_timeout)
         from engine.executor.mp import MpExecutor
 
         crew = _make_crew(config, threads, rank, settings, startup_timeout, keys)
-        return MpExecutor(config, info, crew, threads, cores)
+        return MpExecutor(config, info, crew, threads, cores, startup_timeout)
     from engine.executor.uni import UniExecutor
 
     return UniExecutor(config, info, threads, place)

@@ -49,6 +49,8 @@ class WorkerEnd(ABC):
         self.number = number
         self.inbox: deque[FromWorker] = deque()
         """What it has said and nobody has asked for yet."""
+        self.spoke_at = time.monotonic()
+        """When it last said something, or was started."""
 
     @property
     @abstractmethod

@@ -22,6 +22,7 @@ import msgspec
 from coordinator import process
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import EngineConfig
+from engine.executor import STARTUP_TIMEOUT
 from engine.executor.base import CannotStart, ExpertTimes, Progress, WorkerLost
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, Crew, WorkerEnd
@@ -67,14 +68,22 @@ class MpExecutor:
     computes_apart = True
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, crew: Crew, threads: int, cores: Sequence[int] = ()
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        crew: Crew,
+        threads: int,
+        cores: Sequence[int] = (),
+        startup_timeout: float = STARTUP_TIMEOUT,
     ) -> None:
-        """``threads``: of each worker on this host; ``cores``: those that this instance has for itself."""
+        """``threads``: of each worker on this host; ``cores``: those that this instance has for itself.
+        ``startup_timeout``: seconds without a word from any worker after which loading is taken to hang."""
         self._config = config
         self._info = info
         self._crew = crew
         self._threads = threads
         self._cores = tuple(cores)
+        self._startup_timeout = startup_timeout
         self._place: tuple[int, int] | None = None
         """(place, of how many) among the instances over which experts are spread at first, if they are."""
         self._workers: list[WorkerEnd] = []
@@ -107,13 +116,12 @@ class MpExecutor:
             raise
         first, *others = self._workers
         self._send(first, Meet(first.address, 0))
-        port = self._await(first, Hosting, progress).port
+        (hosting,) = self._await_each([first], Hosting, progress)
         for worker in others:
-            self._send(worker, Meet(first.address, port))
-        for worker in self._workers:
-            self._await(worker, Read, progress)
+            self._send(worker, Meet(first.address, hosting.port))
+        self._await_each(self._workers, Read, progress)
         self._send_all(FirstRun())
-        loaded = [self._await(worker, Loaded, progress) for worker in self._workers]
+        loaded = self._await_each(self._workers, Loaded, progress)
         for worker, each in zip(self._workers, loaded, strict=True):
             facts = each.facts
             logger.info(
@@ -166,7 +174,7 @@ class MpExecutor:
     def free_kv_memory(self) -> int:
         """See ``executor.base.Executor``. As if all had the room of the one that has the least."""
         self._send_all(FreeMemory())
-        free = [self._await(worker, Free).num_bytes for worker in self._workers]
+        free = [each.num_bytes for each in self._await_each(self._workers, Free)]
         if self._on_cpu:
             sharers = Counter(worker.host for worker in self._workers)  # all of a host see the same memory
             free = [each // sharers[worker.host] for each, worker in zip(free, self._workers, strict=True)]
@@ -178,8 +186,7 @@ class MpExecutor:
     def allocate(self, num_blocks: int) -> None:
         """See ``executor.base.Executor``."""
         self._send_all(Allocate(num_blocks))
-        for worker in self._workers:
-            self._await(worker, Allocated)
+        self._await_each(self._workers, Allocated)
 
     # ---- steps
 
@@ -197,7 +204,7 @@ class MpExecutor:
         before; for the worker that answers, once it has all that it needs of others, only the engine does."""
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
-        return self._await(answering, Computed, patience=self._step_timeout).result
+        return self._await(answering, Computed, self._step_timeout).result
 
     def check(self) -> None:
         """See ``executor.base.Executor``."""
@@ -226,7 +233,7 @@ class MpExecutor:
         """See ``executor.base.Executor``."""
         self._send_all(TellSpans())
         patience = self._step_timeout
-        return {worker.name: self._await(worker, Spans, patience=patience).spans for worker in self._workers}
+        return {worker.name: self._await(worker, Spans, patience).spans for worker in self._workers}
 
     def close(self) -> None:
         """End the workers. While they load, and when one is lost, they hold nothing worth waiting for."""
@@ -275,21 +282,33 @@ class MpExecutor:
         except ChannelClosed:
             self._lost(worker)
 
+    def _await_each(
+        self, workers: Sequence[WorkerEnd], kind: type[Answer], progress: Progress | None = None
+    ) -> list[Answer]:
+        """The next answer of each of these, before they serve. They may take any time, if one that owes
+        one says how far it is."""
+        return [
+            self._await(worker, kind, self._startup_timeout, progress, workers[place:])
+            for place, worker in enumerate(workers)
+        ]
+
     def _await(
         self,
         worker: WorkerEnd,
         kind: type[Answer],
+        patience: float,
         progress: Progress | None = None,
-        patience: float | None = None,
+        owing: Sequence[WorkerEnd] = (),
     ) -> Answer:
         """The next answer of a worker, which must be of this kind.
 
         Raises:
-            WorkerLost: some worker has ended, or this one says nothing for ``patience`` seconds.
+            WorkerLost: some worker has ended, or this one, and all that are ``owing``, say nothing for
+                ``patience`` seconds.
             CheckpointError, MemoryError: what a worker says went wrong.
         """
         look_until = time.perf_counter() + LOOK_SECONDS
-        deadline = None if patience is None else time.monotonic() + patience
+        since = time.monotonic()
         while True:
             if not worker.inbox:
                 self._drain(worker)
@@ -303,10 +322,11 @@ class MpExecutor:
             elif time.perf_counter() < look_until:
                 os.sched_yield()
             else:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    self._hangs(worker)
-                self._take_in(self._poll.poll(None if left is None else left * 1000))
+                spoke_at = max((each.spoke_at for each in owing), default=since)
+                left = max(since, spoke_at) + patience - time.monotonic()
+                if left <= 0:
+                    self._hangs(_most_silent(owing, kind) or worker)
+                self._take_in(self._poll.poll(left * 1000))
 
     def _take_in(self, ready: Sequence[tuple[int, int]]) -> None:
         """What these descriptors have to say, the ends of workers last: a last word explains more."""
@@ -330,6 +350,7 @@ class MpExecutor:
                 if isinstance(message, Failed):
                     self._failed(worker, message)
                 worker.inbox.append(message)
+                worker.spoke_at = time.monotonic()
         except ChannelClosed:
             self._lost(worker)
 
@@ -364,6 +385,12 @@ class MpExecutor:
         self._serves = False
         self._problem = f"{worker} {worker.how_it_ended()}"
         raise WorkerLost(self._problem)
+
+
+def _most_silent(workers: Sequence[WorkerEnd], kind: type[Answer]) -> WorkerEnd | None:
+    """Of those that have not answered. Others may only wait for it."""
+    owing = [each for each in workers if not any(isinstance(message, kind) for message in each.inbox)]
+    return min(owing, key=lambda worker: worker.spoke_at, default=None)
 
 
 def _combined(facts: Sequence[ModelFacts]) -> ModelFacts:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from coordinator.messages import Form
 from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
+from engine.executor import STARTUP_TIMEOUT
 from engine.executor.base import ExpertTimes, Progress, WorkerLost
 from engine.executor.ends import LocalCrew, LocalWorker
 from engine.executor.group_control import GroupControl
@@ -80,9 +81,10 @@ class SpreadMpExecutor(MpExecutor):
         threads: int,
         cores: Sequence[int],
         place: tuple[int, int],
+        startup_timeout: float = STARTUP_TIMEOUT,
     ) -> None:
         """``place``: (place, of how many) among the instances, for the experts to load first."""
-        super().__init__(config, info, crew, threads, cores)
+        super().__init__(config, info, crew, threads, cores, startup_timeout)
         self._place = place
         self._control: GroupControl | None = None
         self._group: InstanceGroup | None = None

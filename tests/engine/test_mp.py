@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from engine.executor import make_executor
 from engine.executor.base import Progress, WorkerLost
 from engine.executor.channel import Channel
-from engine.executor.ends import RelayedWorker, WorkerEnd
+from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.group_control import GroupControl
 from engine.executor.messages import Allocated, Computed, Meet, ToWorker
 from engine.executor.mp import MpExecutor
@@ -36,6 +37,7 @@ from tests.engine.test_sharding import run
 from tests.engine.test_weights import change_tensors
 from tests.engine.tiny_models import make_tiny_model
 from tests.mesh.harness import fork_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.mesh
 
@@ -299,9 +301,9 @@ def test_a_first_rank_that_is_stopped_when_the_others_need_nothing_of_it(
 
 
 def start(
-    directory: Path, info: ModelInfo, errors: list[BaseException]
+    directory: Path, info: ModelInfo, errors: list[BaseException], **options: Any
 ) -> tuple[MpExecutor, threading.Thread]:
-    executor = make_executor(settings(directory, tensor_parallel_size=2), info, 1)
+    executor = make_executor(settings(directory, tensor_parallel_size=2), info, 1, **options)
     assert isinstance(executor, MpExecutor)
 
     def load() -> None:
@@ -374,3 +376,18 @@ def test_one_worker_may_come_much_later_than_another(
     monkeypatch.setattr(executor, "_send", late)
     executor.load(lambda _phase: None)
     executor.close()
+
+
+def test_a_worker_that_hangs_while_it_loads_is_named(directory: Path, forks: None) -> None:
+    """The other one waits for it, and says nothing either."""
+    errors: list[BaseException] = []
+    executor, thread = start(directory, read_model_info(directory), errors, rank=9, startup_timeout=4.0)
+    until(lambda: len(executor._workers) == 2)
+    stopped = executor._workers[1]
+    assert isinstance(stopped, LocalWorker)
+    os.kill(stopped.child.pid, signal.SIGSTOP)
+    thread.join(30)
+    assert isinstance(errors[0], WorkerLost)
+    assert re.match(r"Worker_9_PP0_TP1 \(pid \d+\) does not answer: it is stopped, or hangs", str(errors[0]))
+    executor.close()
+    assert not pids()
