@@ -165,7 +165,9 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
         )
         problem = f"there are {info.num_experts} experts for {owners}"
     else:
-        problem = "" if asked else _why_whole(config, info)
+        problem = why_experts_stay_whole(info) if asked else _why_whole(config, info)
+        if asked and problem:
+            raise CheckpointError(f"-ep: {problem}")
     if problem:
         logger.info("each instance holds all experts: %s", problem)
     return not problem

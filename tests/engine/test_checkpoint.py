@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -191,6 +192,32 @@ def test_experts_are_spread_when_asked_and_possible(caplog: pytest.LogCaptureFix
     assert "-ep ignored: one instance" in caplog.text
     with pytest.raises(CheckpointError, match="8 experts cannot be spread over 9 ranks"):
         resolve(config, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model_type": "llama4"},
+            "-ep: the experts of llama4 do not go through transformers' experts interface",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "-ep: its weights are quantised"),
+        (
+            {"text_config": {"vocab_size": 9, "num_experts": 8}},
+            "-ep: it is the language part of a larger model",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_before_any_is_read(
+    copy: Path, changes: dict[str, object], reason: str
+) -> None:
+    change(copy, **changes)
+    config = msgspec.structs.replace(
+        engine(model=str(copy)), device=DeviceConfig(enable_expert_parallel=True)
+    )
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        resolve(config, 2)
+    assert not resolve(engine(model=str(copy)), 2)[1].enable_expert_parallel
 
 
 def test_experts_are_spread_by_default_where_they_can_be(
