@@ -206,8 +206,12 @@ class ForkServer:
         Raises:
             Unforked: it was not made.
         """
+        try:
+            directory = os.getcwd()
+        except OSError as error:
+            raise Unforked(f"the working directory is gone: {error}") from error
         request = Fork(
-            entry, tuple(argv), dict(environment), tuple(descriptors), os.getcwd(), os.getpid(), branches
+            entry, tuple(argv), dict(environment), tuple(descriptors), directory, os.getpid(), branches
         )
         try:
             frame = msgspec.msgpack.encode(request)

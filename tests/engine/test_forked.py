@@ -111,6 +111,18 @@ def test_what_no_message_can_hold_is_for_the_plain_way(server: ForkServer) -> No
     assert asyncio.run(child.ended()) != 0
 
 
+def test_a_working_directory_that_is_gone_is_for_the_plain_way(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    with monkeypatch.context() as there:
+        there.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        with pytest.raises(Unforked, match="the working directory is gone"):
+            server.fork("part:report", [], environment())
+    assert server.fork("part:report", [], environment()).wait(60) == 7
+
+
 def test_what_it_says_last_and_its_status_are_those_of_a_python_program(server: ForkServer) -> None:
     out, write = os.pipe()
     assert server.fork("part:fail", [], environment(), streams=(0, 1, write)).wait(60) == 1
