@@ -5,10 +5,12 @@ Nothing that is compiled is needed to serve: whoever asks has another way, and s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -33,11 +35,9 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
         OSError: there is no compiler, or no room for the result.
         subprocess.SubprocessError: the compiler fails, or takes more than :data:`TIMEOUT`.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler was found (install g++)")
+    compiler = _compiler()
     options = [*COMPILE, *flags]
-    what = [*(each.read_text() for each in (source, *headers)), compiler, *options, *sorted(cpu_flags())]
+    what = [*(each.read_text() for each in (source, *headers)), *compiler, *options, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
     directory = cache_directory("kernels")
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,13 +50,32 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
             logger.info("compiling %s (once, a few seconds)", source.name)
             fresh = path.with_suffix(f".{os.getpid()}")
             subprocess.run(
-                [compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
+                [*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
                 check=True,
                 capture_output=True,
                 timeout=TIMEOUT,
             )
             fresh.rename(path)
     return path
+
+
+def _compiler() -> list[str]:
+    """The command of a C++ compiler: what CXX says, which may have arguments, else g++ or clang++.
+
+    Raises:
+        OSError: there is none.
+    """
+    asked = os.environ.get("CXX", "").strip()
+    with contextlib.suppress(ValueError):  # quotes that do not end: no command either
+        command = shlex.split(asked)
+        if command and (path := shutil.which(command[0])):
+            return [path, *command[1:]]
+    path = shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        raise OSError("no C++ compiler was found" + f" (nor CXX={asked})" * bool(asked) + ": install g++")
+    if asked:
+        logger.warning("CXX=%s: there is no such command; %s is taken", asked, path)
+    return [path]
 
 
 @cache

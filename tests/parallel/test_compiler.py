@@ -1,0 +1,64 @@
+"""Which compiler is taken, with real compilers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel import compiler
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "seven.cpp"
+    path.write_text('extern "C" int seven() { return NUMBER; }\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("asked", "warning"),
+    [
+        (None, ""),
+        ("", ""),
+        ("env g++", ""),
+        ("g++ -O1", ""),
+        ("/nowhere/g++-4", "CXX=/nowhere/g++-4: there is no such command; "),
+        ("'g++", "CXX='g++: there is no such command; "),
+    ],
+)
+def test_cxx_is_a_command_with_arguments_or_another_is_taken(
+    asked: str | None,
+    warning: str,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CXX", asked)
+    assert ctypes.CDLL(str(compiler.compiled(source, [], ["-DNUMBER=7"]))).seven() == 7
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
+
+
+def test_arguments_of_cxx_make_another_file(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for number in (7, 8):
+        monkeypatch.setenv("CXX", f"g++ -DNUMBER={number}")
+        made.append(ctypes.CDLL(str(compiler.compiled(source, []))).seven())
+    assert made == [7, 8]
+
+
+def test_without_any_the_one_that_was_asked_for_is_named(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CXX", "ccache g++")
+    with pytest.raises(OSError, match=r"no C\+\+ compiler was found \(nor CXX=ccache g\+\+\): install g\+\+"):
+        compiler.compiled(source, [])
