@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -238,6 +239,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--distributed-executor-backend uni runs one worker, -tp {self.tensor_parallel_size} -pp "
                 f"{self.pipeline_parallel_size} needs {self.num_workers}: use mp, or leave the flag out"
             )
+        if self.trace is not None and Path(self.trace).name in ("", ".."):
+            raise ValueError(f"--trace {self.trace!r} names no file: give one, like trace.json")
         if self.pipeline_split is not None:
             try:
                 parse_split(self.pipeline_split)

@@ -62,9 +62,12 @@ def test_experts_are_spread_over_the_ranks_of_sharded_instances_if_asked() -> No
         ({PP: 2, "pipeline_split": "a"}, "'a' is no list of layers per stage: write it like 10,12,10"),
         ({PP: 2, "pipeline_split": "6,0"}, "none below 1"),
         ({TP: 2, PP: 2, "distributed_executor_backend": "uni"}, "uni runs one worker, -tp 2 -pp 2 needs 4"),
+        ({"trace": ""}, "--trace '' names no file: give one, like trace.json"),
+        ({"trace": "."}, "--trace '.' names no file"),
+        ({"trace": "/"}, "--trace '/' names no file"),
     ],
 )
-def test_flags_that_contradict_each_other(device: dict[str, object], said: str) -> None:
+def test_flags_that_make_no_sense(device: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         DeviceConfig(**device)  # type: ignore[arg-type]
 
