@@ -31,7 +31,8 @@ GENERATION_CONFIG = "generation_config.json"
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In transformers' modelling code, the mark of experts that can be spread."""
 
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
+WANTED_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
+WEIGHT_FILES = ["*.safetensors"]
 UNWANTED_FILES = ["*/*.safetensors"]
 """In folders are the same weights in other formats."""
 
@@ -74,8 +75,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
 
 
-def find_model(name: str | None, revision: str | None = None) -> Path:
-    """The directory of a model given as a path, a shipped model's name or a Hugging Face id.
+def find_model(name: str | None, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The directory of a model given as a path, a shipped model's name or a Hugging Face id. What must be
+    fetched from the hub comes without the weights if nobody here reads them.
 
     Raises:
         CheckpointError: nothing by that name, here or on the hub.
@@ -100,7 +102,7 @@ def find_model(name: str | None, revision: str | None = None) -> Path:
             f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a Hugging Face "
             f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
-    return _download(name, revision)
+    return _download(name, revision, WANTED_FILES + WEIGHT_FILES * weights)
 
 
 @contextlib.contextmanager
@@ -116,14 +118,14 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                repository, revision=revision, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES
+                repository, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES
             )
         )
     except HFValidationError as error:
@@ -138,8 +140,8 @@ def _download(repository: str, revision: str | None) -> Path:
 
 
 @_as_said()
-def read_model_info(directory: Path) -> ModelInfo:
-    """Read config.json and generation_config.json, and see that weights are there.
+def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
+    """Read config.json and generation_config.json, and see that the weights are there if they are read.
 
     Raises:
         CheckpointError: a file is missing or makes no sense.
@@ -152,7 +154,7 @@ def read_model_info(directory: Path) -> ModelInfo:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
-    for path in weight_files(directory):
+    for path in weight_files(directory) if weights else ():
         _check_complete(path)
     return ModelInfo(
         directory=str(directory),
@@ -260,19 +262,20 @@ def _check_complete(path: Path) -> None:
 
 
 @_as_said()
-def fingerprint(directory: Path) -> str:
+def fingerprint(directory: Path, *, weights: bool = True) -> str:
     """A short name for the content of a checkpoint: equal on two hosts when the model is the same.
 
     Covers config.json, tokenizer.json, every tensor's name, type, shape and place, and samples of each
     weight file spread evenly over it: reading all bytes would take minutes for large models, and
-    copies that differ do not differ in a few bytes only.
+    copies that differ do not differ in a few bytes only. Without ``weights``, for those who make random ones,
+    only the two files.
     """
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         path = directory / name
         if path.is_file():
             digest.update(name.encode() + path.read_bytes())
-    for path in weight_files(directory):
+    for path in weight_files(directory) if weights else ():
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

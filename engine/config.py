@@ -57,6 +57,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "--served-model-name is empty: give a name, or leave it out for the model as given"
             )
 
+    @property
+    def reads_weights(self) -> bool:
+        return self.load_format != "dummy"
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache."""

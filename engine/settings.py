@@ -33,13 +33,14 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         CheckpointError: the model is not there or cannot be served as asked.
     """
     model = config.model
-    info = read_model_info(find_model(model.model, model.revision))
+    directory = find_model(model.model, model.revision, weights=model.reads_weights)
+    info = read_model_info(directory, weights=model.reads_weights)
     _check_sharding(config.device, info)
     settings = Settings(
         model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
         revision=model.revision,
         served_model_name=model.served_model_name or (model.model or SHIPPED_MODEL,),
-        fingerprint=fingerprint(Path(info.directory)),
+        fingerprint=fingerprint(directory, weights=model.reads_weights),
         dtype=chosen_dtype(model.dtype, info),
         max_model_len=_context_length(model.max_model_len, info),
         block_size=config.cache.block_size,

@@ -315,7 +315,7 @@ class MeshClient:
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:
         try:
-            directory = self._model_directory or find_model(settings.model, settings.revision)
+            directory = self._model_directory or find_model(settings.model, settings.revision, weights=False)
         except CheckpointError as error:
             logger.error("the router needs the model's tokenizer, but %s; give --tokenizer", error)
             return None

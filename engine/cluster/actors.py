@@ -41,8 +41,10 @@ def look(ask: bytes) -> bytes:
     directory = found = problem = ""
     if wanted is not None:
         try:
-            directory = read_model_info(find_model(wanted.model, wanted.revision)).directory
-            found = fingerprint(Path(directory))
+            weights = wanted.reads_weights
+            path = find_model(wanted.model, wanted.revision, weights=weights)
+            directory = read_model_info(path, weights=weights).directory
+            found = fingerprint(path, weights=weights)
         except CheckpointError as error:
             problem = str(error)
     place = Place(
@@ -75,7 +77,9 @@ class WorkerActor:
         answer = look(ask)
         directory = msgspec.msgpack.decode(answer, type=Place).directory
         if directory:
-            self._info = read_model_info(Path(directory))
+            wanted = msgspec.msgpack.decode(ask, type=Look).model
+            assert wanted is not None
+            self._info = read_model_info(Path(directory), weights=wanted.reads_weights)
         return answer
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]

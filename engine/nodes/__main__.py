@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -222,9 +221,10 @@ class Node:
 
     def _find_model(self, hire: Hire) -> ModelInfo:
         """This host's copy of what the engine serves."""
-        asked = self._config.model.model or hire.model.model
-        info = read_model_info(find_model(asked, self._config.model.revision or hire.model.revision))
-        found = fingerprint_of(info)
+        asked, weights = self._config.model.model or hire.model.model, hire.model.reads_weights
+        directory = find_model(asked, self._config.model.revision or hire.model.revision, weights=weights)
+        info = read_model_info(directory, weights=weights)
+        found = fingerprint(directory, weights=weights)
         if found != hire.fingerprint:
             raise Over(
                 process.EXIT_REFUSED,
@@ -315,11 +315,6 @@ class Node:
         deadline = time.monotonic() + END_TIMEOUT
         for worker in self._workers.values():
             worker.end(deadline)
-
-
-def fingerprint_of(info: ModelInfo) -> str:
-    """Of the checkpoint behind it."""
-    return fingerprint(Path(info.directory))
 
 
 def main(argv: list[str] | None = None) -> int:

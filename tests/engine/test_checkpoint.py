@@ -245,6 +245,21 @@ def test_experts_are_spread_by_default_where_they_can_be(
         assert why_experts_stay_whole(changed) == reason
 
 
+def test_random_weights_need_none_in_the_directory(copy: Path) -> None:
+    with_weights = resolve(engine(model=str(copy)))[1]
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors file"):
+        resolve(engine(model=str(copy)))
+    info, settings = resolve(engine(model=str(copy), load_format="dummy"))
+    assert info.directory == str(copy)
+    assert (
+        settings.fingerprint
+        == resolve(engine(load_format="dummy"))[1].fingerprint
+        != with_weights.fingerprint
+    )
+
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

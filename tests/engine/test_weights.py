@@ -260,6 +260,10 @@ def test_dummy_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(one, other)
     assert first.num_parameters == load(tmp_path).num_parameters
+    (tmp_path / "model.safetensors").unlink()
+    info = read_model_info(tmp_path, weights=False)
+    third = load_model(info, ModelConfig(load_format="dummy"), dtype=torch.float32, device=CPU)
+    assert third.num_parameters == first.num_parameters, "there is nothing to read"
 
 
 def test_dummy_weights_are_drawn_where_they_are_to_be(
