@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.config import SHIPPED_MODEL
+from engine.families import config_defaults, has_experts_interface
 
 MODELS_DIRECTORY = Path(__file__).parent / "models"
 
@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
 
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of their numbers in a config.json."""
+
 GENERATION_CONFIG = "generation_config.json"
-EXPERTS_INTERFACE = "use_experts_implementation"
-"""In transformers' modelling code, the mark of experts that can be spread."""
 
 WANTED_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -150,6 +152,10 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
     text = config.get("text_config") or config
     if not isinstance(text, dict):
         raise CheckpointError(f"{directory}/config.json has a text_config that is no object")
+    model_type = str(config.get("model_type", ""))
+    if text is not config:
+        text = {"model_type": f"{model_type}_text", **text}
+    defaults = config_defaults(str(text.get("model_type", "")))
     generation = _read_json(directory / GENERATION_CONFIG)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -159,24 +165,17 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
     return ModelInfo(
         directory=str(directory),
         architecture=str(architectures[0]),
-        model_type=str(config.get("model_type", "")),
-        vocab_size=_number(directory, text, "vocab_size"),
-        context_length=_context_length(directory, text),
+        model_type=model_type,
+        vocab_size=_vocab_size(directory, text, defaults),
+        context_length=_context_length(directory, text, defaults),
         dtype=_dtype(config, text),
         eos_token_ids=_eos_ids(
             generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))
         ),
-        num_experts=next(
-            (
-                int(text[key])
-                for key in ("num_experts", "num_local_experts", "n_routed_experts")
-                if isinstance(text.get(key), int)
-            ),
-            0,
-        ),
-        num_layers=_optional_number(text, "num_hidden_layers", "n_layer", "num_layers"),
-        num_heads=_optional_number(text, "num_attention_heads", "n_head"),
-        num_kv_heads=_optional_number(text, "num_key_value_heads"),
+        num_experts=_whole_number(EXPERTS, text, defaults),
+        num_layers=_whole_number(("num_hidden_layers", "n_layer", "num_layers"), text, defaults),
+        num_heads=_whole_number(("num_attention_heads", "n_head"), text, defaults),
+        num_kv_heads=_whole_number(("num_key_value_heads",), text, defaults),
     )
 
 
@@ -188,20 +187,15 @@ def chosen_dtype(asked: str, info: ModelInfo) -> str:
 def why_experts_stay_whole(info: ModelInfo) -> str:
     """Why the experts of a mixture-of-experts model cannot be spread over instances; empty if they can.
 
-    transformers' own code says whether a family's experts go through its experts interface. It is read as
-    text, for whoever decides this has no torch.
+    transformers' own code says whether a family's experts go through its experts interface.
     """
     config = _read_json(Path(info.directory) / "config.json", required=True)
     if "text_config" in config:
         return "it is the language part of a larger model"
     if config.get("quantization_config"):
         return "its weights are quantised"
-    found = importlib.util.find_spec("transformers")
-    name = info.model_type.replace("-", "_")
-    if found is not None and found.origin is not None:
-        code = Path(found.origin).parent / "models" / name / f"modeling_{name}.py"
-        if code.is_file() and EXPERTS_INTERFACE in code.read_text(errors="replace"):
-            return ""
+    if has_experts_interface(info.model_type):
+        return ""
     return f"the experts of {info.model_type} do not go through transformers' experts interface"
 
 
@@ -312,23 +306,30 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return content
 
 
-def _context_length(directory: Path, config: dict[str, Any]) -> int:
-    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
-        if isinstance(config.get(key), int) and config[key] > 0:
-            return int(config[key])
-    logger.warning("%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH)
-    return DEFAULT_CONTEXT_LENGTH
+def _vocab_size(directory: Path, config: dict[str, Any], defaults: dict[str, Any]) -> int:
+    found = _whole_number(("vocab_size",), config, defaults)
+    if not found:
+        raise CheckpointError(f"{directory}/config.json gives no vocab_size above 0")
+    return found
 
 
-def _number(directory: Path, config: dict[str, Any], *keys: str) -> int:
-    for key in keys:
-        if isinstance(config.get(key), int) and config[key] > 0:
-            return int(config[key])
-    raise CheckpointError(f"{directory}/config.json gives no {keys[0]} above 0")
+def _context_length(directory: Path, config: dict[str, Any], defaults: dict[str, Any]) -> int:
+    """In tokens."""
+    found = _whole_number(POSITIONS, config, defaults)
+    if not found:
+        logger.warning(
+            "%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH
+        )
+        return DEFAULT_CONTEXT_LENGTH
+    return found
 
 
-def _optional_number(config: dict[str, Any], *keys: str) -> int:
-    return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), 0)
+def _whole_number(names: Sequence[str], config: dict[str, Any], defaults: dict[str, Any]) -> int:
+    """The first one under any of these names; the defaults count where the config has none of the names. 0 if
+    there is none, or none above 0."""
+    source = config if any(name in config for name in names) else defaults
+    found = (source[name] for name in names if isinstance(source.get(name), int))
+    return next((int(number) for number in found if number > 0), 0)
 
 
 def _dtype(*configs: dict[str, Any]) -> str:

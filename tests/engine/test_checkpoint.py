@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import AutoConfig
 
 from engine.checkpoint import (
     MODELS_DIRECTORY,
@@ -258,6 +259,43 @@ def test_random_weights_need_none_in_the_directory(copy: Path) -> None:
         != with_weights.fingerprint
     )
 
+
+
+def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it: what its config.json leaves out is what transformers' class has."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+    }
+    for given in (text, {key: value for key, value in text.items() if key != "model_type"}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": given}))
+        info = read_model_info(tmp_path, weights=False)
+        assert (info.vocab_size, info.context_length) == (262_208, 131_072)
+        assert (info.num_layers, info.num_heads, info.num_kv_heads, info.num_experts) == (34, 8, 4, 0)
+
+
+def test_what_a_config_leaves_out_is_as_transformers_has_it(copy: Path) -> None:
+    """The same as that of the class itself; of a type that it does not have, nothing is known."""
+    for model_type in ("mistral", "qwen3_moe", "gpt2", "mixtral"):
+        (copy / "config.json").write_text(json.dumps({"architectures": ["Some"], "model_type": model_type}))
+        info, config = read_model_info(copy), AutoConfig.for_model(model_type)
+        assert (info.vocab_size, info.context_length) == (config.vocab_size, config.max_position_embeddings)
+        assert (info.num_layers, info.num_heads) == (config.num_hidden_layers, config.num_attention_heads)
+        assert info.num_experts == getattr(config, "num_experts", 0)
+    change(copy, model_type="no_such_type")
+    with pytest.raises(CheckpointError, match="gives no vocab_size above 0"):
+        read_model_info(copy)
 
 
 @pytest.mark.parametrize(
