@@ -30,6 +30,8 @@ DEFAULT_CONTEXT_LENGTH = 2048
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of their numbers in a config.json."""
+LARGEST_FACTOR = 1e6
+"""By which a rotary embedding may be scaled: more is no number that somebody meant."""
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -314,14 +316,31 @@ def _vocab_size(directory: Path, config: dict[str, Any], defaults: dict[str, Any
 
 
 def _context_length(directory: Path, config: dict[str, Any], defaults: dict[str, Any]) -> int:
-    """In tokens."""
-    found = _whole_number(POSITIONS, config, defaults)
-    if not found:
+    """In tokens: as many as are stated, or as many as its rotary embedding is stretched to."""
+    stated = _whole_number(POSITIONS, config, defaults)
+    if stated < 1:
         logger.warning(
             "%s/config.json gives no context length; %d is taken", directory, DEFAULT_CONTEXT_LENGTH
         )
         return DEFAULT_CONTEXT_LENGTH
-    return found
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict) or "gemma3" in str(config.get("model_type")):
+        return stated  # Gemma 3 states what its scaling leads to
+    layer_types = [each for each in scaling.values() if isinstance(each, dict)]
+    return max(stated, *(_scaled_context(each, config, stated) for each in layer_types or [scaling]))
+
+
+def _scaled_context(scaling: dict[str, Any], config: dict[str, Any], stated: int) -> int:
+    """To how many positions the parameters of a rotary embedding stretch those of the training, as vLLM reads
+    them. Of kinds that are not here, the stated number is the stretched one."""
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind not in ("yarn", "linear", "dynamic") or not isinstance(factor, int | float):
+        return stated
+    trained = stated
+    if kind == "yarn":
+        original = "original_max_position_embeddings"
+        trained = _whole_number((original,), config, scaling) or stated
+    return int(trained * factor) if 1 < factor < LARGEST_FACTOR else stated
 
 
 def _whole_number(names: Sequence[str], config: dict[str, Any], defaults: dict[str, Any]) -> int:

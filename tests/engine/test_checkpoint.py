@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -259,6 +260,43 @@ def test_random_weights_need_none_in_the_directory(copy: Path) -> None:
         != with_weights.fingerprint
     )
 
+
+SCALED: list[tuple[dict[str, Any], int]] = [
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+    ({"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 32}, 2048),
+    ({"rope_type": "yarn", "factor": 4.0}, 8192),
+    ({"type": "linear", "factor": 2.0}, 4096),
+    ({"rope_type": "linear", "factor": 1.5}, 3072),
+    ({"rope_type": "dynamic", "factor": 2}, 4096),
+    ({"rope_type": "dynamic", "alpha": 1000.0}, 2048),
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
+    ({"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
+    ({"type": "su", "factor": 8.0}, 2048),
+    ({"rope_type": "default", "rope_theta": 1e6}, 2048),
+    ({"rope_type": "linear", "factor": "8"}, 2048),
+    ({"rope_type": "linear", "factor": float("inf")}, 2048),
+    ({"rope_type": "linear", "factor": float("nan")}, 2048),
+    (
+        {
+            "full_attention": {"rope_type": "linear", "factor": 4},
+            "sliding_attention": {"rope_type": "default"},
+        },
+        8192,
+    ),
+    ({}, 2048),
+]
+"""Parameters of rotary embeddings, and the context of a model that states 2048."""
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("scaling", "length"), SCALED, ids=str)
+def test_the_context_is_what_the_rotary_embedding_is_stretched_to(
+    copy: Path, key: str, scaling: dict[str, Any], length: int
+) -> None:
+    change(copy, rope_scaling=None, rope_parameters=None)
+    change(copy, **{key: scaling})
+    assert read_model_info(copy).context_length == length
 
 
 def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:

@@ -417,6 +417,25 @@ def test_length_dependent_rope_is_fixed(max_model_len: int | None, tmp_path: Pat
         )
 
 
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
+def test_positions_beyond_the_trained_ones_are_served(kind: str, tmp_path: Path) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = 16
+    directory = make_tiny_model(tmp_path, "llama", max_position_embeddings=16, rope_parameters=scaling)
+    model = load(directory)
+    assert read_model_info(directory).context_length == 64
+    prompt = make_prompts((64,))[0]
+    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt])).logits[0, -1]
+    driver = make_driver(model)
+    request = driver.add(prompt, GREEDY)
+    driver.generate([request], 1, chunk=11)
+    expected = logits.log_softmax(-1).topk(4).values.tolist()
+    assert request.logprobs[0].top_logprobs == pytest.approx(expected, abs=1e-4)
+
+
 def test_code_from_the_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
     expected = greedy_ids(load(tmp_path))
