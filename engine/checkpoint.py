@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+EOS = "eos_token_id"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of their numbers in a config.json."""
@@ -145,7 +147,8 @@ def _download(repository: str, revision: str | None, wanted: list[str]) -> Path:
 
 @_as_said()
 def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
-    """Read config.json and generation_config.json, and see that the weights are there if they are read.
+    """Read config.json, generation_config.json and what the tokenizer says of the end of a sequence, and see
+    that the weights are there if they are read.
 
     Raises:
         CheckpointError: a file is missing or makes no sense.
@@ -164,15 +167,19 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
     for path in weight_files(directory) if weights else ():
         _check_complete(path)
+    vocab_size = _vocab_size(directory, text, defaults)
     return ModelInfo(
         directory=str(directory),
         architecture=str(architectures[0]),
         model_type=model_type,
-        vocab_size=_vocab_size(directory, text, defaults),
+        vocab_size=vocab_size,
         context_length=_context_length(directory, text, defaults),
         dtype=_dtype(config, text),
         eos_token_ids=_eos_ids(
-            generation.get("eos_token_id"), config.get("eos_token_id", text.get("eos_token_id"))
+            vocab_size,
+            generation.get(EOS),
+            text.get(EOS) if config.get(EOS) is None else config[EOS],
+            _tokenizer_eos(directory),
         ),
         num_experts=_whole_number(EXPERTS, text, defaults),
         num_layers=_whole_number(("num_hidden_layers", "n_layer", "num_layers"), text, defaults),
@@ -359,11 +366,39 @@ def _dtype(*configs: dict[str, Any]) -> str:
     return "float32"
 
 
-def _eos_ids(*values: Any) -> tuple[int, ...]:
+def _eos_ids(vocab_size: int, *values: Any) -> tuple[int, ...]:
+    """All that end a sequence, of those that the model can give."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list):
             found.update(item for item in value if isinstance(item, int))
-    return tuple(sorted(found))
+    return tuple(sorted(token_id for token_id in found if 0 <= token_id < vocab_size))
+
+
+def _tokenizer_eos(directory: Path) -> object:
+    """The id of the tokenizer's own end of a sequence, if it has one. A model tuned for chats may name the
+    end of a turn there alone, while its other files are still those of the model that it was made of."""
+    config = _read_json(directory / TOKENIZER_CONFIG)
+    eos = config.get("eos_token")
+    if isinstance(eos, dict):
+        eos = eos.get("content")
+    if not isinstance(eos, str):
+        return None
+    for token_id, token in _object(config.get("added_tokens_decoder")).items():
+        if _object(token).get("content") == eos and token_id.isdecimal():
+            return int(token_id)
+    tokenizer = _read_json(directory / "tokenizer.json")  # megabytes, and rarely needed
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if _object(token).get("content") == eos:
+            return _object(token).get("id")
+    vocab = _object(tokenizer.get("model")).get("vocab")
+    if isinstance(vocab, list):  # pairs of a piece and its score, by id
+        return next((i for i, pair in enumerate(vocab) if isinstance(pair, list) and pair[:1] == [eos]), None)
+    return _object(vocab).get(eos)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

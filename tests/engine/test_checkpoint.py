@@ -76,6 +76,54 @@ def test_facts_of_the_shipped_model() -> None:
     assert set(default_sampling(find_model(None))) <= {"temperature", "top_p", "top_k"}
 
 
+ADDED = {"0": {"content": "<|endoftext|>"}, "2": {"content": "<|im_end|>"}}
+
+
+@pytest.mark.parametrize(
+    "tokenizer_config",
+    [
+        {"eos_token": "<|im_end|>", "added_tokens_decoder": ADDED},
+        {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "added_tokens_decoder": ADDED},
+        {"eos_token": "<|im_end|>"},
+    ],
+    ids=["plain", "object", "without its number"],
+)
+def test_what_ends_a_sequence_by_the_tokenizer_ends_it(copy: Path, tokenizer_config: object) -> None:
+    """As in a model tuned for chats whose other files are still those of the model that it was made of."""
+    (copy / "generation_config.json").unlink()
+    (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert read_model_info(copy).eos_token_ids == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "found"),
+    [
+        ({"model": {"vocab": {"a": 0, "</s>": 7}}}, (0, 7)),
+        ({"model": {"vocab": [["a", 0.0], ["</s>", -1.0]]}}, (0, 1)),
+        ({"model": {"vocab": {"</s>": 4096}}}, (0,)),
+        ({"added_tokens": "x", "model": {"vocab": [1, "</s>", []]}}, (0,)),
+        ({}, (0,)),
+        (None, (0,)),
+    ],
+    ids=["in a vocabulary", "in one of pieces", "beyond the model's", "of other types", "nowhere", "no file"],
+)
+def test_where_the_tokenizer_has_it(copy: Path, tokenizer: object, found: tuple[int, ...]) -> None:
+    (copy / "generation_config.json").unlink()
+    (copy / "tokenizer_config.json").write_text('{"eos_token": "</s>", "added_tokens_decoder": [1]}')
+    (copy / "tokenizer.json").unlink()
+    if tokenizer is not None:
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read_model_info(copy).eos_token_ids == found
+
+
+def test_a_null_is_no_answer_to_what_ends_a_sequence(copy: Path) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    config = json.loads((copy / "config.json").read_text())
+    change(copy, eos_token_id=None, text_config={**config, "eos_token_id": [3, 5]})
+    assert read_model_info(copy).eos_token_ids == (3, 5)
+
+
 def test_broken_directories_are_told_apart(copy: Path) -> None:
     (copy / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
