@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 
 import msgspec
 
@@ -289,7 +290,8 @@ class Scheduler:
         needed = self._blocks_for(num_tokens) - len(request.blocks)
         victims = 0
         while (new_blocks := self._pool.take(needed)) is None:
-            victim = next((other for other in reversed(self._running) if not other.num_in_flight), request)
+            later = takewhile(lambda other: other is not request, reversed(self._running))
+            victim = next((other for other in later if not other.num_in_flight), request)
             if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
                 return None, victims  # those under way will end or give way; keep what is computed
             self._preempt(victim)

@@ -245,6 +245,23 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     assert bench.outputs[number] == expected_output(tokens(1, 30), 2)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_a_prompt_under_way_takes_no_blocks_from_those_before_it(micro_batches: int) -> None:
+    """The last block goes to a chunk of it, so the request that decodes waits for one, in no step, while the
+    next chunk wants more."""
+    bench = Bench(num_blocks=35, block_size=1, micro_batches=micro_batches, long_prefill_token_threshold=2)
+    first = bench.add(tokens(1, 3), max_tokens=25)
+    bench.step()
+    late = bench.add(tokens(2, 31), max_tokens=2)
+    while bench.requests[first].status is not Status.FINISHED:
+        bench.step()
+        assert bench.requests[first].status is not Status.WAITING
+    assert bench.scheduler.counters().preemptions > 0, "there were too few blocks for both"
+    bench.finish()
+    assert bench.outputs[first] == expected_output(tokens(1, 3), 25)
+    assert bench.outputs[late] == expected_output(tokens(2, 31), 2)
+
+
 def test_the_answer_for_an_aborted_request_is_not_given_to_the_one_that_has_its_slot() -> None:
     bench = Bench(micro_batches=2, max_seqs=1)
     gone = bench.add(tokens(1, 6), max_tokens=5)
