@@ -102,6 +102,11 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def tells_prompt(self) -> bool:
+        """Whether the next tokens to compute are of a prompt whose log-probabilities are wanted."""
+        return self.prompt_logprobs is not None and self.num_computed < self.num_prompt
+
+    @property
     def order(self) -> tuple[int, bool, int]:
         """Sort key: lower goes first. Who comes from a lost instance, its client in the middle of an answer,
         goes before those whose clients have nothing yet."""

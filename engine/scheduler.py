@@ -25,7 +25,8 @@ from engine.totals import Totals
 from engine.waiting import WaitingQueue
 
 PROMPT_LOGPROBS_CHUNK = 256
-"""Tokens per step of a prompt whose log-probabilities are wanted: each needs a row of logits."""
+"""Tokens per step of all prompts whose log-probabilities are wanted: each needs a row of logits. (Without
+chunked prefill, the last of these prompts may go beyond it.)"""
 
 
 class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,17 +190,17 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose the rows of the next step; None if nothing can run. Steps may be under way: a request is not
         in the next one before its token is there, but a prompt's next chunk may follow the one before."""
-        budget, block_size = self._rules.max_num_batched_tokens, self._rules.block_size
+        block_size = self._rules.block_size
         most_rows = self._rows_per_step()
-        rows = StepRows()
+        rows = StepRows(self._rules.max_num_batched_tokens, PROMPT_LOGPROBS_CHUNK)
         preempted = False
         for request in self._decodes_then_prefills():
-            if len(rows) == most_rows or budget <= 0:
+            if len(rows) == most_rows or rows.budget <= 0:
                 break
             if request.status is not Status.RUNNING:
                 continue  # preempted by one before it
             uncomputed = len(request.token_ids) - request.num_computed
-            count = uncomputed if uncomputed <= 1 else self._chunk(request, budget)
+            count = uncomputed if uncomputed <= 1 else self._chunk(request, rows)
             if count == 0:
                 continue
             new_blocks: list[int] | None = []
@@ -209,8 +210,7 @@ class Scheduler:
             if new_blocks is None:
                 continue
             self._fill(rows, request, count, new_blocks)
-            budget -= count
-        admits = [] if preempted else self._admit_waiting(rows, budget, most_rows)
+        admits = [] if preempted else self._admit_waiting(rows, most_rows)
         if not rows:
             return None
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
@@ -267,18 +267,20 @@ class Scheduler:
             return self._running[:]
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
-    def _chunk(self, request: Request, budget: int) -> int:
+    def _chunk(self, request: Request, rows: StepRows) -> int:
         """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`."""
-        uncomputed = request.num_uncomputed
-        rules, count = self._rules, min(uncomputed, budget)
+        rules, uncomputed = self._rules, request.num_uncomputed
+        count = min(uncomputed, rows.budget)
+        if rows.is_full_for(request):
+            return 0
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
-        if uncomputed <= budget + rules.max_num_batched_tokens // CRUMBS:
+        if uncomputed <= rows.budget + rules.max_num_batched_tokens // CRUMBS:
             count = uncomputed
         if rules.long_prefill_token_threshold:
             count = min(count, rules.long_prefill_token_threshold)
-        if request.prompt_logprobs is not None and request.num_computed < request.num_prompt:
-            count = min(count, PROMPT_LOGPROBS_CHUNK)
+        if request.tells_prompt:
+            count = min(count, rows.prompt_logprobs)
         return count
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -317,14 +319,19 @@ class Scheduler:
             self._pool.name(request.blocks[index], hashes[index])
         request.num_named = num_full
 
-    def _admit_waiting(self, rows: StepRows, budget: int, most_rows: int) -> list[Admit]:
-        """Waiting requests that fit, in order; the first that does not fit ends it."""
+    def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
+        """Waiting requests that fit, in order; the first that does not fit ends it. Those who lack no
+        more than room for the log-probabilities of their prompts are passed over."""
         admits: list[Admit] = []
-        while self._waiting and self._free_slots and budget > 0 and len(rows) < most_rows:
-            request = self._waiting.first
+        place = 0
+        while len(self._waiting) > place and self._free_slots and rows.budget > 0 and len(rows) < most_rows:
+            request = self._waiting[place]
+            if rows.is_full_for(request):
+                place += 1
+                continue
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
             request.num_computed = len(known) * self._rules.block_size
-            count = self._chunk(request, budget)
+            count = self._chunk(request, rows)
             in_all = self._blocks_for(len(request.token_ids))
             if count == 0 or self._pool.num_free_beside(known) < in_all - len(known):
                 request.num_computed = 0
@@ -334,7 +341,6 @@ class Scheduler:
             assert taken is not None
             admits.append(self._admit(request, known, taken))
             self._fill(rows, request, count, request.blocks[:])
-            budget -= count
         return admits
 
     def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:

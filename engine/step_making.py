@@ -18,9 +18,12 @@ class UnderWay(msgspec.Struct, frozen=True):
 
 
 class StepRows:
-    """The rows of a step in the making."""
+    """The rows of a step in the making, and what there is room for besides, in tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int, prompt_logprobs: int) -> None:
+        self.budget = budget
+        self.prompt_logprobs = prompt_logprobs
+        """Of prompts whose log-probabilities are wanted."""
         self.requests: list[Request] = []
         self._slots: list[int] = []
         self._starts: list[int] = []
@@ -32,10 +35,17 @@ class StepRows:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def is_full_for(self, request: Request) -> bool:
+        """Whether it lacks room for the log-probabilities of its prompt."""
+        return self.prompt_logprobs <= 0 and request.tells_prompt
+
     def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
         """The next ``count`` tokens of a request."""
         assert request.slot is not None
         index, start = len(self.requests), request.num_computed
+        self.budget -= count
+        if request.tells_prompt:
+            self.prompt_logprobs -= count
         if new_blocks:
             self._new_blocks[index] = new_blocks
         if start + count < len(request.token_ids):

@@ -28,9 +28,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def first(self) -> Request:
-        return self._requests[0]
+    def __getitem__(self, place: int) -> Request:
+        """0 is the first one."""
+        return self._requests[place]
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda other: other.order)

@@ -11,7 +11,7 @@ from engine.blocks import BlockPool
 from engine.messages import FinishReason, Submit
 from engine.request import Request, Status, from_submit, stream_seed
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler, SchedulerRules
+from engine.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
 from engine.step import Step
 from engine.step_making import admit_of
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
@@ -335,6 +335,39 @@ def test_prompt_logprobs_cover_the_prompt_once() -> None:
         assert got is not None
         assert got[0] is None
         assert [entry.token_id for entry in got[1:] if entry] == prompt[1:]
+
+
+def test_all_prompts_of_a_step_share_the_room_for_their_logprobs() -> None:
+    bench = Bench(num_blocks=600, block_size=16, max_seqs=9, budget=2048)
+    prompts = [tokens(seed, 1000) for seed in range(8)]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    numbers = [bench.add(prompt, params=params) for prompt in prompts]
+    other = bench.add(tokens(9, 300), max_tokens=2)
+
+    def told() -> list[list[int]]:
+        found = (bench.requests[number].prompt_logprobs or [] for number in numbers)
+        return [[each.token_id for each in entries if each] for entries in found]
+
+    before = 0
+    while bench.scheduler.has_work:
+        bench.step()
+        after = sum(map(len, told()))
+        assert after - before <= PROMPT_LOGPROBS_CHUNK
+        before = after
+        assert bench.outputs[other], "who wants none does not wait for those who do"
+    assert told() == [prompt[1:] for prompt in prompts]
+    assert [bench.outputs[number] for number in numbers] == [expected_output(each, 2) for each in prompts]
+
+
+def test_whole_prompts_share_it_too() -> None:
+    """As well as they can: one that is left some of it goes."""
+    bench = Bench(num_blocks=300, block_size=4, budget=1000, enable_chunked_prefill=False)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    numbers = [bench.add(tokens(seed, 200), params=params) for seed in range(3)]
+    assert bench.step() == 400
+    bench.finish()
+    for seed, number in enumerate(numbers):
+        assert bench.outputs[number] == expected_output(tokens(seed, 200), 2)
 
 
 def test_who_was_told_the_prompt_does_not_ask_for_it_again() -> None:
