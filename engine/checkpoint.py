@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-EOS = "eos_token_id"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of their numbers in a config.json."""
@@ -36,6 +34,8 @@ LARGEST_FACTOR = 1e6
 """By which a rotary embedding may be scaled: more is no number that somebody meant."""
 
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+EOS = "eos_token_id"
 
 WANTED_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]

@@ -73,6 +73,10 @@ def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
+    budget, most_requests = settings.max_num_batched_tokens, settings.max_num_seqs
+    if config.model.model is not None:  # it has settings of its own, and these need not agree
+        budget = config.scheduler.token_budget(has_gpu(config.device))
+        most_requests = config.scheduler.max_num_seqs
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(
@@ -85,9 +89,7 @@ def _adopted(config: EngineConfig, settings: Settings) -> EngineConfig:
         ),
         cache=msgspec.structs.replace(config.cache, block_size=settings.block_size),
         scheduler=msgspec.structs.replace(
-            config.scheduler,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
+            config.scheduler, max_num_batched_tokens=budget, max_num_seqs=most_requests
         ),
         device=msgspec.structs.replace(
             config.device,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -162,13 +163,12 @@ class ThreadPace:
 
 
 class Mesh:
-    """Instances in one process."""
+    """Instances in one process. How much each takes into a step is its own affair."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
-        self.config = EngineConfig(
+        config = EngineConfig(
             model=ModelConfig(model=str(directory), dtype="float32"),
             cache=CacheConfig(block_size=BLOCK_SIZE),
-            scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
             device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
         )
         self.info = read_model_info(directory)
@@ -178,7 +178,11 @@ class Mesh:
         self.cores: list[EngineCore] = []
         groups = [thread_group(layout.dp * layout.tp) for _ in range(layout.pp)]
         for member in thread_group(layout.dp):
-            executor = self._executor(layout, member.rank)
+            limits = SchedulerConfig(
+                max_num_batched_tokens=16 + 5 * member.rank, max_num_seqs=8 - member.rank
+            )
+            own = msgspec.structs.replace(config, scheduler=limits)
+            executor = self._executor(own, layout, member.rank)
             executor.load(lambda _phase: None)
             executor.allocate(NUM_BLOCKS)
             if isinstance(executor, ThreadedShards):
@@ -189,16 +193,14 @@ class Mesh:
             self.paces.append(pace)
             self.executors.append(executor)
             self.cores.append(
-                EngineCore(self.config, self.info, executor, pace, num_blocks=NUM_BLOCKS, max_model_len=512)
+                EngineCore(own, self.info, executor, pace, num_blocks=NUM_BLOCKS, max_model_len=512)
             )
 
-    def _executor(self, layout: Layout, rank: int) -> Any:
+    def _executor(self, config: EngineConfig, layout: Layout, rank: int) -> Any:
         place = (rank, layout.dp)
         if not layout.is_sharded:
-            return UniExecutor(self.config, self.info, 1, place)
-        return ThreadedShards(
-            self.config, self.info, tp=layout.tp, pp=layout.pp, split=layout.split, place=place
-        )
+            return UniExecutor(config, self.info, 1, place)
+        return ThreadedShards(config, self.info, tp=layout.tp, pp=layout.pp, split=layout.split, place=place)
 
     def close(self) -> None:
         for executor in self.executors:

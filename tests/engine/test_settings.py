@@ -10,7 +10,14 @@ import pytest
 
 from coordinator.flags import changed
 from engine.checkpoint import CheckpointError
-from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import (
+    SHIPPED_MODEL,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from engine.settings import adopt, ignored_when_joining, resolve
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
@@ -127,3 +134,28 @@ def test_tokens_of_a_step(device: Any, scheduler: dict[str, int], tokens: int) -
     _, settings = resolve(config)
     assert settings.max_num_batched_tokens == tokens
     assert adopt(EngineConfig(), settings).scheduler.token_budget() == tokens
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "tokens", "requests"),
+    [
+        ("cpu", {"max_num_batched_tokens": 64, "max_num_seqs": 8}, 64, 8),
+        ("cpu", {}, 512, 128),
+        ("cuda", {}, 2048, 128),
+    ],
+)
+def test_what_fits_a_machine_an_instance_with_a_model_decides_for_itself(
+    device: Any, own: dict[str, int], tokens: int, requests: int
+) -> None:
+    """The mesh's are for those who come without any settings."""
+    mesh = SchedulerConfig(max_num_batched_tokens=900, max_num_seqs=30)
+    _, settings = resolve(EngineConfig(scheduler=mesh))
+    config = EngineConfig(
+        model=ModelConfig(model=SHIPPED_MODEL),
+        device=DeviceConfig(device=device),
+        scheduler=SchedulerConfig(**own),
+    )
+    scheduler = adopt(config, settings).scheduler
+    assert (scheduler.token_budget(), scheduler.max_num_seqs) == (tokens, requests)
+    scheduler = adopt(EngineConfig(device=DeviceConfig(device=device)), settings).scheduler
+    assert (scheduler.token_budget(), scheduler.max_num_seqs) == (900, 30)
