@@ -16,10 +16,10 @@ those who are left, nothing is formed until somebody comes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 
 from coordinator.messages import Form, Settings, State
-from coordinator.records import Record, Rules
+from coordinator.records import Record, Records, Rules
 from parallel.placement import Placement, cover, place
 
 BACK_OFF = 0.1
@@ -33,14 +33,18 @@ MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
 class Epochs:
     """Numbers the groups, and says when the next one is formed and of whom."""
 
-    def __init__(self, rules: Rules, records: Mapping[int, Record]) -> None:
-        """``records`` are the membership's, by rank; only read here."""
+    def __init__(self, rules: Rules, records: Records) -> None:
+        """``records`` are the membership's; only read here."""
         self._rules = rules
         self._records = records
         self.number = 0
         """The highest epoch known."""
         self.form: Form | None = None
         """The newest group, begun or not."""
+        self._names: frozenset[str] = frozenset()
+        """Its members."""
+        self._told: frozenset[str] = frozenset()
+        """They, and who leaves when it begins: to whom it is sent."""
         self._formed_at = 0.0
         self._begun = False
         self._broken = 0
@@ -80,13 +84,14 @@ class Epochs:
         if group is None or group.epoch <= known:
             return
         if self.form is None or self._adopted_at is not None:
-            self.form, self._adopted_at = group, now
+            self._adopted_at = now
+            self._take(group)
 
     def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
         """Whether an instance that was here before, and knows this epoch, is to give up the group that it is
         in, or about to enter: the others go on without it."""
         form = self.form
-        if form is None or epoch == 0 or instance in (*_names(form), *form.leavers):
+        if form is None or epoch == 0 or instance in self._told:
             return False
         return self._adopted_at is None or (group is not None and group.epoch < form.epoch)
 
@@ -97,11 +102,12 @@ class Epochs:
     def begins(self) -> bool:
         """Whether the newest group has begun by now, told once: all its members are in it, and who leaves has
         left. (A leaver that is told of yet another group could not follow the others into this one.)"""
-        form, known = self.form, self._by_instance()
+        form = self.form
         if form is None or self._begun or self._adopted_at is not None:
             return False
-        entered = all(name in known and known[name].epoch >= form.epoch for name in _names(form))
-        self._begun = entered and not any(name in known for name in form.leavers)
+        members = map(self._records.named, self._names)
+        entered = all(member is not None and member.epoch >= form.epoch for member in members)
+        self._begun = entered and not any(map(self._records.named, form.leavers))
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
@@ -120,14 +126,14 @@ class Epochs:
 
     def is_member(self, instance: str) -> bool:
         """Whether an instance is in the newest group."""
-        return self.form is not None and instance in _names(self.form)
+        return instance in self._names
 
     def awaits(self, record: Record) -> Form | None:
         """The group that an instance has not entered yet, to be told again."""
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
             return None
-        return form if record.instance in (*_names(form), *form.leavers) else None
+        return form if record.instance in self._told else None
 
     def starved(self, settings: Settings | None) -> str:
         """What is missing until the experts fit again on those who are here; "" if they fit, or serve."""
@@ -144,7 +150,7 @@ class Epochs:
             return []
         if self._adopted_at is not None:
             return []
-        members = [record for record in self._records.values() if record.instance in _names(form)]
+        members = [record for record in self._records.values() if record.instance in self._names]
         late = [record for record in members if record.epoch == 0 and record.ready_epoch < form.epoch]
         return late if len(late) < len(members) else []
 
@@ -176,8 +182,14 @@ class Epochs:
             broken=self._broken,
             token=self._rules.token,
         )
-        self.form, self._formed_at, self._begun, self._apart = form, now, False, False
+        self._formed_at, self._begun, self._apart = now, False, False
+        self._take(form)
         return form, why
+
+    def _take(self, form: Form) -> None:
+        self.form = form
+        self._names = frozenset(peer.instance for peer in form.peers)
+        self._told = self._names.union(form.leavers)
 
     def _reason(self, size: int | None, now: float) -> str | None:
         """Why another group is to be formed."""
@@ -199,7 +211,7 @@ class Epochs:
         if not self._begun:
             late = since >= self._rules.forming_timeout
             return f"epoch {form.epoch} did not begin within {since:.0f} s" if late else None
-        before, after = set(_names(form)), {record.instance for record in self._candidates()}
+        before, after = self._names, {record.instance for record in self._candidates()}
         joins, leaves = len(after - before), len(before - after)
         changes = [f"{joins} join" if joins else "", f"{leaves} leave" if leaves else ""]
         return ", ".join(filter(None, changes)) or None
@@ -224,8 +236,8 @@ class Epochs:
         assert self.form is not None
         if len(self.form.peers) < max(2, size or 0):
             return False
-        known = self._by_instance()
-        return all(name in known and known[name].epoch == self.form.epoch for name in _names(self.form))
+        members = map(self._records.named, self._names)
+        return all(member is not None and member.epoch == self.form.epoch for member in members)
 
     def _adoption_ends(self, size: int | None, now: float) -> bool:
         """Whether this coordinator, restarted, knows by now what became of the group that it took over."""
@@ -234,14 +246,13 @@ class Epochs:
         since = now - self._adopted_at
         if self._is_young(now) and not self._all_are_back(size):
             return False  # there may be a newer group, of which nobody has registered yet
-        known = self._by_instance()
-        for instance in _names(self.form):
-            record = known.get(instance)
+        for instance in self._names:
+            record = self._records.named(instance)
             back = record is not None and record.state is not State.LOADING
             patience = self._rules.return_grace if instance in self._said_lost else self._rules.member_timeout
             if not back and since < patience:
                 return False
-        epochs = {known[instance].epoch for instance in _names(self.form) if instance in known}
+        epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
         self._begun = epochs == {self.form.epoch}
         older = [record.epoch for record in self._records.values() if record.epoch < self.form.epoch]
         self._broken = max([self._broken, *older])
@@ -262,11 +273,7 @@ class Epochs:
 
     def _gone(self) -> list[str]:
         """Members of the newest group that are not here any more."""
-        known = self._by_instance()
-        return [] if self.form is None else [name for name in _names(self.form) if name not in known]
-
-    def _by_instance(self) -> dict[str, Record]:
-        return {record.instance: record for record in self._records.values()}
+        return [name for name in self._names if self._records.named(name) is None]
 
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
         """Over all tensor-parallel ranks of all members."""
@@ -290,7 +297,3 @@ def _shortage(settings: Settings, members: list[Record]) -> str:
         return ""
     more = -(-missing // max(limits, default=num_experts)) if members else 1
     return f"{more} more instance{'s' * (more != 1)}: the {num_experts} experts do not fit on {len(members)}"
-
-
-def _names(form: Form) -> Iterable[str]:
-    return [peer.instance for peer in form.peers]

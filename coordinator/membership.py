@@ -40,7 +40,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.operations import Operations
-from coordinator.records import Instruction, Note, Peer, Record, Rules, Send
+from coordinator.records import Instruction, Note, Peer, Record, Records, Rules, Send
 from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
@@ -54,7 +54,7 @@ class Membership:
         self._size = rules.size
         self._settings = rules.settings
         self._reserved = set(rules.reserved)
-        self._records: dict[int, Record] = {}
+        self._records = Records()
         self._watchers: dict[Peer, float] = {}
         self._epochs = Epochs(rules, self._records)
         self._suspicions = Suspicions(rules)
@@ -130,7 +130,7 @@ class Membership:
     # ---- registration
 
     def _register(self, peer: Peer, message: Register, now: float) -> Iterator[Instruction]:
-        known = self._by_instance(message.instance)
+        known = self._records.named(message.instance)
         if known is not None:  # our Welcome was lost, or the instance reconnected
             known.peer, known.heard_at, known.contested_at = peer, now, None
             yield Send(peer, self._welcome(known, message))
@@ -156,7 +156,7 @@ class Membership:
         self._size = self._size or message.size
         self._epochs.learn(message.epoch, message.group, now)
         record = Record(message.instance, rank, peer, message.host, message.pid, heard_at=now)
-        self._records[rank] = record
+        self._records.add(record)
         self._left.discard(rank)
         self._reserved.discard(rank)  # came; should it go, anybody may take its place
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
@@ -199,7 +199,7 @@ class Membership:
     # ---- life
 
     def _heartbeat(self, peer: Peer, message: Heartbeat, now: float) -> Iterator[Instruction]:
-        record = self._by_instance(message.instance)
+        record = self._records.named(message.instance)
         if record is None:
             yield Send(peer, Unknown())
             return
@@ -218,12 +218,12 @@ class Membership:
         wish = self._operations.still_wanted(record)
         if wish is not None:
             yield Send(peer, wish)
-        yield Send(peer, Beat(self._epochs.number, self._neighbours(record)))
+        yield Send(peer, Beat(self._epochs.number, self._records.num_on_host(record.host)))
         if changed:
             yield from self._publish()
 
     def _leave(self, message: Leave) -> Iterator[Instruction]:
-        record = self._by_instance(message.instance)
+        record = self._records.named(message.instance)
         if record is not None:
             yield Note(f"instance {record.rank} left")
             if record.state not in (State.LOADING, State.LOADED):
@@ -231,13 +231,13 @@ class Membership:
             yield from self._remove(record)
 
     def _exited(self, message: Exited) -> Iterator[Instruction]:
-        record = self._by_instance(message.instance)
+        record = self._records.named(message.instance)
         if record is not None:
             yield Note(f"instance {record.rank} taken out: its process {message.how}", warning=True)
             yield from self._remove(record)
 
     def _remove(self, record: Record) -> Iterator[Instruction]:
-        del self._records[record.rank]
+        self._records.remove(record)
         self._suspicions.forget(record.instance)
         if record.state is State.READY and not self._spreads:
             self._epochs.number += 1
@@ -246,7 +246,7 @@ class Membership:
     # ---- groups
 
     def _lost(self, peer: Peer, message: Lost, now: float) -> Iterator[Instruction]:
-        record = self._by_instance(message.instance)
+        record = self._records.named(message.instance)
         if record is None:
             yield Send(peer, Unknown())
             return
@@ -283,7 +283,7 @@ class Membership:
             for record in self._epochs.stragglers(now)
         ]
         for instance, why in dead:
-            record = self._by_instance(instance)
+            record = self._records.named(instance)
             if record is not None:
                 yield Note(f"instance {record.rank} taken out: {why}", warning=True)
                 yield from self._remove(record)
@@ -354,14 +354,8 @@ class Membership:
 
     def _standing_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
         """What may lead to another group when it changes."""
-        record = self._by_instance(message.instance)
+        record = self._records.named(message.instance)
         return None if record is None else (record.state, record.epoch, record.ready_epoch)
-
-    def _by_instance(self, instance: str) -> Record | None:
-        return next((record for record in self._records.values() if record.instance == instance), None)
-
-    def _neighbours(self, record: Record) -> int:
-        return sum(other.host == record.host for other in self._records.values())
 
     def _waiting_for(self) -> str:
         if self._size is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 
 import msgspec
@@ -108,3 +110,49 @@ class Record:
     def group_peer(self) -> GroupPeer:
         """As the members of its group see it."""
         return GroupPeer(self.rank, self.address, self.host, self.instance)
+
+
+class Records(Mapping[int, Record]):
+    """The instances that are here, by rank. There may be thousands, and each is looked up by its name several
+    times a second."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Record] = {}
+        self._by_name: dict[str, Record] = {}
+        self._on_host: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<Records of ranks {sorted(self)}>"
+
+    def __getitem__(self, rank: int) -> Record:
+        return self._by_rank[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_rank)
+
+    def __len__(self) -> int:
+        return len(self._by_rank)
+
+    def values(self) -> ValuesView[Record]:
+        return self._by_rank.values()
+
+    def items(self) -> ItemsView[int, Record]:
+        return self._by_rank.items()
+
+    def named(self, instance: str) -> Record | None:
+        return self._by_name.get(instance)
+
+    def num_on_host(self, host: str) -> int:
+        return self._on_host[host]
+
+    def add(self, record: Record) -> None:
+        assert record.rank not in self._by_rank
+        assert record.instance not in self._by_name
+        self._by_rank[record.rank] = self._by_name[record.instance] = record
+        self._on_host[record.host] += 1
+
+    def remove(self, record: Record) -> None:
+        del self._by_rank[record.rank], self._by_name[record.instance]
+        self._on_host[record.host] -= 1
+        if not self._on_host[record.host]:
+            del self._on_host[record.host]

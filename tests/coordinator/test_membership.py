@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -71,6 +74,24 @@ def joined(membership: Membership, instance: str, rank: int | None = None, now: 
     return welcome.rank
 
 
+def lines_of(work: Callable[[], object]) -> int:
+    """Lines of Python that it runs: what it costs, on any machine."""
+    count = 0
+
+    def trace(*_: object) -> object:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
 def test_any_rank_is_the_lowest_free_one_that_nobody_reserved() -> None:
     membership = Membership(Rules(size=4, reserved=(0, 1)))
     assert joined(membership, "a") == 2
@@ -94,6 +115,19 @@ def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
     membership.handle(b"b", Leave("b"), 3.0)
     assert membership.view().epoch == 3, "a draining instance was out of the world already"
     assert repr(membership) == "<Membership epoch 3 [0:ready] 0 watchers>"
+
+
+def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
+    def lines(size: int) -> int:
+        membership = Membership(Rules(size=size))
+        for rank in range(size):
+            joined(membership, f"i{rank}", rank)
+            membership.handle(f"i{rank}".encode(), heartbeat(f"i{rank}"), 1.0)
+        last = f"i{size - 1}"
+        assert to(b"w", membership.handle(b"w", heartbeat(last), 1.5)) == [Beat(size, size)]
+        return lines_of(lambda: membership.handle(b"w", heartbeat(last), 2.0))
+
+    assert lines(200) == lines(5)
 
 
 def test_watchers_get_the_view_at_once_and_on_every_change() -> None:

@@ -15,8 +15,8 @@ from coordinator.messages import (
     Wait,
     Welcome,
 )
-from tests.coordinator.group_mesh import SPREAD, Mesh, members
-from tests.coordinator.test_membership import register, to
+from tests.coordinator.group_mesh import NAMES, SPREAD, Mesh, members
+from tests.coordinator.test_membership import lines_of, register, to
 
 
 def test_the_first_group_forms_once_all_have_their_weights() -> None:
@@ -40,6 +40,22 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
     mesh.says("a")
     assert mesh.new_forms() == []
     assert mesh.membership.view().epoch == 1
+
+
+def test_what_a_larger_mesh_costs() -> None:
+    """Nothing where an instance says that it lives, and each of its members once where the view is made."""
+
+    def begun(size: int) -> Mesh:
+        mesh = Mesh(size=size)
+        mesh.begin(NAMES[:size])
+        assert mesh.membership.view().waiting_for == ""
+        return mesh
+
+    few, some, many = begun(4), begun(6), begun(8)
+    beats = [lines_of(lambda mesh=mesh: mesh.says("c")) for mesh in (few, some, many)]
+    assert len(set(beats)) == 1, beats
+    views = [lines_of(mesh.membership.view) for mesh in (few, some, many)]
+    assert views[2] - views[1] == views[1] - views[0], views
 
 
 def test_a_death_that_is_certain_is_a_group_of_the_others_at_once(mesh: Mesh) -> None:
