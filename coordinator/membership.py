@@ -165,9 +165,10 @@ class Membership:
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;
-        a holder that is dead falls silent and is taken out, and then the newcomer gets the rank."""
+        a holder that is dead falls silent and is taken out, and then the newcomer gets the rank. Who began a
+        contest may have gone away since: an old one says nothing of whether the holder lives now."""
         rank = holder.rank
-        if holder.contested_at is None:
+        if holder.contested_at is None or now - holder.contested_at > self._rules.member_timeout:
             holder.contested_at = now
             if self._spreads and holder.state is not State.LOADING:
                 yield from self._accuse(holder, message.instance, Evidence.CLOSED, now)

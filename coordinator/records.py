@@ -82,7 +82,7 @@ class Record:
     """Of the group that it steps in."""
     ready_epoch: int = 0
     contested_at: float | None = None
-    """When somebody else asked for this rank; None once that is settled."""
+    """When somebody else asked for this rank, who may have gone since; None once that is settled."""
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
         """Take over what a heartbeat says; whether watchers will want to know."""

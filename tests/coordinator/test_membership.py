@@ -176,6 +176,22 @@ def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
     assert joined(membership, "c", 0, now=7.1) == 0
 
 
+def test_a_contest_that_was_abandoned_is_none() -> None:
+    membership = Membership(Rules(size=2, member_timeout=5.0))
+    joined(membership, "a", 0)
+    membership.handle(b"a", heartbeat("a"), 1.0)
+    (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
+    assert isinstance(answer, Wait)
+    for now in range(2, 60):  # b was ended meanwhile; then a dies
+        membership.handle(b"a", heartbeat("a"), float(now))
+    for now in (60.0, 62.0, 64.0):
+        (answer,) = to(b"c", membership.handle(b"c", register("c", 0), now))
+        assert isinstance(answer, Wait), "a may have died after its last sign of life, as it has"
+        membership.tick(now)
+    membership.tick(64.1)
+    assert joined(membership, "c", 0, now=64.2) == 0
+
+
 def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
     """A newcomer may be the first to find a coordinator that was started again."""
     restarted = Membership(Rules(size=2))
