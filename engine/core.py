@@ -320,6 +320,7 @@ class EngineCore:
             max_num_queued_reqs=limits.max_num_queued_reqs,
             max_num_queued_tokens=limits.max_num_queued_tokens,
             at_once=self._at_once,
+            caches_prefixes=self._pool.is_caching,
         )
 
     @property

@@ -262,6 +262,8 @@ class Capacity(msgspec.Struct, frozen=True):
     at_once: float | None = None
     """Instances like this one that its host has cores for at the same time; None: it computes on devices of
     its own."""
+    caches_prefixes: bool = True
+    """Whether it spares prompts what it has computed for others."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

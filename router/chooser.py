@@ -109,7 +109,8 @@ class Chooser:
         self.counts["affinity_hits" if cached else "affinity_misses"] += 1
         number = instance.dispatch(entry.work, now, cached=cached)
         self._ledger.place(entry, instance.name, number)
-        self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])
+        if instance.capacity is not None and instance.capacity.caches_prefixes:
+            self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])
         return number
 
     def settle(self, entry: Entry) -> None:
@@ -145,7 +146,8 @@ class Chooser:
         if entry.blocks is None:
             ids, salt, names = self._named
             if ids is not prompt.prompt_ids or salt != prompt.cache_salt:
-                size = next((i.capacity.block_size for i in self._pool if i.capacity is not None), None)
+                capacities = (instance.capacity for instance in self._pool)
+                size = next((each.block_size for each in capacities if each and each.caches_prefixes), None)
                 if size is None:
                     return ()
                 names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], size, prompt.cache_salt)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.messages import FinishReason, Submit
+from engine.messages import Capacity, FinishReason, Submit
 from engine.pace import Agreement
 from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
@@ -49,6 +49,14 @@ def submit(number: int = 1, **fields: object) -> Submit:
         seed=0,
     )
     return msgspec.structs.replace(made, **fields)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_it_can_hold_and_keeps_is_told(caches: bool) -> None:
+    config = EngineConfig(cache=CacheConfig(block_size=4, enable_prefix_caching=caches))
+    executor = SimulatedExecutor(block_size=4, budget=512, max_rows=128)
+    core = EngineCore(config, INFO, executor, num_blocks=10, max_model_len=64)  # type: ignore[arg-type]
+    assert core.capacity == Capacity(4, 10, 128, 512, 4096, caches_prefixes=caches)
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,20 @@ def test_those_who_waited_lately_count_for_a_while() -> None:
     assert instance.crowd(2 * CROWD_TIME) == pytest.approx(6 * (1 - math.exp(-1)) * math.exp(-1))
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_equal_prompts_stay_together_only_where_that_spares_anything(caches: bool) -> None:
+    """One instance has the prompt before it to compute, the other one less, though of other prompts."""
+    pool, _, chooser = world(2)
+    first, second = pool
+    for instance in pool:
+        instance.capacity = msgspec.structs.replace(CAPACITY, caches_prefixes=caches)
+    prompt = list(range(801))
+    assert send(chooser, entry(prompt)) is first
+    second.take_report(Report(0, 1, 0, 500, 40, 1000, Counters(), uncached_tokens=500), 0.0)
+    assert send(chooser, entry(prompt)) is (first if caches else second)
+    assert chooser.counts["affinity_hits"] == caches
+
+
 def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
     """Two instances full of documents that come back as soon as they are dropped: a prompt waits for the one
     that has its document, and not while its drops were of no use to anybody."""
