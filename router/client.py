@@ -453,6 +453,7 @@ class MeshClient:
 
     def _on_recalled(self, instance: Instance, numbers: list[int]) -> None:
         """They wait where it is best now, which may be where they were."""
+        self._recaller.answered(instance)
         for number in numbers:
             entry = self._ledger.find(instance.name, number)
             if entry is None:
@@ -487,6 +488,6 @@ class MeshClient:
         """The instance knows nothing of an earlier connection: what was there is lost, and sent again."""
         if attached.repeated and instance.attached:
             return
-        instance.attached, instance.capacity = True, attached.capacity
+        instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False
         self._move_requests(instance, "reattached")
         self._place_orphans()

@@ -74,7 +74,7 @@ class Entry:
     uncached: int = 0
     """Tokens that its instance had to compute before the first one comes out, as far as was known."""
     recalled: bool = False
-    """It was asked back from the instance where it is now."""
+    """It was asked back from the instance where it is now, which happens once: if it stays, it has begun."""
     failed_ranks: frozenset[int] = frozenset()
     """Those that it lost since its last token: others are asked first."""
     waits_until: float = 0.0

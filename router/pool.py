@@ -65,6 +65,8 @@ class Instance:
     """When a view first said that it has its weights and cannot serve, for want of a group; None: it serves,
     loads or drains."""
     capacity: Capacity | None = None
+    asked_back: bool = False
+    """Requests were asked back from it, and it has not said yet which have not begun there."""
     moved: bool = False
     """Whether a report told of steps that were taken since the newest view."""
     last_dispatch: int = 0
@@ -143,6 +145,7 @@ class Instance:
             self.trust.failed(now)
         self.unreported.clear()
         self.sent = NOTHING_SENT
+        self.asked_back = False
         return was_attached
 
     def candidate(

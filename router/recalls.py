@@ -27,7 +27,7 @@ MARGIN = 1024.0
 
 
 class Recaller:
-    """Remembers what has been asked back already."""
+    """Asks an instance once for each request, and for the next ones when it has answered."""
 
     def __init__(self, pool: Pool, ledger: Ledger) -> None:
         self._pool = pool
@@ -55,7 +55,7 @@ class Recaller:
                 if better is None:
                     break
                 assert entry.address is not None
-                entry.recalled = True
+                entry.recalled = instance.asked_back = True
                 found[instance.name].append(entry.address[1])
                 candidates[instance.name] = _shifted(candidates[instance.name], entry, -1)
                 candidates[better] = _shifted(candidates[better], entry, 1)
@@ -63,13 +63,23 @@ class Recaller:
                     return found
         return found
 
+    def answered(self, instance: Instance) -> None:
+        """It has said which requests it gives back. The others stay, as they have begun."""
+        instance.asked_back = False
+
     def _last_queued(self, instance: Instance) -> list[Entry]:
         """Requests of ours that may still wait there, the last one first."""
         assert instance.report is not None
-        waiting = [entry for entry in self._ledger.of_instance(instance.name) if not entry.has_begun]
-        if any(entry.recalled for entry in waiting):
+        if instance.asked_back:
             return []  # what comes of that is not known yet
-        movable = [each for each in waiting if each.prompt.rank is None and each.attempts < MOST_TRIES]
+        movable = [
+            entry
+            for entry in self._ledger.of_instance(instance.name)
+            if not entry.has_begun
+            and not entry.recalled
+            and entry.prompt.rank is None
+            and entry.attempts < MOST_TRIES
+        ]
         return movable[::-1][: instance.report.queued]
 
     def _better(

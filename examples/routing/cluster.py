@@ -273,6 +273,8 @@ class Cluster:
                     for other, numbers in self._recaller.recalls(self._now).items():
                         self._deliver(other, Recall(numbers))
             case Recalled(numbers):
+                if self._recaller is not None:
+                    self._recaller.answered(instance)
                 for number in numbers:
                     entry = self._ledger.find(name, number)
                     if entry is not None:

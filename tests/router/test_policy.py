@@ -356,6 +356,13 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
     free.capacity = CAPACITY
     assert recaller.recalls(1.0) == {crowded.name: [11, 10, 9]}, "the last first; 12 has begun"
     assert recaller.recalls(1.0 + INTERVAL) == {}, "once is enough"
+    for number in (11, 9):
+        ledger.drop(ledger.at(crowded.name)[number])
+    recaller.answered(crowded)
+    again = recaller.recalls(1.0 + 2 * INTERVAL)
+    assert again == {crowded.name: [8, 7, 6]}, "10 was kept: it has begun, and is in nobody's way"
+    crowded.lost(1.1)
+    assert not crowded.asked_back, "nobody answers any more"
     assert chooser.choose(requests[20], 1.0) is not None
 
 
