@@ -81,9 +81,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_kv_heads: int = 0
 
 
-def find_model(name: str | None, revision: str | None = None, *, weights: bool = True) -> Path:
+def find_model(
+    name: str | None, revision: str | None = None, *, weights: bool = True, download: bool = True
+) -> Path:
     """The directory of a model given as a path, a shipped model's name or a Hugging Face id. What must be
-    fetched from the hub comes without the weights if nobody here reads them.
+    fetched from the hub comes without the weights if nobody here reads them; without ``download`` it must be
+    in the cache.
 
     Raises:
         CheckpointError: nothing by that name, here or on the hub.
@@ -108,7 +111,7 @@ def find_model(name: str | None, revision: str | None = None, *, weights: bool =
             f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a Hugging Face "
             f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
-    return _download(name, revision, WANTED_FILES + WEIGHT_FILES * weights)
+    return _of_hub(name, revision, WANTED_FILES + WEIGHT_FILES * weights, download)
 
 
 @contextlib.contextmanager
@@ -124,14 +127,18 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _download(repository: str, revision: str | None, wanted: list[str]) -> Path:
+def _of_hub(repository: str, revision: str | None, wanted: list[str], download: bool) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                repository, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES
+                repository,
+                revision=revision,
+                allow_patterns=wanted,
+                ignore_patterns=UNWANTED_FILES,
+                local_files_only=not download,
             )
         )
     except HFValidationError as error:

@@ -53,15 +53,16 @@ class MeshClient:
         self,
         coordinator: str,
         *,
-        model_directory: Path | None = None,
+        tokenizer: str | None = None,
         keys: MeshKeys | None = None,
         policy: Policy = Policy.PREFIX_AWARE,
     ) -> None:
+        """``tokenizer``: its directory, where it is not the model's."""
         self._context = with_room(zmq.asyncio.Context())
         self._name = f"router-{uuid.uuid4().hex[:8]}"
         self._keys = keys
         self._watcher = Watcher(coordinator, self._name, self._context, keys)
-        self._model_directory = model_directory
+        self._tokenizer = Path(tokenizer).expanduser() if tokenizer else None
         self._model: ServedModel | None = None
         self._pool = Pool()
         self._ledger = Ledger()
@@ -315,10 +316,15 @@ class MeshClient:
 
     def _learn_model(self, settings: Settings) -> ServedModel | None:
         try:
-            directory = self._model_directory or find_model(settings.model, settings.revision, weights=False)
+            download = self._tokenizer is None
+            directory = find_model(settings.model, settings.revision, weights=False, download=download)
         except CheckpointError as error:
-            logger.error("the router needs the model's tokenizer, but %s; give --tokenizer", error)
-            return None
+            if self._tokenizer is None:
+                logger.error("the router needs the model's tokenizer, but %s; give --tokenizer", error)
+                return None
+            name = settings.model
+            logger.warning("model %s is not here: sampling defaults are those of %s", name, self._tokenizer)
+            directory = self._tokenizer
         return ServedModel(
             names=settings.served_model_name,
             directory=str(directory),

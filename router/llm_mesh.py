@@ -184,10 +184,9 @@ class PrivateMesh:
                 self._listener.close()
 
     async def _serve(self) -> None:
-        tokenizer = self._config.http.tokenizer
         mesh = self.client = MeshClient(
             self._config.mesh.coordinator_endpoint,
-            model_directory=Path(tokenizer) if tokenizer else None,
+            tokenizer=self._config.http.tokenizer,
             keys=self._keys,
             policy=Policy(self._config.http.load_balancing_policy),
         )

@@ -47,6 +47,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     """Names that requests may use; the first is reported."""
     directory: str
+    """Its own, also with --tokenizer; the tokenizer's where the model is not on this host."""
     vocab_size: int
     max_model_len: int
 

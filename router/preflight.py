@@ -86,7 +86,7 @@ def defaults_problem(config: HttpConfig, model_directory: str) -> str | None:
 
 
 def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
-    directory = Path(config.http.tokenizer or model_directory)
+    directory = Path(config.http.tokenizer or model_directory).expanduser()
     file = directory / "tokenizer.json"
     try:
         msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)

@@ -130,7 +130,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         process.set_up(f"Router_{config.front_end}", config.log_level)
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
-        model_directory=Path(http.tokenizer) if http.tokenizer else None,
+        tokenizer=http.tokenizer,
         keys=keys,
         policy=Policy(http.load_balancing_policy),
     )

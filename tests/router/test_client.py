@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 import zmq.asyncio
 
-from coordinator.messages import FromCoordinator, ToCoordinator
-from coordinator.rpc import AsyncListener
+from coordinator.messages import FromCoordinator, Member, Settings, State, ToCoordinator
+from coordinator.rpc import AsyncListener, Peer
 from engine.messages import (
     Attach,
     Attached,
@@ -25,6 +27,7 @@ from engine.messages import (
 from engine.sampling import SamplingParams, ThinkingBudget
 from router.client import MeshClient
 from router.mesh import Prompt
+from tests.coordinator.test_membership import SETTINGS
 from tests.router.test_mesh_parts import member, view
 from tests.waiting import until_async
 
@@ -35,46 +38,58 @@ TOO_LARGE = SamplingParams(thinking=ThinkingBudget(10**30, (), (5,)))
 class World:
     """The other ends of a client's connections."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, tokenizer: str | None) -> None:
         self._coordinator: AsyncListener[ToCoordinator, FromCoordinator] = AsyncListener(
             context, "tcp://127.0.0.1:0", ToCoordinator, name="coordinator"
         )
         self._instance: AsyncListener[ToInstance, ToRouter] = AsyncListener(
             context, "tcp://127.0.0.1:0", ToInstance, name="instance"
         )
-        self.client = MeshClient(self._coordinator.endpoint)
+        self.client = MeshClient(self._coordinator.endpoint, tokenizer=tokenizer)
+        self._watcher: Peer | None = None
         self._attached = Attached("a", Capacity(16, 10, 4, 64, 100))
 
-    async def show(self, *, with_instance: bool) -> None:
-        """Tell the client who is there."""
-        peer, _ = await self._coordinator.receive()
-        members = [member("a", 0, address=self._instance.endpoint)] if with_instance else []
-        self._coordinator.send(peer, view(*members))
-        await until_async(
-            lambda: (found := self.client.view) is not None and len(found.members) == len(members)
-        )
+    def member(self, name: str = "a", state: State = State.READY) -> Member:
+        """All of them are at the same address."""
+        return member(name, 0, state, self._instance.endpoint)
 
-    async def submitted(self) -> Submit:
-        """The next request at the instance, which gives it a token and its end."""
+    async def show(self, *members: Member, settings: Settings | None = None) -> None:
+        """Tell the client who is there."""
+        if self._watcher is None:
+            self._watcher, _ = await self._coordinator.receive()
+        self._coordinator.send(self._watcher, msgspec.structs.replace(view(*members), settings=settings))
+        await until_async(lambda: (found := self.client.view) is not None and found.members == [*members])
+
+    async def taken(self) -> tuple[Peer, Submit]:
+        """The next request at the instance, and who sent it."""
         while True:
             peer, message = await self._instance.receive()
             if isinstance(message, Attach):
                 self._instance.send(peer, self._attached)
             elif isinstance(message, Submit):
-                self._instance.send(peer, Tokens([Delta(message.request, [7], FinishReason.LENGTH)]))
-                return message
+                return peer, message
+
+    def tell(self, peer: Peer, message: ToRouter) -> None:
+        """As the instance."""
+        self._instance.send(peer, message)
+
+    async def submitted(self) -> Submit:
+        """The next request at the instance, which gives it a token and its end."""
+        peer, message = await self.taken()
+        self.tell(peer, Tokens([Delta(message.request, [7], FinishReason.LENGTH)]))
+        return message
 
     def close(self) -> None:
         self._coordinator.close()
         self._instance.close()
 
 
-def run(work: Callable[[World], Awaitable[None]]) -> None:
+def run(work: Callable[[World], Awaitable[None]], tokenizer: str | None = None) -> None:
     """The client must be there until the end."""
 
     async def checked() -> None:
         context = zmq.asyncio.Context()
-        world = World(context)
+        world = World(context, tokenizer)
         following = asyncio.create_task(world.client.run())
         async with asyncio.timeout(20):
             await work(world)
@@ -95,7 +110,7 @@ def prompt(name: str, params: SamplingParams | None = None) -> Prompt:
 def test_what_cannot_be_sent_is_forgotten() -> None:
     async def work(world: World) -> None:
         client = world.client
-        await world.show(with_instance=True)
+        await world.show(world.member())
         first = client.generate(prompt("first"))
         assert (await world.submitted()).request_id == "first"
         assert [delta.token_ids async for delta in first] == [[7]]
@@ -103,7 +118,7 @@ def test_what_cannot_be_sent_is_forgotten() -> None:
             client.generate(prompt("too large", TOO_LARGE))
         assert (client.num_in_flight, client.flights(9)) == (0, [])
         assert "<Ledger 0 in flight>" in repr(client)
-        await world.show(with_instance=False)
+        await world.show()
 
     run(work)
 
@@ -113,7 +128,7 @@ def test_what_cannot_be_sent_ends_alone() -> None:
 
     async def work(world: World) -> None:
         client = world.client
-        await world.show(with_instance=True)
+        await world.show(world.member())
         large, small = client.generate(prompt("too large", TOO_LARGE)), client.generate(prompt("small"))
         assert client.num_in_flight == 2
         assert (await world.submitted()).request_id == "small"
@@ -124,3 +139,23 @@ def test_what_cannot_be_sent_ends_alone() -> None:
         assert client.num_in_flight == 0
 
     run(work)
+
+
+def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path: Path) -> None:
+    """Its sampling defaults are there; elsewhere they are looked for only if it is not on this host."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    model.mkdir()
+
+    def directory_of(name: str) -> str:
+        found: list[str] = []
+
+        async def work(world: World) -> None:
+            await world.show(settings=msgspec.structs.replace(SETTINGS, model=name))
+            assert world.client.model is not None
+            found.append(world.client.model.directory)
+
+        run(work, str(tokenizer))
+        return found[0]
+
+    assert directory_of(str(model)) == str(model)
+    assert directory_of("/nowhere") == str(tokenizer)

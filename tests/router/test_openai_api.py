@@ -396,3 +396,5 @@ def test_another_tokenizer(loads: Loads, model_directory: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         loads()
     assert repr(loads(tokenizer=str(model_directory))).startswith("<TextModel tiny <Tokenizer with ")
+    (loads.directory / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert loads(tokenizer=str(model_directory)).defaults == {"temperature": 0.6}, "the model's"
