@@ -261,7 +261,7 @@ class MeshClient:
         if not self._links[instance.name].send(entry.submit(number)):
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
             self._lost(instance)
-            entry.fruitless -= 1  # it never got there
+            entry.uncount_try()  # it never got there
             entry.owed = True
             self.faults.count(Event.RESUME, "connection_lost")
             self._resume(entry, instance)
@@ -369,6 +369,8 @@ class MeshClient:
         for entry in lost:
             entry.owed = True
             entry.moves(loss)
+            if instance.is_leaving:
+                entry.uncount_try()
             self._resume(entry, instance, patience)
 
     async def _place_orphans_again(self) -> None:
@@ -465,6 +467,7 @@ class MeshClient:
             if entry is None:
                 continue
             entry.owed = True
+            entry.uncount_try()
             self._moves += 1
             self._chooser.settle(entry)  # it leaves nothing there
             try:
@@ -481,7 +484,9 @@ class MeshClient:
             return
         if not refused.retry:
             self._give_up(entry, MeshError(400, "BadRequestError", refused.reason))
-        elif entry.owed or not instance.ready:
+            return
+        entry.uncount_try()
+        if entry.owed or not instance.ready:
             entry.owed = True
             self.faults.count(Event.RESUME, "refused")
             self._resume(entry, instance)

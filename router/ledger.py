@@ -62,7 +62,8 @@ class Entry:
     address: Address | None = None
     attempts: int = 0
     fruitless: int = 0
-    """Tries in a row without a token."""
+    """Tries in a row without a token, as far as they count (:meth:`uncount_try`); 0 once the current one has
+    given one."""
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
@@ -108,9 +109,14 @@ class Entry:
         self.ends_its_move()
         self.loss = loss
 
+    def uncount_try(self) -> None:
+        """It was asked back or refused, or its instance leaves: if the try has given no token, that is not
+        because of the request."""
+        self.fruitless = max(0, self.fruitless - 1)
+
     def failed_at(self, rank: int) -> None:
-        """Its try there came to nothing more. What failed before that try gave tokens is long past."""
-        self.failed_ranks = (self.failed_ranks if self.fruitless else frozenset()) | {rank}
+        """Its try there came to nothing more."""
+        self.failed_ranks |= {rank}
 
     def ends_its_move(self) -> None:
         """It is given up, or moves again."""
@@ -187,7 +193,7 @@ class Ledger:
         if entry.has_begun and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids
-        entry.fruitless = 0
+        entry.fruitless, entry.failed_ranks = 0, frozenset()
         entry.has_begun = True
         if delta.finish_reason is not None:
             self.drop(entry)

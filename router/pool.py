@@ -89,6 +89,11 @@ class Instance:
     def ready(self) -> bool:
         return self.member.state is State.READY and self.attached and not self.leaves
 
+    @property
+    def is_leaving(self) -> bool:
+        """Of its own accord, which no request has brought about."""
+        return self.leaves or not self.member.state.stays
+
     def is_answering(self, now: float) -> bool:
         """Whether it serves, and will have answered on our new connection in a moment."""
         is_new = now < self.seen_at + ANSWER_TIMEOUT

@@ -19,6 +19,7 @@ from engine.messages import (
     Capacity,
     Delta,
     FinishReason,
+    Recalled,
     Submit,
     ToInstance,
     Tokens,
@@ -26,6 +27,7 @@ from engine.messages import (
 )
 from engine.sampling import SamplingParams, ThinkingBudget
 from router.client import MeshClient
+from router.ledger import MAX_FRUITLESS
 from router.mesh import Prompt
 from tests.coordinator.test_membership import SETTINGS
 from tests.router.test_mesh_parts import member, view
@@ -137,6 +139,43 @@ def test_what_cannot_be_sent_ends_alone() -> None:
             async for _ in large:
                 pass
         assert client.num_in_flight == 0
+
+    run(work)
+
+
+def test_a_request_goes_on_whose_instances_leave_one_after_the_other() -> None:
+    """As when all of a large mesh are started anew, and it waits in each queue."""
+
+    async def work(world: World) -> None:
+        await world.show(world.member("0"))
+        stream = world.client.generate(prompt("queued"))
+        for number in range(MAX_FRUITLESS + 1):
+            await world.taken()
+            await world.show(world.member(str(number), State.DRAINING))
+            await world.show()
+            assert world.client.num_in_flight == 1
+            await world.show(world.member(str(number + 1)))
+        await world.submitted()
+        assert [delta.token_ids async for delta in stream] == [[7]]
+        await world.show()
+
+    run(work)
+
+
+def test_a_request_that_was_often_asked_back_survives_a_loss() -> None:
+    async def work(world: World) -> None:
+        await world.show(world.member("a"))
+        stream = world.client.generate(prompt("queued"))
+        for _ in range(MAX_FRUITLESS):
+            peer, submit = await world.taken()
+            world.tell(peer, Recalled([submit.request]))
+        await world.taken()
+        await world.show()
+        assert world.client.num_in_flight == 1
+        await world.show(world.member("b"))
+        await world.submitted()
+        assert [delta.token_ids async for delta in stream] == [[7]]
+        await world.show()
 
     run(work)
 

@@ -263,11 +263,25 @@ def test_tries_that_give_tokens_are_not_fruitless() -> None:
     assert (request.attempts, request.fruitless) == (4, 1)
 
 
+def test_tries_that_the_request_did_not_end_are_not_fruitless() -> None:
+    ledger, request = Ledger(), entry()
+    for instance in ("a", "b"):
+        ledger.place(request, instance, 1)
+    request.uncount_try()
+    assert (request.attempts, request.fruitless) == (2, 1)
+    ledger.place(request, "c", 1)
+    take(ledger, "c", Delta(1, [10]))
+    request.uncount_try()
+    assert request.fruitless == 0
+
+
 def test_who_failed_a_request_is_avoided_until_it_has_a_token_again() -> None:
     ledger, request = Ledger(), entry()
     ledger.place(request, "a", 1)
+    request.uncount_try()  # it was refused
     request.failed_at(0)
     ledger.place(request, "b", 1)
+    request.uncount_try()
     request.failed_at(1)
     assert request.failed_ranks == {0, 1}
     ledger.place(request, "c", 1)
