@@ -9,7 +9,7 @@ import uvloop
 from coordinator import process
 from coordinator.flags import parse
 from router.config import RouterConfig
-from router.preflight import defaults_problem
+from router.preflight import defaults_problem, template_problem
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,11 +20,12 @@ def main(argv: list[str] | None = None) -> int:
         description="The OpenAI-compatible endpoint of a Lockstep mesh.",
     )
     process.set_up("Router", config.log_level, config.mesh.observability.log_format)
-    if config.http.generation_config != "auto":  # else it is known with the model
+    problem = template_problem(config.http)
+    if problem is None and config.http.generation_config != "auto":  # else it is known with the model
         problem = defaults_problem(config.http, "")
-        if problem is not None:
-            print(f"python -m router: error: {problem}", file=sys.stderr)
-            return process.EXIT_USAGE
+    if problem is not None:
+        print(f"python -m router: error: {problem}", file=sys.stderr)
+        return process.EXIT_USAGE
     keys = process.mesh_keys(config.mesh, "python -m router")
     from router.server import serve  # after the flags: --help needs no HTTP server
 

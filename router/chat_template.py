@@ -203,15 +203,25 @@ def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | N
     else tokenizer_config.json.
 
     Raises:
-        ChatTemplateError: one does not compile, or the file to use instead is not there.
+        ChatTemplateError: one does not compile, or cannot be read.
     """
     if override is not None:
-        sources = {"default": _text_of(override)}
-    else:
-        sources = _from_config(tokenizer.config) | _from_files(directory)
+        return ChatTemplates({"default": named_chat_template(override, tokenizer.special_tokens)})
+    sources = _from_config(tokenizer.config) | _from_files(directory)
     return ChatTemplates(
         {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
     )
+
+
+def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The one that --chat-template names: a file, or the text itself.
+
+    Raises:
+        ChatTemplateError: it does not compile, cannot be read, or is not there.
+    """
+    is_text = "{" in named or "\n" in named
+    source = named if is_text else _read(Path(os.path.expanduser(named)))
+    return ChatTemplate(source, special_tokens)
 
 
 def content_texts(index: int, content: Any) -> list[str]:
@@ -244,16 +254,13 @@ def content_texts(index: int, content: Any) -> list[str]:
 # ---- where templates come from
 
 
-def _text_of(override: str) -> str:
-    if "{" in override or "\n" in override:
-        return override
+def _read(path: Path) -> str:
     try:
-        return Path(os.path.expanduser(override)).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ChatTemplateError(
-            f"The chat template {override!r} is neither Jinja text nor a file that can be read: {reason}."
-        ) from error
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"The chat template {path} is no text in UTF-8: {error}") from error
+    except OSError as error:
+        raise ChatTemplateError(f"The chat template {path} cannot be read: {error.strerror}") from error
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
@@ -273,12 +280,11 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _from_files(directory: Path) -> dict[str, str]:
     sources = {
-        path.stem: path.read_text(encoding="utf-8")
-        for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+        path.stem: _read(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
     }
     main = directory / "chat_template.jinja"
     if main.is_file():
-        sources["default"] = main.read_text(encoding="utf-8")
+        sources["default"] = _read(main)
     return sources
 
 

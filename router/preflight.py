@@ -73,7 +73,11 @@ def text_problem(config: ServeConfig, model_directory: str) -> str | None:
     """Why the router could not make tokens and sampling parameters of a request, None if it can."""
     if config.mesh.headless or config.engine.nodes.node_rank:
         return None  # there is no router here
-    return defaults_problem(config.http, model_directory) or _tokenizer_problem(config, model_directory)
+    return (
+        defaults_problem(config.http, model_directory)
+        or template_problem(config.http)
+        or _tokenizer_problem(config, model_directory)
+    )
 
 
 def defaults_problem(config: HttpConfig, model_directory: str) -> str | None:
@@ -82,6 +86,19 @@ def defaults_problem(config: HttpConfig, model_directory: str) -> str | None:
         sampling_defaults(config, model_directory)
     except CheckpointError as error:
         return str(error)
+    return None
+
+
+def template_problem(config: HttpConfig) -> str | None:
+    """Why --chat-template cannot be used, None if it can or is not given."""
+    if config.chat_template is None:
+        return None
+    from router.chat_template import ChatTemplateError, named_chat_template  # slow to import
+
+    try:
+        named_chat_template(config.chat_template, {})
+    except ChatTemplateError as error:
+        return f"--chat-template cannot be used: {error}"
     return None
 
 

@@ -60,7 +60,8 @@ class TextModels:
             logger.error("the text files of %s cannot be used: %s", served.names[0], error)
             raise ApiError(
                 500,
-                "The model's tokenizer or sampling defaults cannot be used; the router's log says why.",
+                "The tokenizer, the chat template or the sampling defaults of the model cannot be used; "
+                "the router's log says why.",
                 headers={"x-should-retry": "false"},
             ) from error
 

@@ -293,6 +293,11 @@ def without_weights(path: Path) -> Path:
         ([with_half_a_tokenizer], 2, "tokenizer.json is broken"),
         ([with_hot_defaults], 2, "generation_config.json: temperature = 'hot' is no number: mend that, or"),
         (["--generation-config", "/nowhere"], 2, "/nowhere has no generation_config.json: mend that, or"),
+        (
+            ["--chat-template", "nowhere.jinja"],
+            2,
+            "--chat-template cannot be used: The chat template 'nowhere.jinja' is",
+        ),
         ([without_weights], 2, "It has pytorch_model.bin, a pickle format, which is never loaded"),
     ],
     ids=[
@@ -308,6 +313,7 @@ def without_weights(path: Path) -> Path:
         "half a tokenizer",
         "sampling defaults",
         "named defaults",
+        "chat template",
         "weights",
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router import chat_template
-from router.chat_template import ChatTemplate, ChatTemplateError, load_chat_templates
+from router.chat_template import ChatTemplate, ChatTemplateError, load_chat_templates, named_chat_template
 from router.tokens import Tokenizer, load_tokenizer
 from tests.router import tiny_tokenizer
 
@@ -236,18 +236,33 @@ def test_where_templates_come_from(tmp_path: Path, tokenizer: Tokenizer) -> None
     assert text(str(tmp_path / "mine.jinja"), tools=True) == "mine"
     assert text("{{ messages[0].role }}") == "user"
     assert text("~{{ messages[0].role }}") == "~user"
-    (tmp_path / "latin.jinja").write_bytes(b"\xff")
-    for name, reason in {
-        "nowhere.jinja": "No such file",
-        "~nobody-here/a.jinja": "No such file",
-        "n" * 300: "File name too long",
-        str(tmp_path): "Is a directory",
-        str(tmp_path / "latin.jinja"): "can't decode byte",
-    }.items():
-        with pytest.raises(
-            ChatTemplateError, match=f"neither Jinja text nor a file that can be read: .*{reason}"
-        ):
-            text(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("latin.jinja", "latin.jinja is no text in UTF-8"),
+        ("nowhere.jinja", "nowhere.jinja cannot be read: No such file"),
+        ("~nobody-of-this-name/x.jinja", "cannot be read: No such file"),
+        ("x" * 300, "cannot be read: File name too long"),
+        ("/", "cannot be read: Is a directory"),
+        ("{% if %}", "does not compile"),
+    ],
+)
+def test_a_named_template_that_cannot_be_used(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.jinja").write_bytes("{# \xe9t\xe9 #}".encode("latin-1"))
+    with pytest.raises(ChatTemplateError, match=says):
+        named_chat_template(name, {})
+
+
+def test_a_template_of_the_model_that_is_no_text(tmp_path: Path) -> None:
+    directory = tiny_tokenizer.write_model(tmp_path)
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ChatTemplateError, match="is no text in UTF-8"):
+        load_chat_templates(directory, load_tokenizer(directory))
 
 
 def test_no_template(tmp_path: Path) -> None:

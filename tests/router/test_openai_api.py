@@ -18,7 +18,7 @@ from router.errors import ApiError
 from router.mesh import Prompt, ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
 from router.parameters import sampling_params
-from router.preflight import defaults_problem
+from router.preflight import defaults_problem, template_problem
 from router.prompts import chat_prompt, completion_prompts
 from router.rules import check_chat, check_completion
 from router.text_model import TextModel, load_text_model
@@ -391,10 +391,18 @@ def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:
         loads(chat_template="{% if %}")
 
 
+def test_a_named_template_is_looked_at_before_anything_starts() -> None:
+    problem = template_problem(HttpConfig(chat_template="{% if %}"))
+    assert problem is not None
+    assert problem.startswith("--chat-template cannot be used: The chat template does not compile")
+    assert template_problem(HttpConfig(chat_template="{{ messages }}")) is None
+    assert template_problem(HttpConfig()) is None
+
+
 def test_another_tokenizer(loads: Loads, model_directory: Path) -> None:
     (loads.directory / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         loads()
-    assert repr(loads(tokenizer=str(model_directory))).startswith("<TextModel tiny <Tokenizer with ")
     (loads.directory / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert repr(loads(tokenizer=str(model_directory))).startswith("<TextModel tiny <Tokenizer with ")
     assert loads(tokenizer=str(model_directory)).defaults == {"temperature": 0.6}, "the model's"
