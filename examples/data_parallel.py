@@ -46,7 +46,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0 (default: %(default)s)")
     parser.add_argument("--master-addr", default="127.0.0.1", help="address of node 0 (default: %(default)s)")
     parser.add_argument("--master-port", type=int, default=29550, help="a port there (default: %(default)s)")
-    parser.add_argument("--enable-expert-parallel", action="store_true", help="spread experts over instances")
+    parser.add_argument(
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="spread experts over instances (default: as serve does)",
+    )
     parser.add_argument("--num-prompts", type=int, default=16, help="(default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, help="context in tokens; unset: the model's")
     parser.add_argument(

@@ -83,7 +83,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int | None = None,
-        enable_expert_parallel: bool = False,
+        enable_expert_parallel: bool | None = None,
         dtype: Any = "auto",
         seed: int | None = 0,
         max_model_len: int | str | None = None,
@@ -95,7 +95,8 @@ class LLM:
         **flags: Any,
     ) -> None:
         """``model``: a directory or a Hugging Face repository id; None: the one that ships with Lockstep.
-        ``seed`` makes samples without a seed of their own repeatable, call by call; None: unpredictable."""
+        ``enable_expert_parallel``: None spreads experts where ``serve`` does. ``seed`` makes samples without
+        a seed of their own repeatable, call by call; None: unpredictable."""
         config = llm_config(
             {
                 "model": model,
@@ -103,7 +104,7 @@ class LLM:
                 "tensor_parallel_size": tensor_parallel_size,
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "data_parallel_size": data_parallel_size,
-                "enable_expert_parallel": enable_expert_parallel or None,
+                "enable_expert_parallel": enable_expert_parallel,
                 "dtype": dtype,
                 "seed": seed,
                 "max_model_len": max_model_len,

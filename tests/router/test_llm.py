@@ -381,6 +381,13 @@ def test_a_port_that_others_know_is_not_chosen_freely(make_llm: Make) -> None:
 
 # ---- running
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_experts_are_spread_as_asked(make_llm: Make, asked: bool | None) -> None:
+    llm = make_llm(data_parallel_size=2, enable_expert_parallel=asked)
+    assert isinstance(llm._mesh, ScriptedMesh)
+    assert llm._mesh.config.engine.device.enable_expert_parallel is asked
+
+
 
 def jobs_of(model: TextModel, *params: SamplingParams, length: int = 3) -> list[Any]:
     maker = JobMaker(model, 20, random.Random(0))
