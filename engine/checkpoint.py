@@ -150,6 +150,12 @@ def _of_hub(repository: str, revision: str | None, wanted: list[str], download: 
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"model {repository!r} could not be fetched from the hub: {error}") from error
+    except Exception as error:  # transfers break with exceptions of whatever library does them
+        problem = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"model {repository!r} could not be fetched from the hub: {problem}; try again, and check the "
+            "network and its proxies"
+        ) from error
 
 
 @_as_said()

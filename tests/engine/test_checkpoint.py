@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +71,39 @@ def test_the_hub_is_asked_for_repository_ids_only(monkeypatch: pytest.MonkeyPatc
         find_model("owner/name")
     with pytest.raises(CheckpointError, match="no valid repository id"):
         find_model("owner/na me?")
+
+
+def test_what_breaks_on_the_way_to_the_hub_is_said(tmp_path: Path) -> None:
+    """As most of it does, with an exception of the library that sends requests."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            self.send_error(407)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        kept.pop("HF_HUB_OFFLINE", None)
+        address = f"http://127.0.0.1:{proxy.server_address[1]}"
+        hub = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": address}
+        code = "from engine.checkpoint import find_model; find_model('owner/name')"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=kept | hub,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        proxy.shutdown()
+    *_, said = done.stderr.splitlines()
+    assert said.startswith(
+        "engine.checkpoint.CheckpointError: model 'owner/name' could not be fetched from the hub"
+    )
+    assert "ProxyError: 407" in said
 
 
 def test_facts_of_the_shipped_model() -> None:
