@@ -5,6 +5,8 @@ Importing this loads nothing; the first use of a name does.
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,10 +32,13 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
+PACKAGES = ("parallel", "coordinator", "engine", "router")
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    _check_packages()
     from router import llm
 
     return getattr(llm, name)
@@ -41,3 +46,23 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _check_packages() -> None:
+    """Our packages have common names, and Python takes the first that it finds: often what lies beside the
+    program.
+
+    Raises:
+        ImportError: it finds another one; says which.
+    """
+    for name in PACKAGES:
+        ours = Path(__file__).with_name(name) / "__init__.py"
+        spec = importlib.util.find_spec(name)
+        found = spec.origin if spec is not None else None
+        if found is not None and ours.exists() and not ours.samefile(found):
+            raise ImportError(
+                f"{found} stands in the way of Lockstep's package {name!r} ({ours.parent}): rename it, or "
+                "move the program to another directory",
+                name=name,
+                path=found,
+            )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,14 +381,14 @@ def test_a_port_that_others_know_is_not_chosen_freely(make_llm: Make) -> None:
         assert llm._mesh.port_is_free_choice is is_free
 
 
-# ---- running
-
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_experts_are_spread_as_asked(make_llm: Make, asked: bool | None) -> None:
     llm = make_llm(data_parallel_size=2, enable_expert_parallel=asked)
     assert isinstance(llm._mesh, ScriptedMesh)
     assert llm._mesh.config.engine.device.enable_expert_parallel is asked
 
+
+# ---- running
 
 
 def jobs_of(model: TextModel, *params: SamplingParams, length: int = 3) -> list[Any]:
@@ -485,6 +487,20 @@ def test_importing_lockstep_loads_nothing() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["router", "engine"])
+def test_who_stands_in_the_way_of_our_packages_is_named(name: str, tmp_path: Path) -> None:
+    other = tmp_path / f"{name}.py"
+    other.write_text("raise SystemExit('this is not ours')\n")
+    program = tmp_path / "program.py"
+    program.write_text("from lockstep import LLM\n")
+    root = str(Path(lockstep.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": root},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert f"ImportError: {other} stands in the way of Lockstep's package {name!r}" in done.stderr
 
 
 def test_lockstep_has_what_it_says() -> None:
