@@ -37,7 +37,8 @@ class TracingMissing(Exception):
 
     def __init__(self) -> None:
         super().__init__(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'lockstep[otel]', or leave the flag out"
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install '.[otel]' in Lockstep's clone, or leave "
+            "the flag out"
         )
 
 

@@ -231,7 +231,7 @@ def plot(path: Path, axis: str, found: dict[str, dict[int, float]], places: list
     try:
         import matplotlib
     except ImportError:
-        print("no plots: pip install 'lockstep[bench]' brings matplotlib", file=sys.stderr)
+        print("no plots: pip install '.[bench]' brings matplotlib", file=sys.stderr)
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -214,7 +214,7 @@ def show(page: Page, plots: Path | None) -> None:
         try:
             plot(plots, page)
         except ImportError:
-            tell("no plots: pip install 'lockstep[bench]' brings matplotlib")
+            tell("no plots: pip install '.[bench]' brings matplotlib")
 
 
 def parse_args() -> Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 
-INSTALL = "Ray is not installed here: pip install 'lockstep[ray]', on all nodes of the cluster"
+INSTALL = "Ray is not installed here: pip install '.[ray]' in Lockstep's clone, on all nodes of the cluster"
 
 
 def why_not() -> str | None:

@@ -64,7 +64,8 @@ def main(argv: list[str]) -> int:
     try:
         import aiohttp  # noqa: F401
     except ImportError:
-        print(f"{PROG}: error: this needs aiohttp: pip install 'lockstep[bench]'", file=sys.stderr)
+        missing = "this needs aiohttp: pip install '.[bench]' in Lockstep's clone"
+        print(f"{PROG}: error: {missing}", file=sys.stderr)
         return process.EXIT_USAGE
     import uvloop
 

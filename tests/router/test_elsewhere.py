@@ -56,5 +56,6 @@ def test_without_ray_it_is_said_how_to_get_it(
     for flag in ("--data-parallel-backend", "--distributed-executor-backend"):
         assert main_serve([flag, "ray"]) == 2
         assert (
-            f"{flag} ray: Ray is not installed here: pip install 'lockstep[ray]'" in capsys.readouterr().err
+            f"{flag} ray: Ray is not installed here: pip install '.[ray]' in Lockstep's clone"
+            in capsys.readouterr().err
         )

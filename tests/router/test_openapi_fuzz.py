@@ -22,7 +22,7 @@ EXAMPLES = os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "5")
 def test_no_request_ends_in_a_server_error(server: Server, tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "schemathesis"
     if not command.exists():
-        pytest.skip("schemathesis is not installed: pip install 'lockstep[dev]'")
+        pytest.skip("schemathesis is not installed: pip install '.[dev]'")
     done = subprocess.run(
         [
             str(command), "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error",
