@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import random
 import shlex
@@ -49,6 +48,25 @@ SAMPLING = {
     "presence_penalty": float,
 }
 """Fields that go into each request, with their types."""
+LEAST = {
+    "port": 1,
+    "num_prompts": 1,
+    "max_concurrency": 1,
+    "concurrency": 1,
+    "burst_size": 1,
+    "num_warmups": 0,
+    "random_input_len": 1,
+    "random_output_len": 1,
+    "random_prefix_len": 0,
+    "random_vocab": LOWEST_ID + 1,
+    "sharegpt_output_len": 1,
+    "prefix_repetition_prefix_len": 0,
+    "prefix_repetition_suffix_len": 1,
+    "prefix_repetition_num_prefixes": 1,
+    "prefix_repetition_output_len": 1,
+    "multi_turn_num_turns": 1,
+}
+"""Flags of counts and lengths, with the lowest that means something."""
 
 
 def main(argv: list[str]) -> int:
@@ -210,7 +228,10 @@ def _counter(directory: Path) -> Callable[[str], int]:
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"--tokenizer: {directory} has no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # its library raises nothing more special
+        raise ValueError(f"--tokenizer: {file} is broken: {error}") from error
     return lambda text: len(tokenizer.encode(text).ids)
 
 
@@ -227,23 +248,30 @@ def arrivals(args: Args) -> Arrivals:
 
 
 def save(args: Args, results: Sequence[Result]) -> None:
-    """--save-result: a file per run, named as vLLM does; --output-json: the sums of all in one."""
+    """--save-result: a file per run; --output-json: the sums of all in one."""
     for result in results if args.save_result else ():
-        limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
-        model = str(result["model_id"]).rstrip("/").split("/")[-1]
-        name = (
-            f"{args.label or args.backend}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
-        )
-        args.result_dir.mkdir(parents=True, exist_ok=True)
-        if args.result_filename:
-            given = Path(args.result_filename)
-            name = str(given if len(results) == 1 else given.with_stem(f"{given.stem}{limit}"))
-        (args.result_dir / name).write_text(json.dumps(result))
+        file = _file_of(args, result, is_one_of_several=len(results) > 1)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result))
     if args.output_json:
         sums = [{key: result[key] for key in result if key[:-1] not in DETAILS} for result in results]
         page = {"command": shlex.join(sys.argv), "machine": machine(), "runs": sums}
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_text(json.dumps(page, indent=1) + "\n")
+
+
+def _file_of(args: Args, result: Result, *, is_one_of_several: bool) -> Path:
+    """Where a run is saved: by default under a name as vLLM makes it."""
+    limit = f"-concurrency{result['max_concurrency']}" if result["max_concurrency"] else ""
+    if args.result_filename:
+        given = Path(args.result_filename)
+        name = given.with_stem(f"{given.stem}{limit}") if is_one_of_several else given
+    else:
+        model = str(result["model_id"]).rstrip("/").split("/")[-1]
+        run = f"{result['request_rate']}qps{limit}-{model}-{result['date']}"
+        name = Path(f"{args.label or args.backend}-{run}.json")
+    found: Path = args.result_dir / name
+    return found
 
 
 def _check_places(args: Args) -> None:
@@ -252,16 +280,14 @@ def _check_places(args: Args) -> None:
     Raises:
         OSError: they cannot.
     """
-    folders = [args.result_dir] if args.save_result else []
-    if args.output_json:
-        folders.append(args.output_json.parent)
-        if args.output_json.is_dir():
-            raise IsADirectoryError(
-                errno.EISDIR, "a file is needed, this is a directory", str(args.output_json)
-            )
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+    files = [args.output_json] if args.output_json else []
+    if args.save_result:  # the rest of a name that is not given is known with the run
+        files.append(args.result_dir / (args.result_filename or f"{args.label or args.backend}-.json"))
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+        if file.exists():
+            file.open("ab").close()
 
 
 def _percents(text: str) -> list[float]:
@@ -291,7 +317,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     )
     add = parser.add_argument
     add("--backend", choices=["openai", "vllm", "openai-chat"], default="openai", help="completions or chat")
-    add("--base-url", help="of the server (default: http://127.0.0.1:8000)")
+    add("--base-url", help="of the server, with or without /v1 (default: http://127.0.0.1:8000)")
     add("--host", help="instead of --base-url")
     add("--port", type=int, help="instead of --base-url")
     add("--serve", metavar="ARGS", help="start 'serve ARGS' for the runs, instead of --base-url")
@@ -364,16 +390,22 @@ def parse_args(argv: Sequence[str]) -> Args:
     args.base_url = (args.base_url or where).rstrip("/")
     args.backend = "openai" if args.backend == "vllm" else args.backend
     args.endpoint = args.endpoint or f"/v1/{'chat/' * (args.backend == 'openai-chat')}completions"
+    if args.base_url.endswith("/v1"):  # as serve prints it
+        args.base_url = args.base_url.removesuffix("/v1")
+        args.endpoint = "/v1" + args.endpoint.removeprefix("/v1")
     return args
 
 
+def _too_small(args: Args) -> str | None:
+    for name, least in LEAST.items():
+        given = getattr(args, name)
+        values = given if isinstance(given, list) else [least if given is None else given]
+        if min(values) < least:
+            return f"--{name.replace('_', '-')} must be at least {least}, not {min(values)}"
+    return None
+
+
 def _problem(args: Args) -> str | None:
-    counts = [args.num_prompts, args.max_concurrency, args.burst_size, *(args.concurrency or [])]
-    counts += [args.random_input_len, args.random_output_len, args.random_vocab - LOWEST_ID]
-    counts += [args.random_prefix_len + 1, args.num_warmups + 1, args.multi_turn_num_turns]
-    counts += [args.prefix_repetition_suffix_len, args.prefix_repetition_num_prefixes]
-    counts += [args.prefix_repetition_prefix_len + 1, args.prefix_repetition_output_len]
-    counts += [args.sharegpt_output_len, args.port]
     rates = [args.request_rate, args.burstiness, args.burst_interval]
     rates += [rate for rate in (args.ramp_up_start_rps, args.ramp_up_end_rps) if rate is not None]
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
@@ -381,7 +413,6 @@ def _problem(args: Args) -> str | None:
         "--serve starts its own server: leave out --base-url, --host and --port": args.serve is not None
         and (args.base_url or args.host or args.port),
         "--base-url says where: leave out --host and --port": args.base_url and (args.host or args.port),
-        "a count or a length is too small": any(n is not None and n < 1 for n in counts),
         "rates, --burstiness and --burst-interval must be above 0": not all(rate > 0 for rate in rates),
         "--random-range-ratio is from 0 to below 1": not 0 <= args.random_range_ratio < 1,
         "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps need each other": len(
@@ -395,4 +426,4 @@ def _problem(args: Args) -> str | None:
         "percentiles are numbers from 0 to 100": not all(0 <= p <= 100 for p in args.metric_percentiles),
         "--extra-body must be a JSON object": not isinstance(args.extra_body, dict),
     }
-    return next((problem for problem, is_wrong in checks.items() if is_wrong), None)
+    return _too_small(args) or next((problem for problem, is_wrong in checks.items() if is_wrong), None)

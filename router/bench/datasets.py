@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -119,11 +120,13 @@ def sharegpt(
     return [found[number % len(found)] for number in range(count)]
 
 
-def _first_turns(entries: list[dict[str, list[dict[str, str]]]]) -> Iterator[tuple[str, str]]:
+def _first_turns(entries: list[Any]) -> Iterator[tuple[str, str]]:
+    """Those that have both; some files hold turns without a text."""
     for entry in entries:
         turns = entry.get("conversations") or entry.get("conversation") or []
-        if len(turns) >= 2:
-            yield turns[0]["value"], turns[1]["value"]
+        texts = [turn["value"] for turn in turns[:2]]
+        if len(texts) == 2 and all(isinstance(text, str) for text in texts):
+            yield texts[0], texts[1]
 
 
 def _ids(rng: random.Random, count: int, shape: Shape) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 
 from router.bench import client
 from router.bench.arrivals import Arrivals, pauses
-from router.bench.command import main, parse_args, save
+from router.bench.command import conversations, main, parse_args, save
 from router.bench.datasets import Shape, prefix_repetition, random_prompts, sharegpt
 from router.bench.report import Outcome, meets, report, summary
 
@@ -60,6 +60,10 @@ def test_sharegpt(tmp_path: Path) -> None:
         (turns[0][0], 18)
     ] * 3
     assert sharegpt(file, random.Random(0), 1, output_len=7)[0][0].output_len == 7
+    silent = [{"from": "human", "value": None}, {"from": "gpt", "value": "an answer of some length"}]
+    file.write_text(json.dumps([{"conversations": silent}]))
+    with pytest.raises(ValueError, match="has no question of"):
+        sharegpt(file, random.Random(0), 1)
     file.write_text('{"no": "list"}')
     with pytest.raises(ValueError, match="is no ShareGPT file"):
         sharegpt(file, random.Random(0), 1)
@@ -126,11 +130,16 @@ def test_summary_and_goodput() -> None:
         (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--goodput", "speed:3"], "goals are ttft, tpot, e2el"),
         (["--ramp-up-strategy", "linear"], "need each other"),
-        (["--num-prompts", "0"], "too small"),
+        (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--request-rate", "0"], "must be above 0"),
         (["--request-rate", "nan"], "must be above 0"),
-        (["--prefix-repetition-output-len", "-1"], "too small"),
-        (["--port", "-1"], "too small"),
+        (
+            ["--prefix-repetition-output-len", "-1"],
+            "--prefix-repetition-output-len must be at least 1, not -1",
+        ),
+        (["--port", "0"], "--port must be at least 1, not 0"),
+        (["--concurrency", "8", "0"], "--concurrency must be at least 1, not 0"),
+        (["--random-vocab", "16"], "--random-vocab must be at least 17, not 16"),
         (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
         (["--percentile-metrics", "foo"], "metrics are ttft"),
         (["--header", "x"], "'x' must be NAME=VALUE"),
@@ -160,6 +169,37 @@ def test_flags_for_requests_and_results(tmp_path: Path) -> None:
     assert (args.metadata, args.sampling) == ({"gpu": "none"}, {"top_k": 3})
     save(args, [{"max_concurrency": None, "model_id": "m", "request_rate": "inf", "date": "d"}])
     assert [path.name for path in tmp_path.iterdir()] == ["mine-infqps-m-d.json"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [
+        (["--base-url", "http://x:1"], "http://x:1/v1/completions"),
+        (["--base-url", "http://x:1/v1/"], "http://x:1/v1/completions"),
+        (["--base-url", "http://x:1/a/v1", "--backend", "openai-chat"], "http://x:1/a/v1/chat/completions"),
+        (["--base-url", "http://x:1/v1", "--endpoint", "/v1/other"], "http://x:1/v1/other"),
+        (["--base-url", "http://x:1/v1", "--endpoint", "/other"], "http://x:1/v1/other"),
+        (["--base-url", "http://x:1", "--endpoint", "/other"], "http://x:1/other"),
+    ],
+)
+def test_the_base_url_may_be_that_of_the_api(argv: list[str], asked: str) -> None:
+    args = parse_args(argv)
+    assert args.base_url + args.endpoint == asked
+    assert not args.base_url.endswith("/v1"), "models are listed at /v1/models behind it"
+
+
+@pytest.mark.parametrize("argv", [["--result-filename", "a/b.json"], ["--label", "a/b"]])
+def test_results_may_go_into_folders(argv: list[str], tmp_path: Path) -> None:
+    run = {"max_concurrency": None, "model_id": "m", "request_rate": "inf", "date": "d"}
+    save(parse_args([*argv, "--save-result", "--result-dir", str(tmp_path)]), [run])
+    assert [path.parent.name for path in tmp_path.rglob("*.json")] == ["a"]
+
+
+def test_a_tokenizer_that_is_broken_is_said(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", "x", "--tokenizer", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"--tokenizer: .*tokenizer\.json is broken"):
+        conversations(parse_args(flags), random.Random(0), 1)
 
 
 def test_results_of_several_runs_do_not_overwrite_each_other(tmp_path: Path) -> None:
@@ -192,11 +232,22 @@ def test_where_results_cannot_go_is_said_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "file" / "results.json"):
-        assert main(["serve", "--base-url", "http://127.0.0.1:9", "--output-json", str(place)]) == 1
+    (tmp_path / "folder").mkdir()
+    saved = ["--save-result", "--result-dir", str(tmp_path)]
+    for flags in (
+        ["--output-json", str(tmp_path)],
+        ["--output-json", str(tmp_path / "file" / "results.json")],
+        [*saved, "--result-filename", "folder"],
+        [*saved, "--result-filename", "file/results.json"],
+        [*saved, "--label", "file/mine"],
+    ):
+        assert (
+            main(["serve", "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0", *flags]) == 1
+        )
         said = capsys.readouterr().err
         assert "lockstep bench serve: error:" in said
         assert "waiting for" not in said
+        assert "cannot be measured" not in said
 
 
 @pytest.mark.parametrize(
