@@ -69,6 +69,16 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(environment: Path) -> No
     }
 
 
+def test_the_wheel_names_the_licences_of_all_that_it_holds(environment: Path) -> None:
+    (described,) = environment.glob("lib/python*/site-packages/lockstep-*.dist-info")
+    assert "License-Expression: Apache-2.0 AND MIT\n" in (described / "METADATA").read_text()
+    texts = [path.read_text() for path in (described / "licenses").rglob("LICENSE")]
+    assert sorted(text.strip().splitlines()[0].strip() for text in texts) == [
+        "Apache License",
+        "The MIT License (MIT)",
+    ]
+
+
 def test_it_serves_from_another_directory(environment: Path, tmp_path: Path) -> None:
     ports = Ports()
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
