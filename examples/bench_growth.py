@@ -104,7 +104,8 @@ def find(name: str) -> Path:
 
 def flags_of(model: Path, dtype: str, flags: str) -> str:
     """Arguments of ``serve``."""
-    return f"{model} --served-model-name bench --dtype {dtype} --kv-cache-memory-bytes 1G {flags}"
+    served = f"{shlex.quote(str(model))} --served-model-name bench"
+    return f"{served} --dtype {dtype} --kv-cache-memory-bytes 1G {flags}"
 
 
 def batch_points(model: Path, args: Args) -> Iterator[Point]:

@@ -53,7 +53,7 @@ def mesh(args: argparse.Namespace, layout: tuple[int, int], room: str) -> Iterat
     tp, pp = layout
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]
-    flags = f"{args.model} -tp {tp} -pp {pp} --dtype {args.dtype} --cpu-threads {tp * pp} {room}"
+    flags = f"{shlex.quote(args.model)} -tp {tp} -pp {pp} --dtype {args.dtype} --cpu-threads {tp * pp} {room}"
     flags += f" --max-num-seqs 256 --no-enable-prefix-caching --disable-access-log {args.serve_flags}"
     command = [sys.executable, "-P", "-m", "router.serve", *shlex.split(flags), *ports]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "LOCKSTEP_NATIVE_KERNELS": "0"}

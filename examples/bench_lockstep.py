@@ -139,7 +139,7 @@ def bench_model(name: str, args: Args, save: Callable[[dict[str, Any]], None]) -
     with contextlib.ExitStack() as stack:
         meshes = {}
         for variant in args.variants:
-            flags = f"{path} {VARIANTS[variant]} {args.serve_flags}"
+            flags = f"{shlex.quote(path)} {VARIANTS[variant]} {args.serve_flags}"
             meshes[variant] = stack.enter_context(mesh(flags))
         for base_url in meshes.values():  # what is made at first use is made now
             uvloop.run(measure(base_url, path, args, 8, 0))

@@ -60,6 +60,15 @@ class System:
             return f"is not set up for {model_type} here"
         return ""
 
+    def words(self, **values: object) -> list[str]:
+        """Its command with all of these, and what is the same for every system."""
+        values |= {"python": sys.executable, "examples": Path(__file__).parent}
+        quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
+        words = shlex.split(self.command.format_map(quoted))
+        if self.peer:
+            words[0] = str(PEERS / self.peer / "bin" / words[0])
+        return words
+
 
 OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
 OURS += " --data-parallel-rpc-port {rpc_port}"
@@ -93,13 +102,7 @@ def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Pop
     system = SYSTEMS[name]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]
-    examples = Path(__file__).parent
-    command = system.command.format(
-        model=model, dtype=dtype, port=port, rpc_port=rpc_port, python=sys.executable, examples=examples
-    )
-    words = shlex.split(command)
-    if system.peer:
-        words[0] = str(PEERS / system.peer / "bin" / words[0])
+    words = system.words(model=model, dtype=dtype, port=port, rpc_port=rpc_port)
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_NO_USAGE_STATS": "1"} | system.environment
     for variable in {"OMP_NUM_THREADS"} - system.environment.keys():

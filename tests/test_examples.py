@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,25 @@ def test_a_null_model_stands_in_for_a_real_one() -> None:
         token = result.tokens[0]
         assert token is not None
         assert 0 <= token < 50
+
+
+def test_a_directory_may_have_a_blank_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that are one text are split into words again."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    model = tmp_path / "a model"
+    import bench_growth
+    import peer_systems
+
+    from examples.routing import real
+    from examples.routing.cluster import StepTime
+
+    assert shlex.split(bench_growth.flags_of(model, "auto", "-dp 1"))[0] == str(model)
+    values = {"model": model, "dtype": "auto", "port": 1, "rpc_port": 2}
+    for system in peer_systems.SYSTEMS.values():
+        assert str(model) in system.words(**values)
+    model.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(model))
+    with real.waiting(StepTime("any", 1.0, 1.0, 1.0), 1.0) as steps:
+        assert Path(shlex.split(steps.arguments("any"))[0]).name == real.SHIPPED.name
+    for name in ("bench_growth", "bench_lockstep", "machine_limits", "peer_systems", "soak"):
+        sys.modules.pop(name, None)

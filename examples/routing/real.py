@@ -13,6 +13,7 @@ import contextlib
 import json
 import random
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
         def arguments(load: str) -> str:
             machine = Machine(time, **SMALLER.get(load, {}))
             return (
-                f"{model} --num-gpu-blocks-override {machine.num_blocks} "
+                f"{shlex.quote(str(model))} --num-gpu-blocks-override {machine.num_blocks} "
                 f"--max-num-seqs {machine.max_num_seqs} "
                 f"--max-num-batched-tokens {machine.max_num_batched_tokens}"
             )
