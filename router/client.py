@@ -257,14 +257,18 @@ class MeshClient:
         return self._chooser.choose(entry, time.monotonic(), waiting_for)
 
     def _dispatch(self, entry: Entry, instance: Instance) -> None:
-        number = self._chooser.dispatch(entry, instance, time.monotonic())
-        if not self._links[instance.name].send(entry.submit(number)):
+        """Send a request there, or, as long as that fails, to the best of those who are left."""
+        chosen: Instance | None = instance
+        while chosen is not None:
+            number = self._chooser.dispatch(entry, chosen, time.monotonic())
+            if self._links[chosen.name].send(entry.submit(number)):
+                return
             # Its connection just broke, or it no longer reads: not used until it answers on a new one.
-            self._lost(instance)
+            self._lost(chosen)
             entry.uncount_try()  # it never got there
             entry.owed = True
             self.faults.count(Event.RESUME, "connection_lost")
-            self._resume(entry, instance)
+            chosen = self._choose_after(entry, chosen)
 
     def _lost(self, instance: Instance) -> bool:
         """Whether that was news."""
@@ -273,13 +277,21 @@ class MeshClient:
 
     def _resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
         """Go on elsewhere from what the client already has; wait for an instance if there is none."""
+        instance = self._choose_after(entry, failed, patience)
+        if instance is not None:
+            self._dispatch(entry, instance)
+
+    def _choose_after(
+        self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT
+    ) -> Instance | None:
+        """The next instance for a request that one has failed. None: it waits for one, or is given up."""
         entry.failed_at(failed.rank)
         if entry.fruitless >= MAX_FRUITLESS:
             text = f"{entry.fruitless} instances in turn gave no token for the request"
             self._give_up(entry, unavailable(text))
-            return
+            return None
         try:
-            instance = self._choose(entry)
+            return self._choose(entry)
         except MeshError as error:
             self._drop(entry)
             if error.status == 503 and entry.owed:
@@ -287,8 +299,7 @@ class MeshClient:
                 self._orphans.append(entry)
             else:
                 self._give_up(entry, error)
-            return
-        self._dispatch(entry, instance)
+            return None
 
     def _drop(self, entry: Entry) -> None:
         self._chooser.settle(entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -37,6 +38,9 @@ TOO_LARGE = SamplingParams(thinking=ThinkingBudget(10**30, (), (5,)))
 """No message can hold it. Requests are checked long before; should one get as far, it must not harm others."""
 
 
+CAPACITY = Capacity(16, 10, 4, 64, 100)
+
+
 class World:
     """The other ends of a client's connections."""
 
@@ -49,7 +53,7 @@ class World:
         )
         self.client = MeshClient(self._coordinator.endpoint, tokenizer=tokenizer)
         self._watcher: Peer | None = None
-        self._attached = Attached("a", Capacity(16, 10, 4, 64, 100))
+        self._attached = Attached("a", CAPACITY)
 
     def member(self, name: str = "a", state: State = State.READY) -> Member:
         """All of them are at the same address."""
@@ -198,3 +202,47 @@ def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path:
 
     assert directory_of(str(model)) == str(model)
     assert directory_of("/nowhere") == str(tokenizer)
+
+
+class DeadLink:
+    """A connection that has just broken, before anybody was told."""
+
+    def send(self, _message: ToInstance) -> bool:
+        return False
+
+    def close(self) -> None:
+        return
+
+
+def with_dead_links(client: MeshClient, count: int) -> None:
+    """So many instances that were there until now."""
+    client._pool.apply(view(*(member(f"i{rank}", rank) for rank in range(count))), time.monotonic())
+    for instance in client._pool:
+        instance.attached, instance.capacity = True, CAPACITY
+        client._links[instance.name] = DeadLink()  # type: ignore[assignment]
+
+
+def test_any_number_of_connections_may_have_broken_at_once() -> None:
+    async def work(world: World) -> None:
+        client = world.client
+        await world.show()
+        with_dead_links(client, 600)
+        client.generate(prompt("tried everywhere"))
+        (flight,) = client.flights(9)
+        assert (flight.rank, flight.attempts) == (None, 600), "it waits for an instance to come"
+        assert [entry.fruitless for entry in client._orphans] == [0], "it was nowhere yet"
+
+    run(work)
+
+
+def test_an_instance_that_has_answered_or_is_connected_anew_is_asked_for_requests_again() -> None:
+    async def work(world: World) -> None:
+        await world.show()
+        with_dead_links(world.client, 1)
+        (instance,) = world.client._pool
+        for answer in (Recalled([]), Attached("i0", CAPACITY)):
+            instance.asked_back = True
+            world.client.received(instance, answer)
+            assert not instance.asked_back
+
+    run(work)
