@@ -41,7 +41,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[DType, flag(help="Data type of weights and activations.")] = "auto"
     max_model_len: Annotated[
         Size | None,
-        flag(help="Context length in tokens (8k, 1K and the like work); unset: the model's own."),
+        flag(
+            help="Context length in tokens (8k, 1K and the like work); unset or -1: the model's own, as much "
+            "of it as fits the KV cache."
+        ),
     ] = None
     trust_remote_code: Annotated[
         bool, flag(help="Run model code from the checkpoint. Needed by none of the supported families.")

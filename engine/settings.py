@@ -205,13 +205,10 @@ def _check_sharding(device: DeviceConfig, info: ModelInfo) -> None:
 
 
 def _context_length(asked: int | None, info: ModelInfo) -> int:
-    if asked is None:
-        return info.context_length
+    if asked is None or asked == -1:
+        return info.context_length  # an instance says how much of it fits its KV cache
     if asked < 1:
-        raise CheckpointError(
-            f"--max-model-len must be positive, not {asked}; leave it out for as much of the model's context "
-            "as fits the KV cache"
-        )
+        raise CheckpointError(f"--max-model-len must be positive, or -1 for what fits, not {asked}")
     if asked > info.context_length:
         raise CheckpointError(
             f"--max-model-len {asked} is more than the model's context of {info.context_length} tokens"

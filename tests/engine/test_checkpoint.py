@@ -427,7 +427,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(copy: Path) -> None:
     [
         (engine(max_model_len=4096), "is more than the model's context of 2048 tokens"),
         (engine(max_model_len=0), "--max-model-len must be positive"),
-        (engine(max_model_len=-1), "--max-model-len must be positive, not -1; leave it out for as much"),
+        (engine(max_model_len=-2), "--max-model-len must be positive, or -1 for what fits, not -2"),
         (
             EngineConfig(
                 scheduler=SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=1024)

@@ -83,8 +83,25 @@ def test_an_empty_token_is_no_key(served: ServedModel) -> None:
 
 # ---- hosts
 
-HERE = ["localhost", "LOCALHOST:1", "127.0.0.1", "127.1.2.3:8000", "[::1]:80", "0.0.0.0:8000", ""]
-ELSEWHERE = ["site.example", "site.example:8000", "127.site.example", "localhost.site.example", "[x]", "a b"]
+HERE = [
+    "localhost",
+    "LOCALHOST:1",
+    "mesh.localhost",
+    "127.0.0.1",
+    "127.1.2.3:8000",
+    "[::1]:80",
+    "0.0.0.0:8000",
+    "",
+]
+ELSEWHERE = [
+    "site.example",
+    "notlocalhost",
+    "site.example:8000",
+    "127.site.example",
+    "localhost.site.example",
+    "[x]",
+    "a b",
+]
 
 
 def status_for(server: Server, host: str | None, more: bytes = b"") -> bytes:
