@@ -25,7 +25,7 @@ def read_settings(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
         FlagError: it cannot be read, or holds no settings.
     """
     try:
-        with open(os.path.expanduser(file)) as opened:
+        with open(os.path.expanduser(file), encoding="utf-8") as opened:
             loader = yaml.SafeLoader(opened.read())
         root = loader.get_single_node()
         if isinstance(root, yaml.MappingNode):

@@ -259,8 +259,9 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ChatTemplateError(f"The chat template {path} is no text in UTF-8: {error}") from error
-    except OSError as error:
-        raise ChatTemplateError(f"The chat template {path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # what no path can hold is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ChatTemplateError(f"The chat template {path} cannot be read: {reason}") from error
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, str]:

@@ -468,7 +468,9 @@ class MeshClient:
         if not self._moves_queued:
             return
         for name, numbers in self._recaller.recalls(time.monotonic()).items():
-            self._links[name].send(Recall(numbers))
+            instance = self._pool.get(name)
+            if not self._links[name].send(Recall(numbers)) and instance is not None:
+                self._recaller.answered(instance)  # nobody will: it does not read, and they stay
 
     def _on_recalled(self, instance: Instance, numbers: list[int]) -> None:
         """They wait where it is best now, which may be where they were."""

@@ -132,12 +132,16 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _end(self, status: int, message: str) -> None:
-        """Say why, unless that would stand in the middle of an answer, and close."""
+        """Say why, unless that would stand within an answer, or before an earlier one, and close."""
         self.logger.warning("a connection is closed: %s", message)
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
             body = error_body(ApiError(status, message))
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
                 b"connection: close\r\n\r\n%b" % (status, HTTPStatus(status).phrase.encode(), len(body), body)
             )
+        if cycle is not None:  # what it still has to say is for nobody
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()

@@ -158,7 +158,8 @@ def foreign_host(scope: Scope) -> str | None:
 
 
 def _is_here(host: str) -> bool:
-    if host.lower() == "localhost" or host.lower().endswith(".localhost"):
+    name = host.lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost"):
         return True  # browsers never look these names up
     try:
         ipaddress.ip_address(host)

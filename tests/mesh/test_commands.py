@@ -296,7 +296,7 @@ def without_weights(path: Path) -> Path:
         (
             ["--chat-template", "nowhere.jinja"],
             2,
-            "--chat-template cannot be used: The chat template 'nowhere.jinja' is",
+            "--chat-template cannot be used: The chat template nowhere.jinja cannot be read: No such file",
         ),
         ([without_weights], 2, "It has pytorch_model.bin, a pickle format, which is never loaded"),
     ],

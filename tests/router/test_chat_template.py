@@ -246,6 +246,7 @@ def test_where_templates_come_from(tmp_path: Path, tokenizer: Tokenizer) -> None
         ("~nobody-of-this-name/x.jinja", "cannot be read: No such file"),
         ("x" * 300, "cannot be read: File name too long"),
         ("/", "cannot be read: Is a directory"),
+        ("a\0b", "cannot be read: embedded null byte"),
         ("{% if %}", "does not compile"),
     ],
 )

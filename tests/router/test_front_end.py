@@ -87,6 +87,7 @@ HERE = [
     "localhost",
     "LOCALHOST:1",
     "mesh.localhost",
+    "localhost.:8000",
     "127.0.0.1",
     "127.1.2.3:8000",
     "[::1]:80",

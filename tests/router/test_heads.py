@@ -78,6 +78,11 @@ def test_trailers_are_passed_over(server: Server) -> None:
     assert b"late" not in answer
 
 
+def test_what_is_wrong_with_a_body_is_said(server: Server) -> None:
+    assert answer_to(server, CHUNKED + b"\r\nzz\r\n").startswith(b"HTTP/1.1 400")
+    assert answer_to(server, CHUNKED + b"\r\n0\r\n" + b"X: a\r\n" * MOST_HEADERS).startswith(b"HTTP/1.1 431")
+
+
 def test_a_body_may_be_larger_than_a_head(server: Server) -> None:
     body = json.dumps({"prompt": "word " * 50_000, "truncate_prompt_tokens": 10, "max_tokens": 1}).encode()
     parts = [body[place : place + 1000] for place in range(0, len(body), 1000)]
