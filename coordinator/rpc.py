@@ -56,7 +56,7 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread answers, whatever a
 process computes. One that is stopped does not, but those who have rules for that judge sooner."""
 
-HANDSHAKE_MS = 5000
+HANDSHAKE_MS = 15_000
 """Milliseconds until a peer must have shown what it is. Before that a listener holds for it what it sends."""
 
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time

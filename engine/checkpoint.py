@@ -193,7 +193,8 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
             generation.get(EOS),
             text.get(EOS) if config.get(EOS) is None else config[EOS],
             _tokenizer_eos(directory),
-        ),
+        )
+        or _eos_ids(vocab_size, defaults.get(EOS)),
         num_experts=_whole_number(EXPERTS, text, defaults),
         num_layers=_whole_number(("num_hidden_layers", "n_layer", "num_layers"), text, defaults),
         num_heads=_whole_number(("num_attention_heads", "n_head"), text, defaults),

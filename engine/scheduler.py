@@ -27,6 +27,8 @@ from engine.waiting import WaitingQueue
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens per step of all prompts whose log-probabilities are wanted: each needs a row of logits. (Without
 chunked prefill, the last of these prompts may go beyond it.)"""
+MOST_PASSED_OVER = 64
+"""Waiting requests that lack room for these alone, before no more are looked at in a step."""
 
 
 class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,6 +330,8 @@ class Scheduler:
             request = self._waiting[place]
             if rows.is_full_for(request):
                 place += 1
+                if place == MOST_PASSED_OVER:
+                    break
                 continue
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
             request.num_computed = len(known) * self._rules.block_size

@@ -325,7 +325,8 @@ class MpExecutor:
                 spoke_at = max((each.spoke_at for each in owing), default=since)
                 left = max(since, spoke_at) + patience - time.monotonic()
                 if left <= 0:
-                    self._hangs(_most_silent(owing, kind) or worker)
+                    hint = "; if it only reads slowly, raise --startup-timeout" if owing else ""
+                    self._hangs(_most_silent(owing, kind) or worker, hint)
                 self._take_in(self._poll.poll(left * 1000))
 
     def _take_in(self, ready: Sequence[tuple[int, int]]) -> None:
@@ -376,9 +377,9 @@ class MpExecutor:
         for worker in sorted(killed, key=lambda worker: worker.status or 0):
             self._lost(worker)
 
-    def _hangs(self, worker: WorkerEnd) -> NoReturn:
+    def _hangs(self, worker: WorkerEnd, hint: str = "") -> NoReturn:
         self._serves = False
-        self._problem = f"{worker} does not answer: it is stopped, or hangs"
+        self._problem = f"{worker} does not answer: it is stopped, or hangs{hint}"
         raise WorkerLost(self._problem)
 
     def _lost(self, worker: WorkerEnd) -> NoReturn:

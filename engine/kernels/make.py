@@ -33,14 +33,15 @@ STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a 
 
 
 def bytes_for_program(model: LoadedModel, block_size: int) -> int:
-    """What :func:`make_program` takes beside the model; 0 where torch computes."""
+    """What :func:`make_program` takes beside the model; 0 where torch computes, also for want of room."""
     if model.device.type != "cpu" or library.load() is None or not NativeCache.fits(block_size):
         return 0
     try:
         decoder = recognise(model.module, model.layers, model.dtype)
     except NotUsual:
         return 0
-    return num_bytes(decoder, spread=model.experts is not None)
+    needed = num_bytes(decoder)
+    return needed if _has_room(needed) else 0
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
@@ -62,10 +63,13 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     except NotUsual as reason:
         logger.info("native kernels: off for this model: %s", reason)
         return None
-    needed, free = num_bytes(decoder, spread=model.experts is not None), available_memory()
-    if needed > free * (1 - MARGIN):
-        gib = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
-        logger.warning("native kernels: off, %s; steps run on torch's own operators", gib)
+    needed = num_bytes(decoder)
+    if not _has_room(needed):
+        logger.warning(
+            "native kernels: off, %.1f GiB of weights are laid out anew, and %.1f GiB are free; steps run on "
+            "torch's own operators",
+            needed / 2**30, available_memory() / 2**30,
+        )  # fmt: skip
         return None
     program = Program(kernels, decoder, model.experts)
     difference = _difference(program, model, block_size)
@@ -81,6 +85,10 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         tiles += f", weights compressed by {100 * share:.0f} %"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
+
+
+def _has_room(num_bytes: int) -> bool:
+    return num_bytes <= available_memory() * (1 - MARGIN)
 
 
 def _difference(program: Program, model: LoadedModel, block_size: int) -> float:

@@ -9,14 +9,14 @@ from engine.kernels.experts import PackedExperts
 from engine.kernels.packing import Packer
 
 
-def num_bytes(decoder: Decoder, *, spread: bool) -> int:
-    """Of what :class:`PackedDecoder` lays out, where nothing is compressed."""
+def num_bytes(decoder: Decoder) -> int:
+    """Of what is laid out of a decoder, spread experts that are here too, where nothing is compressed."""
     weights: list[torch.Tensor] = [decoder.head]
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
         weights += [mlp.gate, mlp.up, mlp.down] if isinstance(mlp, Mlp) else [mlp.router]
-        if not (spread or isinstance(mlp, Mlp)):
+        if not isinstance(mlp, Mlp):
             weights += [mlp.experts.gate_up_proj, mlp.experts.down_proj]
     total: int = sum(weight.numel() for weight in weights) * decoder.dtype.itemsize
     return total

@@ -162,6 +162,15 @@ def test_a_null_is_no_answer_to_what_ends_a_sequence(copy: Path) -> None:
     assert read_model_info(copy).eos_token_ids == (3, 5)
 
 
+def test_a_family_has_an_end_of_its_own_where_nothing_else_says_one(copy: Path) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    (copy / "config.json").write_text(json.dumps({"architectures": ["Some"], "model_type": "mixtral"}))
+    assert read_model_info(copy).eos_token_ids == (AutoConfig.for_model("mixtral").eos_token_id,)
+    change(copy, eos_token_id=5)
+    assert read_model_info(copy).eos_token_ids == (5,)
+
+
 def test_broken_directories_are_told_apart(copy: Path) -> None:
     (copy / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json is not valid JSON"):
