@@ -144,7 +144,8 @@ def test_who_asks_for_the_head_of_the_feed_only_gets_it(served: ServedModel) -> 
             assert answer.headers["content-type"].startswith("text/event-stream")
         assert (dashboard.feed.num_viewers, dashboard.feed.num_frames) == (0, 0)
         with client.stream("GET", "/dashboard/feed") as stream:
-            assert next(stream.iter_lines()).startswith("data:")
+            lines = stream.iter_lines()  # which ends the connection when it is no longer held
+            assert next(lines).startswith("data:")
             assert dashboard.feed.num_viewers == 1
         until(lambda: dashboard.feed.num_viewers == 0)
 
