@@ -7,6 +7,7 @@ import ipaddress
 import re
 import uuid
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -149,15 +150,18 @@ def foreign_host(scope: Scope) -> str | None:
     A site may have its name mean 127.0.0.1 once its page is loaded (DNS rebinding). The browser then takes us
     for that site, and only the header Host still tells. An address is what it is."""
     for header, value in scope["headers"]:
-        if header == b"host":
+        if header == b"host" and not _is_here(value):
             host: str = value.decode("latin-1")
-            match = HOST.fullmatch(host)
-            if match is None or not _is_here(match["ipv6"] or match["name"] or "localhost"):
-                return host
+            return host
     return None
 
 
-def _is_here(host: str) -> bool:
+@lru_cache(maxsize=64)  # clients say the same again and again, and to read an address takes 20 us
+def _is_here(value: bytes) -> bool:
+    match = HOST.fullmatch(value.decode("latin-1"))
+    if match is None:
+        return False
+    host = match["ipv6"] or match["name"] or "localhost"
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True  # browsers never look these names up

@@ -247,7 +247,8 @@ def _app(
 
     admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end)
     gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
-    return RootPath(gate, config.http.root_path)
+    prefix = config.http.root_path
+    return RootPath(gate, prefix) if prefix else gate
 
 
 def _open_doors(config: RouterConfig) -> list[socket.socket]:
