@@ -12,7 +12,7 @@ from engine.attention.base import PLAN_KEYWORD, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import NotUsual, recognise
+from engine.kernels.decoder import Decoder, NotUsual, recognise
 from engine.kernels.program import Program
 from engine.kernels.weights import num_bytes
 from engine.memory import MARGIN, available_memory
@@ -32,16 +32,18 @@ STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a 
 ]
 
 
+class _Off(Exception):
+    """Torch computes this model; the message goes on where the log says "native kernels: off"."""
+
+
 def bytes_for_program(model: LoadedModel, block_size: int) -> int:
     """What :func:`make_program` takes beside the model; 0 where torch computes, also for want of room."""
-    if model.device.type != "cpu" or library.load() is None or not NativeCache.fits(block_size):
+    if model.device.type != "cpu" or library.load() is None:
         return 0
     try:
-        decoder = recognise(model.module, model.layers, model.dtype)
-    except NotUsual:
+        return num_bytes(_decoder_of(model, block_size))
+    except _Off:
         return 0
-    needed = num_bytes(decoder)
-    return needed if _has_room(needed) else 0
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
@@ -49,27 +51,14 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     types, without the kernels or the memory to lay the weights out for them, and for models of another kind.
     The model's own layers are emptied.
     """
-    if model.device.type != "cpu":
-        return None
-    kernels = library.load()
+    kernels = library.load() if model.device.type == "cpu" else None
     if kernels is None:
-        return None
-    if not NativeCache.fits(block_size):
-        logger.info("native kernels: off, --block-size %d is not a multiple of 16", block_size)
         return None
     began = time.monotonic()
     try:
-        decoder = recognise(model.module, model.layers, model.dtype)
-    except NotUsual as reason:
-        logger.info("native kernels: off for this model: %s", reason)
-        return None
-    needed = num_bytes(decoder)
-    if not _has_room(needed):
-        logger.warning(
-            "native kernels: off, %.1f GiB of weights are laid out anew, and %.1f GiB are free; steps run on "
-            "torch's own operators",
-            needed / 2**30, available_memory() / 2**30,
-        )  # fmt: skip
+        decoder = _decoder_of(model, block_size)
+    except _Off as reason:
+        logger.info("native kernels: off%s", reason)
         return None
     program = Program(kernels, decoder, model.experts)
     difference = _difference(program, model, block_size)
@@ -87,8 +76,23 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     return program
 
 
-def _has_room(num_bytes: int) -> bool:
-    return num_bytes <= available_memory() * (1 - MARGIN)
+def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
+    """The model as the kernels know it.
+
+    Raises:
+        _Off: they do not, or have no room.
+    """
+    if not NativeCache.fits(block_size):
+        raise _Off(f", --block-size {block_size} is not a multiple of 16")
+    try:
+        decoder = recognise(model.module, model.layers, model.dtype)
+    except NotUsual as reason:
+        raise _Off(f" for this model: {reason}") from reason
+    needed, free = num_bytes(decoder), available_memory()
+    if needed > free * (1 - MARGIN):
+        sizes = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
+        raise _Off(f", {sizes}; steps run on torch's own operators")
+    return decoder
 
 
 def _difference(program: Program, model: LoadedModel, block_size: int) -> float:
