@@ -47,11 +47,13 @@ def flag(
     repeated: bool = False,
     path: bool = False,
     secret: bool = False,
+    json: bool = False,
 ) -> Meta:
     """Further names (short ones included) and the help text of a field's flag. A list takes several values
     after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~. What
-    is ``secret`` is on no command line of ours (:func:`to_argv`)."""
-    kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret}
+    is ``secret`` is on no command line of ours (:func:`to_argv`). A text of ``json`` may be a mapping in a
+    file, and in Python."""
+    kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret, "json": json}
     return Meta(description=help, extra={"names": names, **kinds})
 
 
@@ -72,6 +74,7 @@ class Field(msgspec.Struct, frozen=True):
     secret: bool
     is_size: bool
     is_path: bool
+    is_json: bool
     choices: tuple[str, ...]
 
     @property
@@ -118,6 +121,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             secret=bool(extra.get("secret")),
             is_size=bool(extra.get("size")),
             is_path=bool(extra.get("path")),
+            is_json=bool(extra.get("json")),
             choices=choices,
         )
 
@@ -273,6 +277,8 @@ def _checked(field: Field, value: Any) -> Any:
         return _checked_list(field, value)
     if field.is_path and isinstance(value, str):
         return os.path.expanduser(value)
+    if field.is_json and isinstance(value, dict):
+        return _as_json(field, value)
     if field.kind is str and _is_number(value):
         return str(value)
     if field.choices and value not in field.choices:
@@ -285,6 +291,13 @@ def _checked(field: Field, value: Any) -> Any:
     if _is_number(value) and not -LARGEST <= value <= LARGEST:  # so nan is not, either
         raise FlagError(f"{field.long_name} must be a number of at most {LARGEST}, not {value}")
     return value
+
+
+def _as_json(field: Field, value: dict[Any, Any]) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError) as error:
+        raise FlagError(f"{field.long_name} must be what JSON can hold: {error}") from None
 
 
 def _is_number(value: Any) -> bool:

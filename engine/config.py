@@ -11,6 +11,7 @@ from msgspec import Meta
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
 from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
+from engine.speculation_config import SpeculativeConfig, read_config
 from parallel.pipeline_parallel import parse_split
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "half", "float"]
@@ -116,8 +117,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Size | None,
         flag(help="Tokens that may wait on an instance before it takes no more requests (503); unset: any."),
     ] = None
+    speculative_config: Annotated[
+        str | None,
+        flag(
+            json=True,
+            help='JSON object, like {"method": "ngram", "num_speculative_tokens": 5}: tokens that may come '
+            "next are looked up in the request's own text and computed ahead; the output stays the same.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            read_config(self.speculative_config)
         if self.max_num_queued_tokens is not None and self.max_num_queued_tokens < 1:
             raise ValueError("--max-num-queued-tokens must be at least 1")
         if self.max_num_batched_tokens is None:
@@ -129,6 +140,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
                 f"--max-num-seqs {self.max_num_seqs}: each running request needs a token per step"
             )
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """``speculative_config``, read; None: nothing is drafted."""
+        return None if self.speculative_config is None else read_config(self.speculative_config)
+
+    def most_sampled(self) -> int:
+        """Tokens that a step samples at most: one of each request, and those of drafts."""
+        each = 1 if self.speculative is None else 1 + self.speculative.num_speculative_tokens
+        return min(self.max_num_seqs * each, self.token_budget())
 
     def token_budget(self, has_gpu: bool = False) -> int:
         """Of a step. From a few hundred tokens on a CPU computes prompts no faster, and more would only make

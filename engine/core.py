@@ -24,6 +24,7 @@ from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Scheduler, SchedulerRules
+from engine.speculation import Speculation
 from engine.split import StepSplit
 from engine.step import Masks, Step, StepResult
 from parallel.communicators.base import CollectiveError
@@ -48,7 +49,11 @@ class EngineCore:
         max_model_len: int,
         tracing: Tracing | None = None,
         at_once: float | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        """``speculation``: None makes what the settings ask for."""
+        if speculation is None and config.scheduler.speculative is not None:
+            speculation = Speculation(config.scheduler.speculative)
         self._config = config
         self._info = info
         self._executor = executor
@@ -71,6 +76,7 @@ class EngineCore:
                 tells_tokens=executor.needs_tokens,
             ),
             self._pool,
+            speculation,
         )
         self.grammars = GrammarCompiler(info)
         self._arrivals = 0
@@ -183,9 +189,11 @@ class EngineCore:
         else:
             result = self._executor.execute(step, agreement.sizes)
         self._unfinished = None
+        seconds = time.perf_counter() - began
+        self.scheduler.timed(step, seconds)
         times = self._executor.expert_times()
         if times is not None:
-            self._split.stepped(agreement, step.num_tokens, time.perf_counter() - began, times)
+            self._split.stepped(agreement, step.num_tokens, seconds, times)
         return self._take_in(step, result)
 
     def run_again(self) -> None:
@@ -245,6 +253,7 @@ class EngineCore:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._steps.popleft()
+        self.scheduler.timed(step, self._finished_at - began)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
             self._split.stepped(agreement, step.num_tokens, self._finished_at - began, times)

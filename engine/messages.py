@@ -150,6 +150,10 @@ class Counters(msgspec.Struct, frozen=True, array_like=True):
     """Of all steps, prompt tokens and generated ones."""
     step_sizes: list[int] = []
     """Steps by their tokens: up to each of ``ITERATION_BOUNDS``, then the larger ones."""
+    drafts: int = 0
+    drafted_tokens: int = 0
+    taken_by_place: list[int] = []
+    """Drafts of which so many tokens, 1 and more, were those that were sampled."""
 
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

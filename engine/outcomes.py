@@ -17,16 +17,16 @@ def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> 
     """By router. Those that have ended are traced."""
     handouts: dict[bytes, Handout] = defaultdict(Handout)
     for outcome in outcomes:
-        request, token_id = outcome.request, outcome.token_id
+        request, token_ids = outcome.request, outcome.token_ids
         peer, number = request.key
         has_more = (  # to tell than its token: it is its first delta, or its last, or has log-probabilities
             request.finish_reason is not None
             or request.arrived_at
-            or outcome.logprobs is not None
+            or outcome.logprobs
             or request.prompt_logprobs is not None
         )
-        if token_id is not None and not has_more:
-            handouts[peer].add_token(number, token_id)
+        if len(token_ids) == 1 and not has_more:
+            handouts[peer].add_token(number, token_ids[0])
             continue
         handouts[peer].add(_delta(outcome))
         if request.finish_reason is not None and tracing is not None:
@@ -39,10 +39,10 @@ def _delta(outcome: Outcome) -> Delta:
     prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
     return Delta(
         request=request.key[1],
-        token_ids=[] if outcome.token_id is None else [outcome.token_id],
+        token_ids=outcome.token_ids,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
-        logprobs=[outcome.logprobs] if outcome.logprobs is not None else None,
+        logprobs=outcome.logprobs or None,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=request.num_cached,
         times=_times(request) if request.arrived_at else None,

@@ -14,6 +14,7 @@ from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from engine.grammar import Grammar
+    from engine.speculation import Drafter
 
 RequestKey = tuple[bytes, int]
 """The router's connection, and the router's number of the request."""
@@ -86,6 +87,8 @@ class Request:
     """What its output must follow, up to the last token of ``token_ids``."""
     error: str = ""
     """Why it failed, with ``FinishReason.ERROR``."""
+    drafter: Drafter | None = None
+    """Guesses what comes next, where that is wanted."""
 
     def __repr__(self) -> str:
         return (

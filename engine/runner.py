@@ -26,7 +26,8 @@ from engine.sampler import (
     sample,
     sample_shard,
 )
-from engine.step import Admit, Step, StepResult
+from engine.speculation import num_taken
+from engine.step import Admit, Further, Step, StepResult
 from engine.token_rules import TokenRules
 from engine.trace import MOST_SPANS, Span
 from engine.transfer import fetch, upload
@@ -100,9 +101,11 @@ class _Wanted:
     """Which logits of a step are needed, and what for."""
 
     tokens: Int64s
-    """[logits] indices into the packed tokens: first one per sampled row, then those of prompt tokens."""
+    """[logits] indices into the packed tokens: first those that sample, then those of prompt tokens."""
     sampled: Sequence[int]
-    """Indices of the rows that sample."""
+    """By token that samples: its row. One with a draft has one more than the draft has tokens."""
+    ends: Sequence[int]
+    """By token that samples: the position of what it samples."""
     prompt_rows: list[tuple[int, int, int]]
     """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
 
@@ -189,6 +192,8 @@ class ModelRunner:
             return StepResult([])
         for slot, start, token in zip(step.slots, step.starts, step.tokens, strict=False):
             self._slots[slot].put(start, token)
+        for index, draft in step.drafts.items():
+            self._slots[step.slots[index]].put(step.starts[index] + 1, *draft)
         with torch.inference_mode():
             packed, input_ids = self._pack(step)
             hidden = self._receive(len(input_ids))
@@ -259,6 +264,15 @@ class ModelRunner:
         sampled: Sequence[int] = range(len(step.slots))
         if step.partial:
             sampled = [index for index in sampled if index not in step.partial]
+        positions = step.ends if len(sampled) == len(step.slots) else [step.ends[i] for i in sampled]
+        last = ends[sampled] - 1
+        if step.drafts:
+            lengths = [len(step.drafts.get(index, ())) for index in sampled]
+            before = [back for length in lengths for back in range(length, -1, -1)]
+            copies = [length + 1 for length in lengths]
+            last = np.repeat(last, copies) - before
+            positions = (np.repeat(positions, copies) - before).tolist()
+            sampled = np.repeat(sampled, copies).tolist()
         prompt_rows = []
         for index, (slot, start, end) in enumerate(zip(step.slots, step.starts, step.ends, strict=True)):
             admit = self._slots[slot].admit
@@ -266,11 +280,11 @@ class ModelRunner:
                 count = min(end, admit.num_prompt - 1) - start
                 if count > 0:
                     prompt_rows.append((index, start + 1, count))
-        tokens = [ends[sampled] - 1]
+        tokens = [last]
         for index, _, count in prompt_rows:
             first = ends[index] - packed.counts[index]
             tokens.append(np.arange(first, first + count))
-        return _Wanted(np.concatenate(tokens), sampled, prompt_rows)
+        return _Wanted(np.concatenate(tokens), sampled, positions, prompt_rows)
 
     def _forward(
         self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None
@@ -311,7 +325,10 @@ class ModelRunner:
         """Sample, fetch everything from the device at once, and keep the new tokens."""
         masks = _masks_by_row(step)
         num_sampled = len(wanted.sampled)
-        sample_rows = [self._sample_row(step, index, masks.get(index)) for index in wanted.sampled]
+        sample_rows = [
+            self._sample_row(step.slots[index], end, masks.get(index))
+            for index, end in zip(wanted.sampled, wanted.ends, strict=True)
+        ]
         chosen = self._sample(logits[:num_sampled], sample_rows)
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
@@ -322,7 +339,7 @@ class ModelRunner:
         lines = fetched[num_sampled:].reshape(table.shape)
         logprobs = {}
         for line, place in zip(lines, with_logprobs, strict=False):
-            logprobs[wanted.sampled[place]] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
+            logprobs[place] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
         prompt_logprobs, begin = {}, len(with_logprobs)
         for index, _, count in wanted.prompt_rows:
             num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
@@ -337,12 +354,12 @@ class ModelRunner:
             return sample(logits, rows)
         return sample_shard(logits, rows, self._vocabulary)
 
-    def _sample_row(self, step: Step, index: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
-        slot = self._slots[step.slots[index]]
-        end = step.starts[index] + step.counts[index]
-        admit = slot.admit
+    def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
+        """For the token that is to stand at a position."""
+        held = self._slots[slot]
+        admit = held.admit
         return SampleRow(
-            admit.params, admit.seed, end, slot.token_ids[:end], admit.num_prompt, slot.rules, mask
+            admit.params, admit.seed, end, held.token_ids[:end], admit.num_prompt, held.rules, mask
         )
 
     def _logprob_table(
@@ -384,12 +401,42 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> StepResult:
+        """``logprobs`` by place among ``tokens``, which are those that were sampled."""
         by_row: list[int | None] = [None] * len(step.slots)
-        ends = step.ends
-        for index, token in zip(wanted.sampled, tokens, strict=True):
+        if step.drafts:
+            return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
+        for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
             by_row[index] = token
-            self._slots[step.slots[index]].put(ends[index], token)
-        return StepResult(by_row, logprobs, prompt_logprobs)
+            self._slots[step.slots[index]].put(end, token)
+        told = {wanted.sampled[place]: each for place, each in logprobs.items()}
+        return StepResult(by_row, told, prompt_logprobs)
+
+    def _result_with_drafts(
+        self,
+        step: Step,
+        wanted: _Wanted,
+        tokens: list[int],
+        logprobs: dict[int, TokenLogprobs],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        by_row: list[int | None],
+    ) -> StepResult:
+        told, further = {}, {}
+        place = 0
+        while place < len(tokens):
+            index = wanted.sampled[place]
+            draft = step.drafts.get(index, [])
+            end = place + 1 + num_taken(draft, tokens[place:])
+            by_row[index] = tokens[place]
+            self._slots[step.slots[index]].put(wanted.ends[place], *tokens[place:end])
+            if place in logprobs:
+                told[index] = logprobs[place]
+            if end > place + 1:
+                behind = range(place + 1, end)
+                further[index] = Further(
+                    tokens[place + 1 : end], [logprobs[each] for each in behind if each in logprobs]
+                )
+            place += len(draft) + 1
+        return StepResult(by_row, told, prompt_logprobs, further)
 
 
 def vocabulary_of(model: LoadedModel) -> VocabularyShard | None:

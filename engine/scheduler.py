@@ -19,7 +19,8 @@ from engine.blocks import BlockPool
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.promises import Promises
 from engine.request import Request, RequestKey, Status
-from engine.step import CRUMBS, Admit, Step, StepResult
+from engine.speculation import Speculation
+from engine.step import CRUMBS, Admit, Further, Step, StepResult
 from engine.step_making import StepRows, UnderWay, admit_of, made_anew
 from engine.totals import Totals
 from engine.waiting import WaitingQueue
@@ -27,6 +28,9 @@ from engine.waiting import WaitingQueue
 PROMPT_LOGPROBS_CHUNK = 256
 """Tokens per step of all prompts whose log-probabilities are wanted: each needs a row of logits. (Without
 chunked prefill, the last of these prompts may go beyond it.)"""
+NOTHING_TAKEN = Further([])
+DRAFTS_BESIDE_PROMPTS = 4
+"""Where prompts are there to be computed, drafts get this part of what is left of the budget."""
 MOST_PASSED_OVER = 64
 """Waiting requests that lack room for these alone, before no more are looked at in a step."""
 
@@ -49,16 +53,21 @@ class Outcome(msgspec.Struct, frozen=True):
     """What a step did to one request. ``request.finish_reason`` says whether it has ended."""
 
     request: Request
-    token_id: int | None
-    """None if it ended without one: it failed."""
-    logprobs: TokenLogprobs | None
+    token_ids: list[int]
+    """None if it failed; several where a draft brought some."""
+    logprobs: list[TokenLogprobs]
+    """One for each, when asked for."""
 
 
 class Scheduler:
     """Owns the requests of an instance and the block pool."""
 
-    def __init__(self, rules: SchedulerRules, pool: BlockPool) -> None:
+    def __init__(
+        self, rules: SchedulerRules, pool: BlockPool, speculation: Speculation | None = None
+    ) -> None:
+        """``speculation`` drafts tokens for those that decode."""
         self._rules = rules
+        self._speculation = speculation
         self._pool = pool
         self._requests: dict[RequestKey, Request] = {}
         self._waiting = WaitingQueue(rules.block_size)
@@ -165,6 +174,8 @@ class Scheduler:
         assert request.key not in self._requests, f"{request!r} was added twice"
         self._requests[request.key] = request
         self._num_grammars += request.grammar is not None
+        if self._speculation is not None and request.grammar is None:
+            request.drafter = self._speculation.drafter()
         self._enqueue(request)
 
     def abort(self, key: RequestKey) -> bool:
@@ -196,6 +207,7 @@ class Scheduler:
         most_rows = self._rows_per_step()
         rows = StepRows(self._rules.max_num_batched_tokens, PROMPT_LOGPROBS_CHUNK)
         preempted = False
+        drafts = self._drafts()
         for request in self._decodes_then_prefills():
             if len(rows) == most_rows or rows.budget <= 0:
                 break
@@ -204,6 +216,9 @@ class Scheduler:
             uncomputed = len(request.token_ids) - request.num_computed
             count = uncomputed if uncomputed <= 1 else self._chunk(request, rows)
             if count == 0:
+                continue
+            draft = drafts.get(request.key) if drafts else None
+            if draft is not None and self._fill_with_draft(rows, request, draft):
                 continue
             new_blocks: list[int] | None = []
             if request.num_computed + count > len(request.blocks) * block_size:
@@ -237,14 +252,24 @@ class Scheduler:
         assert oldest.step.slots is step.slots, "steps are answered in order"
         if result.prompt_logprobs:
             self._note_prompt_logprobs(oldest, result.prompt_logprobs)
-        logprobs = result.logprobs
+        logprobs, drafts = result.logprobs, step.drafts
         for index, (slot, request, token_id) in enumerate(
             zip(step.slots, oldest.requests, result.tokens, strict=True)
         ):
             request.num_in_flight -= 1
-            if token_id is not None and request.slot == slot:  # else it was aborted while the step ran
-                outcomes.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
+            if token_id is None or request.slot != slot:  # it was aborted while the step ran
+                continue
+            told = [logprobs[index]] if index in logprobs else []
+            outcome = self._append(request, token_id, told)
+            outcomes.append(outcome)
+            if drafts and index in drafts:
+                self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
         return outcomes
+
+    def timed(self, step: Step, seconds: float) -> None:
+        """A step took so long: drafts are made by what its rows cost."""
+        if self._speculation is not None and step.slots and _only_decodes(step):
+            self._speculation.took(step.num_tokens, bool(step.drafts), seconds)
 
     def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
         for index, found in by_row.items():
@@ -308,9 +333,64 @@ class Scheduler:
     def _fill(self, rows: StepRows, request: Request, count: int, new_blocks: list[int]) -> None:
         rows.add(request, count, new_blocks)
         request.num_in_flight += 1
+        self._advance(request, count)
+
+    def _advance(self, request: Request, count: int) -> None:
         request.num_computed += count
         if request.num_computed >= (request.num_named + 1) * self._rules.block_size:
             self._name_full_blocks(request)
+
+    def _drafts(self) -> dict[RequestKey, list[int]]:
+        """What may come behind the newest tokens, by request. It gets what nobody else needs of the budget,
+        and of that little where prompts are there to be computed: it only hastens what comes anyway."""
+        if self._speculation is None:
+            return {}
+        running = len(self._running)
+        room = max(0, self._rules.max_num_batched_tokens - running)
+        if self._waiting or self._in_prefill():
+            room //= DRAFTS_BESIDE_PROMPTS
+        keys, texts = [], []
+        for request in self._running:
+            if request.drafter is not None and len(request.token_ids) - request.num_computed == 1:
+                keys.append(request.key)
+                left = request.max_output - request.num_output - 1  # the step gives one in any case
+                texts.append((request.drafter, request.token_ids, left))
+        drafts = self._speculation.draft(texts, running, room)
+        return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
+
+    def _fill_with_draft(self, rows: StepRows, request: Request, draft: list[int]) -> bool:
+        """The newest token of a request and its draft; False if there are no blocks for that."""
+        count = 1 + len(draft)
+        needed = self._blocks_for(request.num_computed + count) - len(request.blocks)
+        new_blocks = self._pool.take(needed)
+        if new_blocks is None:
+            return False
+        request.blocks += new_blocks
+        rows.add(request, count, new_blocks, draft)
+        request.num_in_flight += 1
+        self._advance(request, 1)  # of the drafted ones it is not known yet
+        self._totals.on_draft(len(draft))
+        return True
+
+    def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
+        """The tokens behind the first one that a row with a draft gave: as many as were taken of the draft.
+        Blocks for those that were not go back."""
+        request = outcome.request
+        for place, token_id in enumerate(further.tokens):
+            if request.status is not Status.RUNNING:
+                break  # what came before ended it
+            self._advance(request, 1)  # by the token before this one, which was drafted
+            outcome.token_ids.append(token_id)
+            outcome.logprobs.extend(further.logprobs[place : place + 1])
+            self._add_token(request, token_id)
+        self._totals.on_taken(len(further.tokens))
+        if request.drafter is not None and self._speculation is not None:
+            self._speculation.learn(request.drafter, len(draft), len(further.tokens))
+        if request.status is Status.RUNNING:
+            surplus = request.blocks[self._blocks_for(request.num_computed) :]
+            if surplus:
+                request.blocks = request.blocks[: -len(surplus)]
+                self._pool.release(surplus)
 
     def _name_full_blocks(self, request: Request) -> None:
         """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
@@ -392,12 +472,17 @@ class Scheduler:
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
-    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Outcome:
+    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> Outcome:
         grammar = request.grammar
         if grammar is not None and (problem := grammar.take(token_id)) is not None:
             request.error = problem
             self._finish(request, FinishReason.ERROR)
-            return Outcome(request, None, None)
+            return Outcome(request, [], [])
+        self._add_token(request, token_id)
+        return Outcome(request, [token_id], logprobs)
+
+    def _add_token(self, request: Request, token_id: int) -> None:
+        grammar = request.grammar
         request.token_ids.append(token_id)
         if request.promised:
             self._promises.keep(request)
@@ -408,7 +493,6 @@ class Scheduler:
             self._finish(request, FinishReason.STOP)
         elif len(request.token_ids) - request.num_prompt >= request.max_output:
             self._finish(request, FinishReason.LENGTH)
-        return Outcome(request, token_id, logprobs)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
@@ -419,3 +503,8 @@ class Scheduler:
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None
+
+
+def _only_decodes(step: Step) -> bool:
+    """Whether no row is of a prompt: those come last."""
+    return step.counts[-1] == 1 or len(step.counts) - 1 in step.drafts

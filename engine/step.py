@@ -47,7 +47,7 @@ class Masks(msgspec.Struct, frozen=True):
 
 class Step(msgspec.Struct, frozen=True):
     """One forward pass: row i computes positions [starts[i], starts[i] + counts[i]) of the request in slot
-    slots[i]. Rows of one token come first, then the longer ones.
+    slots[i]. Rows of one token come first, then those with drafts, then prompts.
 
     Columns, not one object a row: most steps are the one before with each row a token further, and what is
     equal then is compared and passed on as a whole."""
@@ -64,8 +64,12 @@ class Step(msgspec.Struct, frozen=True):
     """Rows whose last position is not the newest token, so that none is sampled. Of the others, the worker
     appends the sampled token to the slot's ids by itself."""
     tokens: list[int] = []
-    """The tokens of the rows of one token, for workers that did not sample them themselves; else nothing."""
+    """The first tokens of the rows of one token and of those with drafts, for workers that did not sample
+    them themselves; else nothing."""
     masks: Masks | None = None
+    drafts: dict[int, list[int]] = {}
+    """By row: tokens that are computed behind the newest one, and count as far as they are those that are
+    sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +79,14 @@ class Step(msgspec.Struct, frozen=True):
     def ends(self) -> list[int]:
         """Of each row, the position behind its last one."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+
+
+class Further(msgspec.Struct, frozen=True):
+    """Tokens of a row beyond the first: one for each token of its draft that was taken."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = []
+    """One for each, where asked for."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -87,6 +99,8 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """By row, of requests with ``params.prompt_logprobs``: the entries of prompt positions
     start + 1 ... min(end, num_prompt - 1), that is, of the tokens predicted by this row."""
+    further: dict[int, Further] = {}
+    """By row with a draft of which anything was taken: what came behind the row's first token."""
 
 
 class KVSpec(msgspec.Struct, frozen=True):

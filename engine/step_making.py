@@ -30,7 +30,9 @@ class StepRows:
         self._counts: list[int] = []
         self._new_blocks: dict[int, list[int]] = {}
         self._partial: list[int] = []
+        self._drafts: dict[int, list[int]] = {}
         self._in_order = True
+        self._last_kind = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -39,8 +41,10 @@ class StepRows:
         """Whether it lacks room for the log-probabilities of its prompt."""
         return self.prompt_logprobs <= 0 and request.tells_prompt
 
-    def add(self, request: Request, count: int, new_blocks: list[int]) -> None:
-        """The next ``count`` tokens of a request."""
+    def add(
+        self, request: Request, count: int, new_blocks: list[int], draft: list[int] | None = None
+    ) -> None:
+        """The next ``count`` tokens of a request, the last of which are a draft if there is one."""
         assert request.slot is not None
         index, start = len(self.requests), request.num_computed
         self.budget -= count
@@ -48,21 +52,27 @@ class StepRows:
             self.prompt_logprobs -= count
         if new_blocks:
             self._new_blocks[index] = new_blocks
+        if draft:
+            self._drafts[index] = draft
         if start + count < len(request.token_ids):
             self._partial.append(index)
-        if count == 1 and index and self._counts[-1] > 1:
-            self._in_order = False
+        kind = 0 if count == 1 else 1 if draft else 2
+        self._in_order = self._in_order and kind >= self._last_kind
+        self._last_kind = kind
         self.requests.append(request)
         self._slots.append(request.slot)
         self._starts.append(start)
         self._counts.append(count)
 
     def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
-        """Those of one token come first."""
+        """Those of one token come first, then those with drafts."""
         if not self._in_order:
             self._sort()
         starts, counts = self._starts, self._counts
-        singles = zip(self.requests, starts, counts, strict=True) if tells_tokens else ()
+        firsts: list[int] = []
+        if tells_tokens:
+            decoding = (index for index, count in enumerate(counts) if count == 1 or index in self._drafts)
+            firsts = [self.requests[index].token_ids[starts[index]] for index in decoding]
         return Step(
             admits,
             self._slots,
@@ -70,11 +80,15 @@ class StepRows:
             counts,
             self._new_blocks,
             self._partial,
-            [request.token_ids[start] for request, start, count in singles if count == 1],
+            firsts,
+            None,
+            self._drafts,
         )
 
     def _sort(self) -> None:
-        order = sorted(range(len(self)), key=lambda index: self._counts[index] > 1)
+        order = sorted(
+            range(len(self)), key=lambda index: (self._counts[index] > 1, index not in self._drafts)
+        )
         place = {index: new for new, index in enumerate(order)}
         self.requests = [self.requests[index] for index in order]
         self._slots = [self._slots[index] for index in order]
@@ -82,6 +96,7 @@ class StepRows:
         self._counts = [self._counts[index] for index in order]
         self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
         self._partial = sorted(place[index] for index in self._partial)
+        self._drafts = {place[index]: draft for index, draft in self._drafts.items()}
 
 
 def admit_of(request: Request, slot: int) -> Admit:

@@ -121,7 +121,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str | None, flag(help="Jinja file (or text) used instead of the model's chat template.")
     ] = None
     default_chat_template_kwargs: Annotated[
-        str, flag(help="JSON object of variables for the chat template; requests may set others.")
+        str, flag(json=True, help="JSON object of variables for the chat template; requests may set others.")
     ] = "{}"
     response_role: Annotated[str, flag(help="Role of the messages that are generated.")] = "assistant"
     enable_auto_tool_choice: Annotated[
@@ -138,7 +138,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     structured_outputs_config: Annotated[
         str,
-        flag(help="JSON object: disable_any_whitespace, disable_additional_properties, enable_in_reasoning."),
+        flag(
+            json=True,
+            help="JSON object: disable_any_whitespace, disable_additional_properties, enable_in_reasoning.",
+        ),
     ] = "{}"
     generation_config: Annotated[
         str,

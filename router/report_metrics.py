@@ -39,6 +39,9 @@ def of_reports(model: str, reports: Mapping[int, Report], block_size: int | None
         "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
         "prompt_tokens_cached": "Prompt tokens that were not computed.",
+        "spec_decode_num_drafts": "Drafts of tokens computed ahead.",
+        "spec_decode_num_draft_tokens": "Tokens that were drafted.",
+        "spec_decode_num_accepted_tokens": "Of those, tokens that were the sampled ones.",
     }
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         name: GaugeMetricFamily(f"vllm:{name}", help, labels=LABELS) for name, help in gauges.items()
@@ -57,6 +60,9 @@ def of_reports(model: str, reports: Mapping[int, Report], block_size: int | None
             "prefix_cache_queries": report.counters.prefix_cache_queries,
             "prefix_cache_hits": report.counters.prefix_cache_hits,
             "prompt_tokens_cached": report.counters.prefix_cache_hits,
+            "spec_decode_num_drafts": report.counters.drafts,
+            "spec_decode_num_draft_tokens": report.counters.drafted_tokens,
+            "spec_decode_num_accepted_tokens": sum(report.counters.taken_by_place),
         }
         for name, value in values.items():
             families[name].add_metric((model, str(rank)), value)
@@ -77,6 +83,11 @@ def _by_kind(model: str, reports: Mapping[int, Report], block_size: int | None) 
         "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", labels=(*LABELS, "source")
     )
     sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=LABELS)
+    taken = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that were the sampled ones, by their place in the draft.",
+        labels=(*LABELS, "position"),
+    )
     cache = GaugeMetricFamily(
         "vllm:cache_config_info",
         "Always 1; see its labels.",
@@ -93,10 +104,12 @@ def _by_kind(model: str, reports: Mapping[int, Report], block_size: int | None) 
         computed = counters.prompt_tokens - counters.prefix_cache_hits
         sources.add_metric((*labels, "local_compute"), max(0, computed))
         sources.add_metric((*labels, "local_cache_hit"), counters.prefix_cache_hits)
+        for place, count in enumerate(counters.taken_by_place):
+            taken.add_metric((*labels, str(place)), count)
         if counters.step_sizes:
             found = buckets(ITERATION_BOUNDS, counters.step_sizes)
             sizes.add_metric(labels, found, counters.scheduled_tokens)
-    return [waiting, asleep, sources, sizes, cache]
+    return [waiting, asleep, sources, sizes, taken, cache]
 
 
 def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:

@@ -188,8 +188,8 @@ class UniExecutor:
         )
 
     def _run_largest_step(self) -> None:
-        """One prompt as long as the token budget, and as many tokens to choose as there may be requests, so
-        that the allocator has seen its largest step."""
+        """One prompt as long as the token budget, and as many tokens to choose as a step may have, so that
+        the allocator has seen its largest step."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None
         length = min(most_tokens(self._config.scheduler.token_budget()), self._info.context_length)
@@ -204,7 +204,7 @@ class UniExecutor:
             num_single=0,
         )
         ids = torch.from_numpy(positions % model.vocab_size).to(model.device).unsqueeze(0)
-        num_sampled = self._config.scheduler.max_num_seqs
+        num_sampled = self._config.scheduler.most_sampled()
         with torch.inference_mode():
             hidden = None
             if not self._shard.is_first:

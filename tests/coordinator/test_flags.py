@@ -118,6 +118,7 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--config", ""], "--config  cannot be read: No such file or directory"),
         (["/model-\udcff"], "--model must be valid UTF-8, not '/model-"),
         (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
+        (["--speculative-config", "{}"], '--speculative-config: the method must be "ngram"'),
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file or directory"),
         (["--config", "/"], "--config / cannot be read: Is a directory"),
@@ -146,6 +147,7 @@ def test_wrong_settings_end_with_a_clear_message(
         ("drain-timeout: .inf", "--drain-timeout must be a number of at most"),
         ("served-model-name: {a: 1}", "--served-model-name: Expected `array`, got `object`"),
         ("served-model-name:", "--served-model-name: Expected `array`, got `null`"),
+        ("speculative-config: {method: eagle}", "--speculative-config: the method must be"),
         ("allowed-origins: [[a]]", "--allowed-origins: Expected `str`, got `array`"),
     ],
 )
@@ -180,6 +182,17 @@ def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
     assert config.http.host == "null"
     assert (config.engine.model.max_model_len, config.engine.device.collective_timeout) == (1000, 1.1)
     assert not config.engine.cache.enable_prefix_caching
+
+
+def test_json_may_be_a_mapping_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n")
+    config = parse("--config", str(file))
+    speculative = config.engine.scheduler.speculative
+    assert speculative is not None
+    assert speculative.num_speculative_tokens == 3
+    again = parse(*flags.to_argv(config))
+    assert again.engine.scheduler.speculative == speculative
 
 
 def test_every_long_flag_is_a_key_of_the_file(tmp_path: Path) -> None:

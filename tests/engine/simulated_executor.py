@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engine.messages import TokenLogprobs
-from engine.step import Step, StepResult, most_tokens
+from engine.step import Further, Step, StepResult, most_tokens
 
 VOCAB = 50
 
@@ -74,7 +74,8 @@ class SimulatedExecutor:
         rows = list(zip(step.slots, step.starts, step.counts, strict=True))
         assert 0 < len(rows) <= self._max_rows
         assert len(set(step.slots)) == len(rows)
-        assert [count > 1 for count in step.counts] == sorted(count > 1 for count in step.counts)
+        kinds = [0 if count == 1 else 1 if i in step.drafts else 2 for i, count in enumerate(step.counts)]
+        assert kinds == sorted(kinds)
         admitted = {admit.slot for admit in step.admits}
         for admit in step.admits:
             self._tokens[admit.slot] = list(admit.token_ids)
@@ -87,17 +88,27 @@ class SimulatedExecutor:
             if slot in admitted:
                 table.clear()
             table += step.new_blocks.get(index, [])
+            draft = step.drafts.get(index, [])
             if index not in step.partial:
-                del self._tokens[slot][start + count :]
-            if step.tokens and count == 1:
+                del self._tokens[slot][start + count - len(draft) :]
+            if step.tokens and kinds[index] < 2:
                 assert step.tokens[index] == self._tokens[slot][start]
+            self._tokens[slot] += draft
         self._write(step)
         tokens, prompt_logprobs = [], {}
+        further = {}
         for index, (slot, start, count) in enumerate(rows):
+            draft = step.drafts.get(index)
+            if draft:
+                first, *behind = self._sample_draft(slot, start, draft)
+                tokens.append(first)
+                if behind:
+                    further[index] = Further(behind)
+                continue
             tokens.append(self._sample(slot, start, count, index not in step.partial))
             if self._wants_prompt_logprobs[slot]:
                 prompt_logprobs[index] = self._prompt_logprobs(slot, start, count)
-        return StepResult(tokens, {}, prompt_logprobs)
+        return StepResult(tokens, {}, prompt_logprobs, further)
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """Computed at once, answered later."""
@@ -148,6 +159,20 @@ class SimulatedExecutor:
             return None
         ids.append(state % VOCAB)
         return ids[-1]
+
+    def _sample_draft(self, slot: int, start: int, draft: list[int]) -> list[int]:
+        """Token by token, as long as what is sampled is what was drafted."""
+        ids = self._tokens[slot]
+        del ids[start + 1 :]
+        sampled = []
+        for place in range(len(draft) + 1):
+            token = self._sample(slot, start + place, 1, True)
+            assert token is not None
+            sampled.append(token)
+            if place == len(draft) or token != draft[place]:
+                break
+        assert ids[start + 1 :] == sampled
+        return sampled
 
     def _prompt_logprobs(self, slot: int, start: int, count: int) -> list[TokenLogprobs]:
         last = min(start + count, self._prompts[slot] - 1)

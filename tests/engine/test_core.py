@@ -20,6 +20,7 @@ from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError
+from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 from tests.waiting import until
 
@@ -213,10 +214,13 @@ class Troubled:
         return {}
 
 
+@pytest.mark.parametrize("right", [None, 0.8])
 @pytest.mark.parametrize("depth", [1, 3])
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=150, deadline=None)
-def test_steps_that_a_broken_group_cuts_short_change_nothing(depth: int, seed: int) -> None:
+def test_steps_that_a_broken_group_cuts_short_change_nothing(
+    depth: int, right: float | None, seed: int
+) -> None:
     """Whatever fails, arrives and is aborted meanwhile: the tokens are those of an undisturbed run. With a
     pipeline several steps are cut short at once, of which some may have run."""
     rng = random.Random(seed)
@@ -228,7 +232,16 @@ def test_steps_that_a_broken_group_cuts_short_change_nothing(depth: int, seed: i
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
     )
-    core = EngineCore(config, INFO, troubled, troubled, num_blocks=14, max_model_len=64)  # type: ignore[arg-type]
+    guesses = None if right is None else Oracle(expected_output, right, seed=seed)
+    core = EngineCore(
+        config,
+        INFO,
+        troubled,
+        troubled,
+        num_blocks=14,
+        max_model_len=64,
+        speculation=guesses,  # type: ignore[arg-type]
+    )
     common = [rng.randrange(VOCAB - 1) for _ in range(16)]  # so that blocks are shared
     wanted: dict[int, list[int]] = {}
     outputs: dict[int, list[int]] = {}

@@ -22,6 +22,7 @@ from engine.executor.base import Executor
 from engine.kernels import library
 from engine.messages import Counters, Submit
 from engine.sampling import SamplingParams
+from tests.engine.oracle import Oracle, knowing
 from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
 
 PEER = b"router"
@@ -130,8 +131,10 @@ def run(
     tokens: int,
     budget: int,
     together: bool = True,
+    drafts: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Counters]:
-    """Outputs of all requests, sent at once or each after the one before has ended."""
+    """Outputs of all requests, sent at once or each after the one before has ended. ``drafts``: what they
+    will be, to be drafted with mistakes."""
     num_blocks = tokens // block_size
     core = EngineCore(
         EngineConfig(
@@ -142,6 +145,7 @@ def run(
         executor,
         num_blocks=num_blocks,
         max_model_len=512,
+        speculation=None if drafts is None else oracle(texts, drafts),
     )
     executor.allocate(num_blocks)
     outputs: dict[int, list[int]] = {index: [] for index in range(len(texts))}
@@ -156,14 +160,22 @@ def run(
     return [outputs[index] for index in range(len(texts))], core.scheduler.counters()
 
 
+def oracle(texts: list[list[int]], outputs: list[list[int]]) -> Oracle:
+    """Drafts these outputs of these texts, with mistakes."""
+    return Oracle(knowing([[*text, *output] for text, output in zip(texts, outputs, strict=True)]), right=0.8)
+
+
 def _collect(core: EngineCore, outputs: dict[int, list[int]]) -> None:
     for delta in core.step().get(PEER, []):
         outputs[delta.request] += delta.token_ids
+        if delta.logprobs is not None:
+            assert [each.token_id for each in delta.logprobs] == delta.token_ids
+            assert all(each.rank == 1 for each in delta.logprobs)
 
 
-def greedy() -> list[SamplingParams]:
+def greedy(logprobs: int | None = None) -> list[SamplingParams]:
     return [
-        SamplingParams(temperature=0.0, max_tokens=output_length(index), ignore_eos=True)
+        SamplingParams(temperature=0.0, max_tokens=output_length(index), ignore_eos=True, logprobs=logprobs)
         for index in range(NUM_REQUESTS)
     ]
 
@@ -187,6 +199,25 @@ def test_chunks_and_preemption_change_nothing(
     )
     assert tight == reference
     assert counters.preemptions > 0, "the cache was not small enough to prove anything"
+
+
+def test_drafts_change_nothing(
+    executor: Executor, model_directory: Path, block_size: int, reference: list[list[int]]
+) -> None:
+    """Where there is room, and where requests are preempted between them; with log-probabilities, too."""
+    for tokens, budget, logprobs in ((2400, 512, None), (2400, 512, 0), (CACHE_TOKENS, 12, None)):
+        outputs, counters = run(
+            executor,
+            model_directory,
+            greedy(logprobs),
+            prompts(),
+            block_size=block_size,
+            tokens=tokens,
+            budget=budget,
+            drafts=reference,
+        )
+        assert outputs == reference
+        assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
 def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
@@ -219,7 +250,19 @@ def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(
     tight, counters = run(
         executor, model_directory, params, prompts(), block_size=block_size, tokens=CACHE_TOKENS, budget=12
     )
+    drafted, with_drafts = run(
+        executor,
+        model_directory,
+        params,
+        prompts(),
+        block_size=block_size,
+        tokens=2400,
+        budget=512,
+        drafts=alone,
+    )
     assert together == alone
     assert tight == alone
+    assert drafted == alone
     assert counters.preemptions > 0
+    assert with_drafts.drafted_tokens > sum(with_drafts.taken_by_place) > 0
     assert len({tuple(output[:5]) for output in alone}) > NUM_REQUESTS // 2, "the samples do not vary"

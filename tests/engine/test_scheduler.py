@@ -12,12 +12,19 @@ from engine.messages import FinishReason, Submit
 from engine.request import Request, Status, from_submit, stream_seed
 from engine.sampling import SamplingParams
 from engine.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
+from engine.speculation import Speculation
 from engine.step import Step
 from engine.step_making import admit_of
+from tests.engine.oracle import Oracle
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output
 
 PEER = b"router"
 EOS = VOCAB + 1  # never sampled
+
+
+def guesses(right: float, most: int = 5, seed: int = 0) -> Oracle:
+    """Of what the simulated model will say."""
+    return Oracle(expected_output, right, most, seed)
 
 
 class Bench:
@@ -31,6 +38,7 @@ class Bench:
         max_seqs: int = 8,
         budget: int = 32,
         micro_batches: int = 1,
+        speculation: Speculation | None = None,
         **rules: object,
     ) -> None:
         self.pool = BlockPool(num_blocks)
@@ -44,6 +52,7 @@ class Bench:
                 **rules,  # type: ignore[arg-type]
             ),
             self.pool,
+            speculation,
         )
         self.executor = SimulatedExecutor(
             block_size=block_size, budget=budget, max_rows=max_seqs, in_flight=micro_batches
@@ -80,7 +89,7 @@ class Bench:
             return 0
         step = self.under_way.popleft()
         for outcome in self.scheduler.update(step, self.executor.finish()):
-            self.outputs[outcome.request.key[1]].append(outcome.token_id)
+            self.outputs[outcome.request.key[1]] += outcome.token_ids
         return step.num_tokens
 
     def finish(self, max_steps: int = 10_000) -> None:
@@ -424,6 +433,88 @@ def test_what_can_never_run_is_said() -> None:
     )
 
 
+def test_drafts_that_are_right_save_steps() -> None:
+    prompt = tokens(1, 10)
+    steps = []
+    for right in (0.0, 0.7, 1.0):
+        bench = Bench(speculation=guesses(right))
+        number = bench.add(prompt, max_tokens=60)
+        bench.finish()
+        assert bench.outputs[number] == expected_output(prompt, 60)
+        assert bench.scheduler.counters().generation_tokens == 60
+        steps.append(bench.executor.num_steps)
+    assert steps[0] == 60
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_drafts_are_counted() -> None:
+    bench = Bench(speculation=guesses(1.0))
+    bench.add(tokens(1, 10), max_tokens=60)
+    bench.finish()
+    counters = bench.scheduler.counters()
+    assert counters.drafted_tokens == sum(counters.taken_by_place) == 60 - bench.executor.num_steps
+    assert counters.taken_by_place[0] == counters.drafts
+
+
+def test_what_ends_a_request_ends_it_in_the_middle_of_a_draft() -> None:
+    prompt = tokens(2, 8)
+    expected = expected_output(prompt, 40)
+    stop = next(token for token in expected[5:] if token not in expected[:5])
+    for seed in range(20):
+        bench = Bench(speculation=guesses(1.0, seed=seed))
+        params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
+        number = bench.add(prompt, params=params)
+        bench.finish()
+        assert bench.outputs[number] == expected[: expected.index(stop) + 1]
+        assert bench.requests[number].finish_reason is FinishReason.STOP
+        assert bench.requests[number].stop_reason == stop
+
+
+def test_blocks_of_drafts_are_known_once_they_are_certain() -> None:
+    prompt = tokens(3, 9)
+    bench = Bench(speculation=guesses(0.8), num_blocks=40)
+    first = bench.add(prompt, max_tokens=41)
+    bench.finish()
+    again = bench.add([*prompt, *bench.outputs[first]], max_tokens=3)
+    bench.finish()
+    assert bench.requests[again].num_cached == 48  # of 50: all blocks that are full and computed
+    assert bench.outputs[again] == expected_output([*prompt, *bench.outputs[first]], 3)
+
+
+def test_drafts_take_no_room_that_others_need() -> None:
+    bench = Bench(speculation=guesses(1.0), budget=8, max_seqs=8, num_blocks=256)
+    numbers = [bench.add(tokens(seed, 2), max_tokens=100) for seed in range(8)]
+    for _ in range(4):
+        bench.step()
+    before = {number: len(bench.outputs[number]) for number in numbers}
+    bench.step()
+    assert {number: len(bench.outputs[number]) - 1 for number in numbers} == before
+    bench.finish()
+
+
+def test_drafts_leave_prompts_most_of_a_step() -> None:
+    bench = Bench(speculation=guesses(1.0, most=40), budget=40, num_blocks=256)
+    bench.add(tokens(1, 4), max_tokens=500)
+    bench.step()
+    assert max(bench.step() for _ in range(4)) > 20
+    long = bench.add(tokens(2, 200), max_tokens=1)
+    steps = 0
+    while not bench.outputs[long]:
+        assert bench.step() == 40 or bench.outputs[long]
+        steps += 1
+    assert steps <= 200 // (40 - 1 - 39 // 4) + 1
+    bench.finish()
+
+
+def test_nothing_is_drafted_where_blocks_are_short() -> None:
+    """A draft does not take the block that another request's next token needs."""
+    bench = Bench(speculation=guesses(1.0, most=20), num_blocks=6, block_size=4, budget=64)
+    numbers = [bench.add(tokens(seed, 4), max_tokens=8) for seed in range(2)]
+    bench.finish()
+    for seed, number in enumerate(numbers):
+        assert bench.outputs[number] == expected_output(tokens(seed, 4), 8)
+
+
 def test_streams_of_samples_differ() -> None:
     assert stream_seed(7, 0) == 7
     assert len({stream_seed(7, index) for index in range(100)}) == 100
@@ -439,6 +530,7 @@ def test_streams_of_samples_differ() -> None:
     max_seqs=st.integers(1, 6),
     threshold=st.sampled_from([0, 3]),
     micro_batches=st.sampled_from([1, 1, 2, 3]),
+    right=st.sampled_from([None, 0.0, 0.8, 1.0]),
 )
 def test_any_load_gives_what_each_request_gives_alone(
     seed: int,
@@ -448,9 +540,11 @@ def test_any_load_gives_what_each_request_gives_alone(
     max_seqs: int,
     threshold: int,
     micro_batches: int,
+    right: float | None,
 ) -> None:
     rng = random.Random(seed)
     bench = Bench(
+        speculation=None if right is None else guesses(right, seed=seed),
         num_blocks=num_blocks,
         block_size=block_size,
         budget=max(budget, max_seqs),

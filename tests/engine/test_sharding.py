@@ -25,7 +25,7 @@ from engine.executor.uni import UniExecutor
 from engine.messages import Counters, Submit
 from engine.sampling import SamplingParams
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.test_exactness import NUM_REQUESTS, PEER, greedy, output_length, prompts
+from tests.engine.test_exactness import NUM_REQUESTS, PEER, greedy, oracle, output_length, prompts
 from tests.engine.test_weights import mxfp4_model
 from tests.engine.tiny_models import COMMON, FAMILIES, make_tiny_model, widen
 
@@ -123,7 +123,13 @@ def executor(request: pytest.FixtureRequest, directory: Path) -> Iterator[Thread
 
 
 def run(
-    executor: Any, directory: Path, params: list[SamplingParams], *, num_blocks: int, budget: int
+    executor: Any,
+    directory: Path,
+    params: list[SamplingParams],
+    *,
+    num_blocks: int,
+    budget: int,
+    drafts: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Counters]:
     """Outputs of all requests, sent at once."""
     core = EngineCore(
@@ -132,6 +138,7 @@ def run(
         executor,
         num_blocks=num_blocks,
         max_model_len=512,
+        speculation=None if drafts is None else oracle(prompts()[: len(params)], drafts),
     )
     executor.allocate(num_blocks)
     outputs: dict[int, list[int]] = {index: [] for index in range(len(params))}
@@ -192,8 +199,11 @@ def test_sampling_chooses_what_one_worker_would(
     expected, _ = run(alone, directory, mixed(), num_blocks=600, budget=512)
     executor = shards(directory, LAYOUTS[layout])
     found, _ = run(executor, directory, mixed(), num_blocks=600, budget=512)
+    drafted, counters = run(executor, directory, mixed(), num_blocks=600, budget=512, drafts=expected)
     executor.close()
     assert found == expected
+    assert drafted == expected
+    assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

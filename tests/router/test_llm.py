@@ -37,8 +37,12 @@ def test_arguments_are_the_long_flags() -> None:
             "model": "m", "data_parallel_size": 2, "max_model_len": "1K", "dtype": "float32", "seed": 7,
             "max_num_seqs": None, "kv_cache_memory_bytes": "64M", "served_model_name": "a",
             "log_level": "error", "enable_prefix_caching": False,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         }
     )  # fmt: skip
+    speculative = config.engine.scheduler.speculative
+    assert speculative is not None
+    assert speculative.num_speculative_tokens == 3
     assert config.mesh.data_parallel_size == 2
     assert config.engine.model.max_model_len == 1024
     assert config.engine.model.dtype == "float32"
@@ -67,6 +71,8 @@ def test_a_dtype_of_torch_is_understood() -> None:
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs: Expected `int` >= 1"),
         ({"max_num_batched_tokens": 4}, ValueError, "max_num_batched_tokens 4 must be at least max_num_seqs 128"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization: Expected `float` <= 1"),
+        ({"speculative_config": {"method": "eagle"}}, ValueError, "speculative_config: the method must be"),
+        ({"speculative_config": {"method": print}}, ValueError, "speculative_config must be what JSON can hold"),
         ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, ValueError, "node_rank is 0 where LLM runs"),
         ({"data_parallel_address": "10.0.0.1"}, ValueError, "data_parallel_address 10.0.0.1 is not loopback"),
     ],

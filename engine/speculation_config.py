@@ -1,0 +1,57 @@
+"""``--speculative-config``: how tokens are drafted ahead (pure)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+METHODS = ("ngram", "[ngram]")
+"""vLLM's names of the method that needs no second model; the second is its older one."""
+MOST_DRAFTED = 64
+"""Tokens of a draft: long before, it costs more than it can spare."""
+LONGEST_MATCH = 64
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's settings, as far as they mean something here."""
+
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MOST_DRAFTED)] = 5
+    """Tokens of a draft at most."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 2
+    """The last tokens of a context that must have stood there before."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=LONGEST_MATCH)] = 5
+    """So many are compared: of several places the one is taken where most of them agree."""
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
+    """With more requests running nothing is drafted; None: as long as it pays."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+
+
+def read_config(text: str) -> SpeculativeConfig:
+    """As in vLLM one of the two lengths of a match stands for both.
+
+    Raises:
+        ValueError: it is no JSON object with these settings, or of a method that is not ours.
+    """
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        model = given.pop("model", None)
+        method = given.pop("method", model)
+        if method not in METHODS:
+            raise ValueError(
+                f'the method must be "ngram", which drafts from the text of each request, not {method!r}: no '
+                "model is run to draft"
+            )
+        lengths = [given[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
+        if len(lengths) == 1:
+            given["prompt_lookup_min"] = given["prompt_lookup_max"] = lengths[0]
+        return msgspec.convert(given, SpeculativeConfig)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config: {error}") from error
