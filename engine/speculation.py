@@ -91,6 +91,13 @@ class Places:
         return best
 
 
+def moved(chance: float, drafted: int, accepted: int, memory: int) -> float:
+    """A chance after a draft of which so many tokens were taken."""
+    for taken in [1.0] * accepted + [0.0] * (accepted < drafted):
+        chance += (taken - chance) / memory
+    return chance
+
+
 class Trust:
     """How likely the next token of a draft is to be taken, given that all before it were."""
 
@@ -99,8 +106,8 @@ class Trust:
     LONGEST_PAUSE = 64
     """Tokens of a request that nothing is drafted for, after drafts that brought nothing."""
 
-    def __init__(self) -> None:
-        self.chance = 0.7
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
         self._pause = 0
         self._waits = 0
 
@@ -124,8 +131,7 @@ class Trust:
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:
         """Of a draft so many tokens were taken."""
-        for taken in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self.chance += (taken - self.chance) / self.MEMORY
+        self.chance = moved(self.chance, drafted, accepted, self.MEMORY)
         if accepted:
             self._pause = 0
         elif self.chance <= price:
@@ -199,9 +205,10 @@ class StepCost:
 class Drafter:
     """What is drafted for one request, and what came of it."""
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, chance: float) -> None:
+        """``chance`` of a drafted token, as far as is known."""
         self._places = Places(config.prompt_lookup_min, config.prompt_lookup_max)
-        self._trust = Trust()
+        self._trust = Trust(chance)
 
     def __repr__(self) -> str:
         return f"<Drafter {self._places!r} {self._trust!r}>"
@@ -232,7 +239,9 @@ class Speculation:
 
     PLAIN_STEPS = 4
     """Of so many steps without drafts the duration of one is noted: they are many, and alike."""
-    LONGEST_REST = 32
+    MEMORY = 100
+    """Of the drafted tokens of all requests, about so many of the last ones tell what to expect of others."""
+    LONGEST_REST = 64
     """Steps whose drafts do not seem to pay, before they are tried all the same."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -240,6 +249,7 @@ class Speculation:
         self._cost = StepCost()
         self._price = StepCost.GUESSED_SHARE
         """Of a token drafted for the step in the making."""
+        self._chance = 0.5
         self._rest = 0
         self._drafted = False
         """Whether the last step had drafts."""
@@ -250,7 +260,7 @@ class Speculation:
 
     def drafter(self) -> Drafter:
         """For a request."""
-        return Drafter(self._config)
+        return Drafter(self._config, self._chance)
 
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
         """What may follow each of these texts, in a step of so many requests that has room for so many tokens
@@ -280,6 +290,7 @@ class Speculation:
     def learn(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         """Of a draft so many tokens were taken."""
         drafter.learn(drafted, accepted, self._price)
+        self._chance = moved(self._chance, drafted, accepted, self.MEMORY)
 
     def took(self, tokens: int, drafts: bool, seconds: float) -> None:
         """A step without prompts."""

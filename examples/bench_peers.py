@@ -5,6 +5,7 @@
     python examples/bench_peers.py                             # dense-small in bfloat16
     python examples/bench_peers.py --models moe-small --systems lockstep lockstep-ep vllm transformers
     python examples/bench_peers.py --workloads prefix --concurrency 32
+    python examples/bench_peers.py --workloads code --systems lockstep-dp1 lockstep-drafts vllm-drafts
     python examples/bench_peers.py --show build/bench-peers.json  # tables of a run, also of one cut short
 
 All servers of a model are started first and stay; those that are not measured sleep. Then each is loaded in
@@ -15,9 +16,11 @@ system and of the best of vLLM's, per repeat. The models are made at the first r
 
     lockstep          serve MODEL -dp 2: an instance for each core, experts whole on each
     lockstep-dp1      serve MODEL -dp 1: one instance with all cores
+    lockstep-drafts   the same with --speculative-config: tokens looked up in the text are computed ahead
     lockstep-ep       serve MODEL -dp 2 -ep: experts spread, in lockstep
     vllm              vllm serve MODEL: compiled, a core left free, as is its default
     vllm-cores        the same on all cores
+    vllm-drafts       the same with --speculative-config
     vllm-dp2          vllm serve MODEL -dp 2: a rank for each core; not compiled: with experts
                       it would not start
     vllm-eager        vllm serve MODEL --enforce-eager
@@ -62,8 +65,10 @@ Args = argparse.Namespace
 Page = dict[str, Any]
 
 MODELS = ROOT / "build" / "models"
-WORKLOADS = {"plain": (0, 128, 64), "prefix": (512, 32, 64)}
-"""Tokens that all prompts of a run share, tokens of each prompt, tokens of each answer."""
+WORKLOADS = {"plain": (0, 128, 64), "prefix": (512, 32, 64), "code": (0, 256, 256)}
+"""Tokens that all prompts of a run share, tokens of each prompt, tokens of each answer. Prompts are of random
+tokens, but for ``code``: they are pieces of the project's own, after which answers repeat more."""
+USUAL = ["plain", "prefix"]
 ROUNDS = {1: 6, 8: 4}
 """Requests of a run, times its concurrency; 2 where not said."""
 LOWEST_ID = 300
@@ -95,6 +100,8 @@ class Load:
 
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._model, self._seed, self._rounds = model, seed, rounds
+        sources = sorted((ROOT / "router").glob("*.py"))
+        self._code = self._tokenizer.encode("\n".join(file.read_text() for file in sources)).ids
 
     def prompts(self, workload: str, concurrency: int, number: int, count: int) -> list[list[int]]:
         """Of repeat ``number``; no two repeats have any in common."""
@@ -104,6 +111,9 @@ class Load:
         def ids(length: int) -> list[int]:
             return [rng.randrange(LOWEST_ID, self._tokenizer.get_vocab_size()) for _ in range(length)]
 
+        if workload == "code":
+            places = (rng.randrange(len(self._code) - own) for _ in range(count))
+            return [self._code[place : place + own] for place in places]
         prefix = ids(shared)
         return [prefix + ids(own) for _ in range(count)]
 
@@ -224,7 +234,7 @@ def parse_args() -> Args:
     add("--systems", nargs="+", choices=[*SYSTEMS], help="(default: those that fit the model)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="(default: %(default)s)")
-    add("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS], help="(default: all)")
+    add("--workloads", nargs="+", choices=[*WORKLOADS], default=USUAL, help="(default: %(default)s)")
     add("--repeats", type=int, default=3, help="of every cell, interleaved (default: %(default)s)")
     add(
         "--rounds",

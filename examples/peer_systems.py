@@ -31,8 +31,8 @@ class NotReady(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{examples}`` and ``{python}`` of its
-    command are filled in."""
+    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and
+    ``{python}`` of its command are filled in."""
 
     command: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class System:
 
     def words(self, **values: object) -> list[str]:
         """Its command with all of these, and what is the same for every system."""
-        values |= {"python": sys.executable, "examples": Path(__file__).parent}
+        values |= {"python": sys.executable, "examples": Path(__file__).parent, "drafts": DRAFTS}
         quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
         words = shlex.split(self.command.format_map(quoted))
         if self.peer:
@@ -70,6 +70,9 @@ class System:
         return words
 
 
+DRAFTS = json.dumps(
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+)
 OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
 OURS += " --data-parallel-rpc-port {rpc_port}"
 OURS += f" --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes {KV_GIB}G"
@@ -82,9 +85,15 @@ KV = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)}
 SYSTEMS = {
     "lockstep": System(OURS + " -dp 2 --no-enable-expert-parallel"),
     "lockstep-dp1": System(OURS + " -dp 1"),
+    "lockstep-drafts": System(OURS + " -dp 1 --speculative-config {drafts}"),
     "lockstep-ep": System(OURS + " -dp 2 -ep"),
     "vllm": System(VLLM, KV, peer="vllm"),
     "vllm-cores": System(VLLM, KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}, peer="vllm"),
+    "vllm-drafts": System(
+        VLLM + " --speculative-config {drafts}",
+        KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"},
+        peer="vllm",
+    ),
     "vllm-dp2": System(
         VLLM + " --enforce-eager -dp 2 --data-parallel-rpc-port {rpc_port}",
         KV | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},

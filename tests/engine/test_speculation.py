@@ -15,7 +15,7 @@ CHEAP = 0.05
 
 
 def drafter(**settings: int) -> Drafter:
-    return Drafter(SpeculativeConfig(**settings))  # type: ignore[arg-type]
+    return Drafter(SpeculativeConfig(**settings), 0.7)  # type: ignore[arg-type]
 
 
 def test_what_followed_the_same_tokens_is_drafted() -> None:
@@ -81,7 +81,7 @@ def test_a_draft_counts_up_to_the_first_token_that_is_another(
 
 
 def test_drafts_grow_where_they_are_taken_and_shrink_where_not() -> None:
-    trust = Trust()
+    trust = Trust(0.7)
     begun, _ = trust.length(20, 0.2)
     for _ in range(20):
         trust.learn(4, 4, 0.2)
@@ -95,7 +95,7 @@ def test_drafts_grow_where_they_are_taken_and_shrink_where_not() -> None:
 
 
 def test_what_is_never_taken_is_tried_ever_more_rarely_and_what_is_again_at_once() -> None:
-    trust = Trust()
+    trust = Trust(0.7)
     drafted = []
     for token in range(2000):
         if trust.length(5, 0.3)[0]:
@@ -112,7 +112,7 @@ def test_what_is_never_taken_is_tried_ever_more_rarely_and_what_is_again_at_once
 
 
 def test_where_a_token_costs_a_whole_step_none_is_drafted() -> None:
-    trust = Trust()
+    trust = Trust(0.7)
     for _ in range(20):
         trust.learn(4, 3, 0.95)
     assert trust.length(20, 0.95)[1] < 0
@@ -145,16 +145,35 @@ def test_costs_are_guessed_until_steps_differ() -> None:
     assert drafting == pytest.approx(4 * StepCost.GUESSED_EXTRA, abs=0.05)
 
 
+def trusting(config: SpeculativeConfig) -> Speculation:
+    """Which has seen drafts being taken."""
+    speculation = Speculation(config)
+    for _ in range(20):
+        speculation.learn(speculation.drafter(), 4, 4)
+    return speculation
+
+
 def texts(speculation: Speculation, number: int) -> list[Text]:
     """Each of which repeats itself."""
     return [(speculation.drafter(), [1, 2, 3, 4, 5, 6] * 3, 100) for _ in range(number)]
 
 
 def test_all_drafts_of_a_step_share_its_room() -> None:
-    speculation = Speculation(SpeculativeConfig(num_speculative_tokens=3))
+    speculation = trusting(SpeculativeConfig(num_speculative_tokens=3))
     assert [len(draft) for draft in speculation.draft(texts(speculation, 4), 4, 100)] == [3, 3, 3, 3]
     assert [len(draft) for draft in speculation.draft(texts(speculation, 4), 4, 7)] == [3, 3, 1, 0]
     assert [len(draft) for draft in speculation.draft(texts(speculation, 4), 4, 0)] == [0, 0, 0, 0]
+
+
+def test_a_new_request_is_expected_to_be_as_those_before_it() -> None:
+    speculation = Speculation(SpeculativeConfig())
+    (unknown,) = speculation.draft(texts(speculation, 1), 1, 100)
+    (trusted,) = (once := trusting(SpeculativeConfig())).draft(texts(once, 1), 1, 100)
+    for _ in range(60):
+        speculation.learn(speculation.drafter(), 4, 0)
+    (distrusted,) = speculation.draft(texts(speculation, 1), 1, 100)
+    assert len(trusted) > len(unknown) > 0
+    assert not distrusted
 
 
 def test_nothing_is_drafted_for_larger_batches_than_is_wanted() -> None:
@@ -164,7 +183,7 @@ def test_nothing_is_drafted_for_larger_batches_than_is_wanted() -> None:
 
 
 def test_drafts_that_bring_less_than_drafting_costs_are_left_out_but_for_a_try() -> None:
-    speculation = Speculation(SpeculativeConfig())
+    speculation = trusting(SpeculativeConfig())
     for _ in range(50):
         for step in range(12):
             slow = step in (10, 11)  # with drafts, and the one after it
