@@ -186,6 +186,11 @@ class Instance:
                 tracing=tracing,
                 at_once=instances_at_once(self._config),
             )
+            if (drafts := self._config.scheduler.speculative) is not None:
+                logger.info(
+                    "speculative decoding: up to %d tokens of a request are looked up in its own text",
+                    drafts.num_speculative_tokens,
+                )
             membership.update(phase="tokenizer")
             core.grammars.prepare()
             self._server = Server(self._name, endpoint(self._listen_address(), 0), core, self._keys)

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import speculation
-from engine.speculation import Drafter, Places, Speculation, StepCost, Text, Trust, num_taken
+from engine import places as places_module
+from engine.draft_prices import StepCost, Trust
+from engine.places import Places
+from engine.speculation import Drafter, Speculation, Text, num_taken
 from engine.speculation_config import SpeculativeConfig, read_config
 
 CHEAP = 0.05
@@ -52,7 +54,7 @@ def test_places_are_those_that_a_search_finds(text: list[int], shortest: int, mo
         if length <= shortest or not earlier:
             assert place is None
             continue
-        looked_at = earlier[::-1][: speculation.MOST_COMPARED]
+        looked_at = earlier[::-1][: places_module.MOST_COMPARED]
         assert place == max(looked_at, key=lambda end: (agreeing(tokens, end, shortest + more), end))
 
 
@@ -64,7 +66,7 @@ def agreeing(tokens: list[int], end: int, most: int) -> int:
 
 
 def test_long_texts_are_looked_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MOST_INDEXED", 10)
+    monkeypatch.setattr(places_module, "MOST_INDEXED", 10)
     text = [*range(15), *range(10)]
     guesses = drafter()
     assert [guesses.draft(text, 2, CHEAP)[0] for _ in range(3)] == [[], [], [10, 11]]
