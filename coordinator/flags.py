@@ -296,7 +296,7 @@ def _checked(field: Field, value: Any) -> Any:
 def _as_json(field: Field, value: dict[Any, Any]) -> str:
     try:
         return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise FlagError(f"{field.long_name} must be what JSON can hold: {error}") from None
 
 

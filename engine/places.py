@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-MOST_INDEXED = 4096
-"""Tokens that are looked through at a time: until all are, nothing is found."""
 MOST_COMPARED = 8
 """Earlier places of the same last tokens, the newest first."""
 
@@ -27,13 +25,18 @@ class Places:
     def __repr__(self) -> str:
         return f"<Places of {len(self._before)} tokens>"
 
-    def find(self, tokens: Sequence[int]) -> int | None:
+    def __len__(self) -> int:
+        """Tokens that were taken in: all but the last one of the text, if there was time for them."""
+        return len(self._before)
+
+    def find(self, tokens: Sequence[int], allowance: int) -> int | None:
         """Where the end of these tokens stood before: the place of its last token. Of several the one before
-        which most tokens agree, of those the newest. None as well as long as not all tokens are taken in."""
+        which most tokens agree, of those the newest. None as well as long as not all tokens are taken in, of
+        which ``allowance`` says how many may be now."""
         last, run, self._last_run = len(tokens) - 1, self._last_run, None
         if run is not None and len(self._before) == last - 1:
             self._add(run)
-        elif not self._take_in(tokens, last):
+        elif not self._take_in(tokens, last, allowance):
             return None
         if last < self._shortest:
             return None
@@ -46,10 +49,10 @@ class Places:
         self._before.append(self._newest.get(run, -1))
         self._newest[run] = place
 
-    def _take_in(self, tokens: Sequence[int], end: int) -> bool:
+    def _take_in(self, tokens: Sequence[int], end: int, allowance: int) -> bool:
         """All tokens before ``end``; False if there are too many for now."""
         begin = len(self._before)
-        for place in range(begin, min(end, begin + MOST_INDEXED)):
+        for place in range(begin, min(end, begin + allowance)):
             if place + 1 < self._shortest:
                 self._before.append(-1)
             else:

@@ -425,7 +425,7 @@ class ModelRunner:
         while place < len(tokens):
             index = wanted.sampled[place]
             draft = step.drafts.get(index, [])
-            end = place + 1 + num_taken(draft, tokens[place:])
+            end = place + 1 + num_taken(draft, tokens[place : place + 1 + len(draft)])
             by_row[index] = tokens[place]
             self._slots[step.slots[index]].put(wanted.ends[place], *tokens[place:end])
             if place in logprobs:

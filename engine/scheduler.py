@@ -31,6 +31,8 @@ chunked prefill, the last of these prompts may go beyond it.)"""
 NOTHING_TAKEN = Further([])
 DRAFTS_BESIDE_PROMPTS = 4
 """Where prompts are there to be computed, drafts get this part of what is left of the budget."""
+PENALISED_DRAFTS = 1 << 14
+"""Tokens of a request with penalties, times those that are drafted for it."""
 MOST_PASSED_OVER = 64
 """Waiting requests that lack room for these alone, before no more are looked at in a step."""
 
@@ -54,7 +56,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     request: Request
     token_ids: list[int]
-    """None if it failed; several where a draft brought some."""
+    """None of them if it failed; several where a draft brought some."""
     logprobs: list[TokenLogprobs]
     """One for each, when asked for."""
 
@@ -76,6 +78,8 @@ class Scheduler:
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[UnderWay] = deque()
         self._num_grammars = 0
+        self._blocks_for_drafts = 0
+        """Of the step in the making."""
         self._promises = Promises(pool, rules.block_size)
         self._totals = Totals()
 
@@ -207,7 +211,7 @@ class Scheduler:
         most_rows = self._rows_per_step()
         rows = StepRows(self._rules.max_num_batched_tokens, PROMPT_LOGPROBS_CHUNK)
         preempted = False
-        drafts = self._drafts()
+        drafts = self._drafts(most_rows)
         for request in self._decodes_then_prefills():
             if len(rows) == most_rows or rows.budget <= 0:
                 break
@@ -340,31 +344,37 @@ class Scheduler:
         if request.num_computed >= (request.num_named + 1) * self._rules.block_size:
             self._name_full_blocks(request)
 
-    def _drafts(self) -> dict[RequestKey, list[int]]:
+    def _drafts(self, most_rows: int) -> dict[RequestKey, list[int]]:
         """What may come behind the newest tokens, by request. It gets what nobody else needs of the budget,
         and of that little where prompts are there to be computed: it only hastens what comes anyway."""
-        if self._speculation is None:
-            return {}
         running = len(self._running)
+        if self._speculation is None or self._speculation.is_off(running):
+            return {}
         room = max(0, self._rules.max_num_batched_tokens - running)
+        self._blocks_for_drafts = max(0, self._pool.num_free - running)  # each may need one in this step
         if self._waiting or self._in_prefill():
-            room //= DRAFTS_BESIDE_PROMPTS
+            room = room // DRAFTS_BESIDE_PROMPTS if self._rules.enable_chunked_prefill else 0
+            self._blocks_for_drafts = 0
         keys, texts = [], []
         for request in self._running:
             if request.drafter is not None and len(request.token_ids) - request.num_computed == 1:
                 keys.append(request.key)
-                left = request.max_output - request.num_output - 1  # the step gives one in any case
-                texts.append((request.drafter, request.token_ids, left))
-        drafts = self._speculation.draft(texts, running, room)
+                texts.append((request.drafter, request.token_ids, _most_drafted(request)))
+                if len(keys) == most_rows:
+                    break
+        drafts = self._speculation.draft(texts, min(running, most_rows), room)
         return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
 
     def _fill_with_draft(self, rows: StepRows, request: Request, draft: list[int]) -> bool:
-        """The newest token of a request and its draft; False if there are no blocks for that."""
+        """The newest token of a request and its draft; False if there are no blocks for that: nobody waits or
+        is preempted for a draft."""
         count = 1 + len(draft)
         needed = self._blocks_for(request.num_computed + count) - len(request.blocks)
-        new_blocks = self._pool.take(needed)
-        if new_blocks is None:
+        if needed > self._blocks_for_drafts:
             return False
+        self._blocks_for_drafts -= needed
+        new_blocks = self._pool.take(needed)
+        assert new_blocks is not None
         request.blocks += new_blocks
         rows.add(request, count, new_blocks, draft)
         request.num_in_flight += 1
@@ -503,6 +513,14 @@ class Scheduler:
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None
+
+
+def _most_drafted(request: Request) -> int:
+    """Of its output one token comes in any case. Penalties look at the whole text for each token."""
+    left = request.max_output - request.num_output - 1
+    if request.params.shapes_logits_by_history:
+        left = min(left, PENALISED_DRAFTS // len(request.token_ids))
+    return left
 
 
 def _only_decodes(step: Step) -> bool:

@@ -21,6 +21,12 @@ from engine.places import Places
 from engine.speculation_config import SpeculativeConfig
 
 NOTHING: list[int] = []
+MOST_INDEXED = 4096
+"""Tokens of texts that a step looks through, about a microsecond each: for whom they do not suffice, nothing
+is drafted yet."""
+MOST_HELD = 1 << 20
+"""Tokens of texts that are kept looked through, some hundred bytes each: for whom there is no room, nothing
+is drafted."""
 
 
 class Drafter:
@@ -34,9 +40,16 @@ class Drafter:
     def __repr__(self) -> str:
         return f"<Drafter {self._places!r} {self._trust!r}>"
 
-    def draft(self, tokens: Sequence[int], most: int, price: float) -> tuple[list[int], float]:
-        """What may follow these tokens, mostly nothing; and what it will probably bring beyond its price."""
-        place = self._places.find(tokens)
+    def __len__(self) -> int:
+        """Tokens of its text that were looked through."""
+        return len(self._places)
+
+    def draft(
+        self, tokens: Sequence[int], most: int, price: float, allowance: int
+    ) -> tuple[list[int], float]:
+        """What may follow these tokens, mostly nothing; and what it will probably bring beyond its price.
+        ``allowance``: so many tokens may be looked through for it now."""
+        place = self._places.find(tokens, allowance)
         if place is None or most < 1:
             return NOTHING, 0.0
         length, gain = self._trust.length(most, price)
@@ -83,20 +96,28 @@ class Speculation:
         """For a request."""
         return Drafter(self._config, self._chance)
 
+    def is_off(self, running: int) -> bool:
+        """Whether nothing is drafted beside so many requests."""
+        limit = self._config.disable_by_batch_size
+        return limit is not None and running > limit
+
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
         """What may follow each of these texts, in a step of so many requests that has room for so many tokens
         more. All empty if what is found does not pay."""
         nothing = [NOTHING] * len(texts)
-        limit = self._config.disable_by_batch_size
-        if not texts or (limit is not None and rows > limit):
+        if not texts or room < 1:
             return nothing
         self._price, drafting = self._cost.prices(rows)
         if not self._drafted:
             drafting *= 2  # the step after this one cannot go on from it, either
         most, price, gain = self._config.num_speculative_tokens, self._price, 0.0
         drafts = []
+        held = sum(map(len, [drafter for drafter, _, _ in texts]))
+        allowance = min(MOST_INDEXED, MOST_HELD - held)
         for drafter, tokens, longest in texts:
-            found, more = drafter.draft(tokens, min(longest, room, most), price)
+            before = len(drafter)
+            found, more = drafter.draft(tokens, min(longest, room, most), price, allowance)
+            allowance -= len(drafter) - before
             drafts.append(found)
             gain += more
             room -= len(found)

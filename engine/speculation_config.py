@@ -41,7 +41,8 @@ def read_config(text: str) -> SpeculativeConfig:
         ValueError: it is no JSON object with these settings, or of a method that is not ours.
     """
     try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
+        found = msgspec.json.decode(text, type=dict[str, Any])
+        given = {name: value for name, value in found.items() if value is not None}
         model = given.pop("model", None)
         method = given.pop("method", model)
         if method not in METHODS:
@@ -53,5 +54,9 @@ def read_config(text: str) -> SpeculativeConfig:
         if len(lengths) == 1:
             given["prompt_lookup_min"] = given["prompt_lookup_max"] = lengths[0]
         return msgspec.convert(given, SpeculativeConfig)
-    except ValueError as error:
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`")
+        raise ValueError(f"--speculative-config: {name + ': ' if name else ''}{what}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--speculative-config: {error}") from error

@@ -119,7 +119,8 @@ class ChatAnswer(ChunkedAnswer):
     def _message(self, sample: Sample, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
         if not self._readers:
             return AssistantMessage(self._role, self._echoed + piece.text)
-        turn = turn_of([(each.text, len(each.token_ids)) for each in pieces], self._readers[sample.index])
+        parts = [part for each in pieces for part in each.parts]
+        turn = turn_of(parts, self._readers[sample.index])
         turn.content = self._echoed + turn.content
         return message_of(turn, self._role)
 
@@ -127,7 +128,7 @@ class ChatAnswer(ChunkedAnswer):
         if not self._writers:
             return ChatDelta(echoed + piece.text)
         ended = piece.finish_reason is not None
-        return self._writers[sample.index].delta(piece.text, len(piece.token_ids), echoed, ended=ended)
+        return self._writers[sample.index].delta(piece.parts, echoed, ended=ended)
 
     def _delta_chunk(self, sample: Sample, delta: ChatDelta) -> bytes:
         """A chunk with nothing but a delta, nothing at all for an empty one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import UNSET
 
 from engine.messages import FinishReason
@@ -41,11 +43,12 @@ class DeltaWriter:
     def __repr__(self) -> str:
         return f"<DeltaWriter after {self._num_calls} calls of {self._reader!r}>"
 
-    def delta(self, text: str, num_tokens: int, echoed: str = "", *, ended: bool) -> ChatDelta:
-        """What the next text adds to the message, possibly nothing; ``echoed`` is content before it."""
+    def delta(self, parts: Sequence[tuple[str, int]], echoed: str = "", *, ended: bool) -> ChatDelta:
+        """What the next texts, each with its number of tokens, add to the message, possibly nothing;
+        ``echoed`` is content before them."""
         delta = ChatDelta(echoed or UNSET)
         calls: list[ToolCallDelta] = []
-        for event in self._reader.read(text, num_tokens, ended=ended):
+        for event in self._reader.read_parts(parts, ended=ended):
             match event:
                 case Reasoning(text):
                     delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -68,10 +69,11 @@ class ItemSequence:
     def calls_tools(self) -> bool:
         return any(item.kind is Kind.CALL for item in self.items)
 
-    def read(self, text: str, num_tokens: int, *, ended: bool) -> list[ItemEvent]:
-        """What the next text does to the items; when ``ended``, all are closed."""
+    def read(self, parts: Sequence[tuple[str, int]], *, ended: bool) -> list[ItemEvent]:
+        """What the next texts, each with its number of tokens, do to the items; when ``ended``, all are
+        closed."""
         events: list[ItemEvent] = []
-        for parsed in self._reader.read(text, num_tokens, ended=ended):
+        for parsed in self._reader.read_parts(parts, ended=ended):
             self._take(parsed, events)
         if ended:
             self._close(events)

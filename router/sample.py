@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -23,8 +24,17 @@ class Piece(msgspec.Struct, gc=False):
     """One per token, when asked for."""
     offsets: list[int] = []
     """Where in the generated text each token begins, when log-probabilities are asked for."""
+    cuts: list[int] = []
+    """Of several tokens, where in ``text`` each begins but the first."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Its text, cut where its tokens begin, each with how many tokens it is."""
+        if not self.cuts:
+            return [(self.text, len(self.token_ids))]
+        return [(self.text[begin:end], 1) for begin, end in pairwise([0, *self.cuts, len(self.text)])]
 
 
 class Sample:
@@ -109,6 +119,7 @@ class Sample:
             and delta.finish_reason is None
             and delta.prompt_logprobs is None
             and delta.num_cached_tokens == self.num_cached_tokens
+            and len(delta.token_ids) == 1
         ):  # nearly every one
             return Piece(self.read(delta.token_ids), delta.token_ids)
         if delta.finish_reason is FinishReason.ERROR:
@@ -137,6 +148,8 @@ class Sample:
         hides_last = delta.finish_reason is FinishReason.STOP and not self._shows_stop_token
         for position, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
+            if position:
+                piece.cuts.append(len(piece.text))
             if self._wants_logprobs:
                 piece.offsets.append(self._length)
             if hides_last and position == last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +54,15 @@ class TurnReader:
             if self._hides_reasoning:
                 events = [event for event in events if not isinstance(event, Reasoning)]
         return merged(self._with_calls(events, ended))
+
+    def read_parts(self, parts: Sequence[tuple[str, int]], *, ended: bool = False) -> list[Parsed]:
+        """The same of texts in a row, each with its number of tokens."""
+        if len(parts) == 1:
+            (text, num_tokens), *_ = parts
+            return self.read(text, num_tokens, ended=ended)
+        last = len(parts) - 1
+        read = (self.read(text, count, ended=ended and i == last) for i, (text, count) in enumerate(parts))
+        return merged(itertools.chain.from_iterable(read))
 
     def _with_calls(self, events: Iterable[Parsed], ended: bool) -> Iterable[Parsed]:
         if self._tools is None:

@@ -47,7 +47,7 @@ class MessageAnswer(Answer):
 
     def _read(self, piece: Piece) -> list[ItemEvent]:
         ended = piece.finish_reason is not None
-        events = self._sequence.read(piece.text, len(piece.token_ids), ended=ended)
+        events = self._sequence.read(piece.parts, ended=ended)
         if ended:
             self._stop_reason, self._stop_sequence = self._why_stopped(piece)
         return events

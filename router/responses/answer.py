@@ -62,7 +62,7 @@ class ResponsesAnswer(Answer):
 
     def _read(self, piece: Piece) -> list[ItemEvent]:
         ended = piece.finish_reason is not None
-        events = self._sequence.read(piece.text, len(piece.token_ids), ended=ended)
+        events = self._sequence.read(piece.parts, ended=ended)
         for item in self._sequence.items[len(self._item_ids) :]:
             self._item_ids.append(f"{ID_PREFIX[item.kind]}_{uuid.uuid4().hex}")
         return events

@@ -12,16 +12,17 @@ from coordinator.commands import REFUSED_PATIENCE, find_view
 from router.entry import INTERRUPTED
 from router.operate import main_drain, main_scale
 from router.serve import main
-from tests.mesh.harness import free_port
 
 
 def test_nobody_there_is_said_soon(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    for command in (main_scale, main_drain):
-        began = time.monotonic()
-        assert command(["1", "-dpp", str(port)]) == 1
-        assert time.monotonic() - began < REFUSED_PATIENCE + 5.0, "and not the 10 s of an answer"
-        assert f"no answer from a coordinator at tcp://127.0.0.1:{port}" in capsys.readouterr().err
+    with socket.socket() as unheard:  # bound, so that nobody else comes to listen there
+        unheard.bind(("127.0.0.1", 0))
+        port = unheard.getsockname()[1]
+        for command in (main_scale, main_drain):
+            began = time.monotonic()
+            assert command(["1", "-dpp", str(port)]) == 1
+            assert time.monotonic() - began < REFUSED_PATIENCE + 5.0, "and not the 10 s of an answer"
+            assert f"no answer from a coordinator at tcp://127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_an_address_that_is_none_is_said_at_once() -> None:

@@ -218,6 +218,7 @@ def test_drafts_change_nothing(
         )
         assert outputs == reference
         assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
+        assert (counters.preemptions > 0) == (tokens == CACHE_TOKENS)
 
 
 def test_a_seeded_sample_is_the_same_alone_and_in_any_batch(

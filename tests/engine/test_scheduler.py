@@ -13,6 +13,7 @@ from engine.request import Request, Status, from_submit, stream_seed
 from engine.sampling import SamplingParams
 from engine.scheduler import PROMPT_LOGPROBS_CHUNK, Scheduler, SchedulerRules
 from engine.speculation import Speculation
+from engine.speculation_config import SpeculativeConfig
 from engine.step import Step
 from engine.step_making import admit_of
 from tests.engine.oracle import Oracle
@@ -506,13 +507,28 @@ def test_drafts_leave_prompts_most_of_a_step() -> None:
     bench.finish()
 
 
-def test_nothing_is_drafted_where_blocks_are_short() -> None:
-    """A draft does not take the block that another request's next token needs."""
-    bench = Bench(speculation=guesses(1.0, most=20), num_blocks=6, block_size=4, budget=64)
-    numbers = [bench.add(tokens(seed, 4), max_tokens=8) for seed in range(2)]
+def test_nobody_is_preempted_for_a_draft() -> None:
+    """Four requests of four blocks each, and not one block more."""
+    bench = Bench(speculation=guesses(0.5, most=20), num_blocks=16, block_size=4, budget=64)
+    numbers = [bench.add(tokens(seed, 5), max_tokens=11) for seed in range(4)]
     bench.finish()
     for seed, number in enumerate(numbers):
-        assert bench.outputs[number] == expected_output(tokens(seed, 4), 8)
+        assert bench.outputs[number] == expected_output(tokens(seed, 5), 11)
+    assert bench.scheduler.counters().preemptions == 0
+    assert bench.scheduler.counters().drafts > 0
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_no_prompt_waits_for_a_draft(chunked: bool) -> None:
+    """It gets the blocks and, if it is computed whole, the tokens that it needs."""
+    bench = Bench(speculation=guesses(1.0, most=30), num_blocks=32, budget=64, enable_chunked_prefill=chunked)
+    bench.add(tokens(1, 4), max_tokens=55)
+    bench.step()
+    late = bench.add(tokens(2, 60), max_tokens=3)
+    bench.step()
+    bench.step()
+    assert bench.outputs[late], "at once, or in the second step if it was cut"
+    bench.finish()
 
 
 def test_streams_of_samples_differ() -> None:
@@ -530,7 +546,7 @@ def test_streams_of_samples_differ() -> None:
     max_seqs=st.integers(1, 6),
     threshold=st.sampled_from([0, 3]),
     micro_batches=st.sampled_from([1, 1, 2, 3]),
-    right=st.sampled_from([None, 0.0, 0.8, 1.0]),
+    right=st.sampled_from([None, "looked up", 0.0, 0.8, 1.0]),
 )
 def test_any_load_gives_what_each_request_gives_alone(
     seed: int,
@@ -540,11 +556,14 @@ def test_any_load_gives_what_each_request_gives_alone(
     max_seqs: int,
     threshold: int,
     micro_batches: int,
-    right: float | None,
+    right: float | str | None,
 ) -> None:
     rng = random.Random(seed)
+    speculation = Speculation(SpeculativeConfig(prompt_lookup_min=1)) if right == "looked up" else None
+    if isinstance(right, float):
+        speculation = guesses(right, seed=seed)
     bench = Bench(
-        speculation=None if right is None else guesses(right, seed=seed),
+        speculation=speculation,
         num_blocks=num_blocks,
         block_size=block_size,
         budget=max(budget, max_seqs),

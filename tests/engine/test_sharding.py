@@ -23,7 +23,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import Counters, Submit
-from engine.sampling import SamplingParams
+from engine.sampling import SamplingParams, ThinkingBudget
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.test_exactness import NUM_REQUESTS, PEER, greedy, oracle, output_length, prompts
 from tests.engine.test_weights import mxfp4_model
@@ -181,6 +181,8 @@ def mixed() -> list[SamplingParams]:
         {"temperature": 1.0, "allowed_token_ids": (5, 190, 191, 192, 370)},
         {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 0},
         {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": tuple(range(180, 240))},
+        {"temperature": 0.9, "thinking": ThinkingBudget(tokens=2, begin=(), end=(7, 8))},
+        {"temperature": 0.0, "bad_words": ((7,), *((token, 9) for token in range(200)))},
     ]
     return [
         SamplingParams(**kinds[index % len(kinds)], max_tokens=output_length(index), ignore_eos=True)

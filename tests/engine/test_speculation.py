@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import places as places_module
+from engine import speculation as speculation_module
 from engine.draft_prices import StepCost, Trust
 from engine.places import Places
 from engine.speculation import Drafter, Speculation, Text, num_taken
@@ -20,23 +21,27 @@ def drafter(**settings: int) -> Drafter:
     return Drafter(SpeculativeConfig(**settings), 0.7)  # type: ignore[arg-type]
 
 
+def drafted(by: Drafter, tokens: list[int], most: int) -> list[int]:
+    return by.draft(tokens, most, CHEAP, allowance=1000)[0]
+
+
 def test_what_followed_the_same_tokens_is_drafted() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
-    assert drafter().draft(text, 3, CHEAP)[0] == [4, 5, 6]
-    assert drafter().draft([1, 2, 3, 4], 3, CHEAP)[0] == []
-    assert drafter(prompt_lookup_min=4).draft(text, 3, CHEAP)[0] == []
+    assert drafted(drafter(), text, 3) == [4, 5, 6]
+    assert drafted(drafter(), [1, 2, 3, 4], 3) == []
+    assert drafted(drafter(prompt_lookup_min=4), text, 3) == []
 
 
 def test_the_place_with_the_longest_match_wins_then_the_newest() -> None:
     longer, shorter = [9, 1, 2, 70], [8, 1, 2, 60]
-    assert drafter().draft([*longer, *shorter, 9, 1, 2], 1, CHEAP)[0] == [70]
-    assert drafter().draft([*longer, *shorter, 5, 1, 2], 1, CHEAP)[0] == [60]
-    assert drafter(prompt_lookup_max=2).draft([*longer, *shorter, 9, 1, 2], 1, CHEAP)[0] == [60]
+    assert drafted(drafter(), [*longer, *shorter, 9, 1, 2], 1) == [70]
+    assert drafted(drafter(), [*longer, *shorter, 5, 1, 2], 1) == [60]
+    assert drafted(drafter(prompt_lookup_max=2), [*longer, *shorter, 9, 1, 2], 1) == [60]
 
 
 def test_a_text_that_repeats_itself_goes_on_repeating_itself() -> None:
-    assert drafter().draft([5, 7, 7, 7], 4, CHEAP)[0] == [7, 7, 7, 7]
-    assert drafter().draft([5, 1, 2, 3, 1, 2, 3, 1, 2], 5, CHEAP)[0] == [3, 1, 2, 3, 1]
+    assert drafted(drafter(), [5, 7, 7, 7], 4) == [7, 7, 7, 7]
+    assert drafted(drafter(), [5, 1, 2, 3, 1, 2, 3, 1, 2], 5) == [3, 1, 2, 3, 1]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(0, 3))
@@ -45,7 +50,7 @@ def test_places_are_those_that_a_search_finds(text: list[int], shortest: int, mo
     places = Places(shortest, shortest + more)
     for length in range(1, len(text) + 1):
         tokens = text[:length]
-        place = places.find(tokens)
+        place = places.find(tokens, allowance=1000)
         earlier = [
             end
             for end in range(shortest - 1, length - 1)
@@ -65,11 +70,30 @@ def agreeing(tokens: list[int], end: int, most: int) -> int:
     return count
 
 
-def test_long_texts_are_looked_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "MOST_INDEXED", 10)
-    text = [*range(15), *range(10)]
-    guesses = drafter()
-    assert [guesses.draft(text, 2, CHEAP)[0] for _ in range(3)] == [[], [], [10, 11]]
+def test_long_texts_are_looked_through_in_parts_and_all_of_a_step_share_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speculation_module, "MOST_INDEXED", 30)
+    speculation = trusting(SpeculativeConfig())
+    text = [*range(40), *range(10)]
+    three: list[Text] = [(speculation.drafter(), text, 5) for _ in range(3)]
+    found = [[bool(draft) for draft in speculation.draft(three, 3, 100)] for _ in range(6)]
+    held = [len(drafter) for drafter, _, _ in three]
+    assert found[0] == [False, False, False]
+    assert found[1] == [True, False, False]
+    assert found[-1] == [True, True, True]
+    assert held == [49, 49, 49]
+
+
+def test_so_many_texts_are_kept_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation_module, "MOST_HELD", 60)
+    speculation = trusting(SpeculativeConfig())
+    text = [*range(40), *range(10)]
+    two: list[Text] = [(speculation.drafter(), text, 5) for _ in range(2)]
+    for _ in range(5):
+        found = speculation.draft(two, 2, 100)
+    assert [bool(draft) for draft in found] == [True, False]
+    assert len(speculation.draft(two[1:], 1, 100)[0]) > 0, "once the other one has gone"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +204,9 @@ def test_a_new_request_is_expected_to_be_as_those_before_it() -> None:
 
 def test_nothing_is_drafted_for_larger_batches_than_is_wanted() -> None:
     speculation = Speculation(SpeculativeConfig(disable_by_batch_size=4))
-    assert all(speculation.draft(texts(speculation, 4), 4, 100))
-    assert not any(speculation.draft(texts(speculation, 5), 5, 100))
+    assert not speculation.is_off(4)
+    assert speculation.is_off(5)
+    assert not Speculation(SpeculativeConfig()).is_off(1000)
 
 
 def test_drafts_that_bring_less_than_drafting_costs_are_left_out_but_for_a_try() -> None:
@@ -201,6 +226,7 @@ def test_drafts_that_bring_less_than_drafting_costs_are_left_out_but_for_a_try()
     [
         ('{"method": "ngram"}', SpeculativeConfig()),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', SpeculativeConfig(num_speculative_tokens=3)),
+        ('{"method": null, "model": "ngram", "prompt_lookup_min": null}', SpeculativeConfig()),
         (
             '{"method": "ngram", "prompt_lookup_max": 4}',
             SpeculativeConfig(prompt_lookup_min=4, prompt_lookup_max=4),
@@ -222,7 +248,8 @@ def test_settings_are_those_of_vllm(text: str, expected: SpeculativeConfig) -> N
         ("[]", "Expected `object`"),
         ("{}", 'must be "ngram"'),
         ('{"method": "eagle3", "model": "some/head"}', "not 'eagle3': no model is run to draft"),
-        ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: Expected `int` >= 1"),
+        ('{"a":' * 5000, "recursion"),
         ('{"method": "ngram", "num_speculative_tokens": 1000}', "<= 64"),
         ('{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 5}', "must not exceed"),
         ('{"method": "ngram", "tokens": 3}', "unknown field `tokens`"),

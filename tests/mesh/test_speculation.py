@@ -39,6 +39,6 @@ def test_drafts_change_no_token_with_experts_spread_and_an_instance_killed(tmp_p
             kind: sum(value for name, value in metrics(ports).items() if f"{kind}_total" in name)
             for kind in ("draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
         }
-        assert counted["draft_tokens"] > counted["accepted_tokens"] > 0
+        assert counted["draft_tokens"] >= counted["accepted_tokens"] > 0
         assert counted["accepted_tokens_per_pos"] == counted["accepted_tokens"]
         assert command.stop() == 0

@@ -124,6 +124,20 @@ def test_a_turn_has_reasoning_content_and_calls() -> None:
     assert turn.num_reasoning_tokens == len("I <tool_call> it.</think>")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_reasoning_is_counted_by_token_however_many_come_at_once(size: int) -> None:
+    tokens = [*"<think>", *TURN]
+    groups = [tokens[begin : begin + size] for begin in range(0, len(tokens), size)]
+    counting, alone = reader(), reader()
+    events: list[Parsed] = []
+    for number, group in enumerate(groups, 1):
+        events += counting.read_parts([(text, 1) for text in group], ended=number == len(groups))
+    for token in tokens:
+        alone.read(token, 1)
+    assert counting.num_reasoning_tokens == alone.num_reasoning_tokens
+    assert merged(events) == read(reader(), tokens)
+
+
 def test_parts_that_are_not_wanted_are_dropped() -> None:
     events = read(reader(max_calls=1, hides_reasoning=True), [TURN])
     assert events == [Content("Wait."), CallBegin("f"), CallArguments('{"a": 1}'), Content("Done.")]

@@ -100,6 +100,18 @@ def test_a_stop_string_ends_it(tokenizer: Tokenizer, whole: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("params", [{}, {"stop": (" four",)}, {"logprobs": 0}])
+def test_a_piece_of_several_tokens_says_where_each_begins(tokenizer: Tokenizer, params: Any) -> None:
+    ids = tokenizer.encode("one 🙂 two three", add_special_tokens=False)
+    alone = sample_of(tokenizer, **params)
+    parts = [part for delta in one_by_one(ids) for part in alone.take(delta).parts]
+    together = sample_of(tokenizer, **params)
+    first = together.take(Delta(1, ids[:-2]))
+    second = together.take(Delta(1, ids[-2:], FinishReason.LENGTH))
+    assert [*first.parts, *second.parts] == parts
+    assert together.num_tokens == len(parts) == len(ids)
+
+
 def test_min_tokens_disarms_stop_strings(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two one two", add_special_tokens=False)
     half = len(tokenizer.encode("one two", add_special_tokens=False))
