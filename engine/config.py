@@ -85,6 +85,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Of a step, where nobody says how many."""
+CPU_TOKENS_BESIDE_DECODES = 128
+"""Of prompts, at least."""
 MOST_SEQUENCES = 65536
 """In a step. Far more than pays anywhere: each has a token in every step, and a step must stay short."""
 
@@ -157,6 +159,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
+
+    def prompt_tokens_beside_decodes(self, has_gpu: bool = False) -> int | None:
+        """Of a step in which others decode; None: any. On a CPU so many are computed as fast as more are. On
+        a GPU, where each step with prompts has to be launched anew, they are not."""
+        return None if has_gpu else max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
 
 
 MOST_THREADS = 1024

@@ -24,6 +24,7 @@ from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Scheduler, SchedulerRules
+from engine.settings import has_gpu
 from engine.speculation import Speculation
 from engine.split import StepSplit
 from engine.step import Masks, Step, StepResult
@@ -72,6 +73,9 @@ class EngineCore:
                 block_size=config.cache.block_size,
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+                prompt_tokens_beside_decodes=config.scheduler.prompt_tokens_beside_decodes(
+                    has_gpu(config.device)
+                ),
                 micro_batches=executor.in_flight,
                 tells_tokens=executor.needs_tokens,
             ),
@@ -242,12 +246,14 @@ class EngineCore:
     def _agree(self, step: Step) -> Agreement:
         if isinstance(self.pace, Alone):
             return Agreement(runs=bool(step.slots))  # nobody wants to know the rest
-        return self.pace.agree(
+        agreement = self.pace.agree(
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
             longest=max(step.ends, default=0),
             in_flight=sum(bool(under_way.slots) for under_way, _ in self._steps),
         )
+        self.scheduler.others_run = sum(agreement.sizes) > step.num_tokens
+        return agreement
 
     def _finish_oldest(self) -> dict[Peer, Handout]:
         result = self._executor.finish()

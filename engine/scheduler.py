@@ -45,6 +45,9 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    prompt_tokens_beside_decodes: int | None = None
+    """Of a step, while requests decode, with chunked prefill: they wait for no more than so many tokens of
+    others' prompts. None: as many as the budget has."""
     micro_batches: int = 1
     """Steps of different requests that are under way at once; each takes its share of the requests."""
     tells_tokens: bool = False
@@ -78,6 +81,8 @@ class Scheduler:
         self._free_slots = list(range(rules.max_num_seqs))[::-1]
         self._in_flight: deque[UnderWay] = deque()
         self._num_grammars = 0
+        self.others_run = False
+        """Whether other instances that step in lockstep with this one have rows: theirs wait for ours."""
         self._blocks_for_drafts = 0
         """Of the step in the making."""
         self._promises = Promises(pool, rules.block_size)
@@ -209,10 +214,11 @@ class Scheduler:
         in the next one before its token is there, but a prompt's next chunk may follow the one before."""
         block_size = self._rules.block_size
         most_rows = self._rows_per_step()
-        rows = StepRows(self._rules.max_num_batched_tokens, PROMPT_LOGPROBS_CHUNK)
+        needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
+        rows = self._no_rows(somebody_decodes=not all(needs_more))
         preempted = False
         drafts = self._drafts(most_rows)
-        for request in self._decodes_then_prefills():
+        for request in self._decodes_then_prefills() if any(needs_more) else self._running[:]:
             if len(rows) == most_rows or rows.budget <= 0:
                 break
             if request.status is not Status.RUNNING:
@@ -290,23 +296,30 @@ class Scheduler:
         could_run = len(self._running) + min(len(self._waiting), len(self._free_slots))
         return -(-could_run // self._rules.micro_batches)
 
+    def _no_rows(self, *, somebody_decodes: bool) -> StepRows:
+        """An empty step."""
+        rules = self._rules
+        prompts = budget = rules.max_num_batched_tokens
+        if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
+            prompts = rules.prompt_tokens_beside_decodes or budget
+        return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
+
     def _decodes_then_prefills(self) -> list[Request]:
         """Requests that need one token come before partly computed prompts, so that a long prompt never
         starves them; in order otherwise."""
-        longer = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
-        if not any(longer):
-            return self._running[:]
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
     def _chunk(self, request: Request, rows: StepRows) -> int:
-        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`."""
+        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`. One whose
+        output has begun is waited for like those that decode: nothing is kept from it for their sake."""
         rules, uncomputed = self._rules, request.num_uncomputed
-        count = min(uncomputed, rows.budget)
-        if rows.is_full_for(request):
+        room = rows.budget if request.num_output else rows.prompt_budget
+        count = min(uncomputed, room)
+        if room <= 0 or rows.is_full_for(request):
             return 0
         if not rules.enable_chunked_prefill:
             return count if count == uncomputed else 0
-        if uncomputed <= rows.budget + rules.max_num_batched_tokens // CRUMBS:
+        if uncomputed <= room + rules.max_num_batched_tokens // CRUMBS:
             count = uncomputed
         if rules.long_prefill_token_threshold:
             count = min(count, rules.long_prefill_token_threshold)

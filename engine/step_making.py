@@ -20,8 +20,9 @@ class UnderWay(msgspec.Struct, frozen=True):
 class StepRows:
     """The rows of a step in the making, and what there is room for besides, in tokens."""
 
-    def __init__(self, budget: int, prompt_logprobs: int) -> None:
+    def __init__(self, budget: int, prompts: int, prompt_logprobs: int) -> None:
         self.budget = budget
+        self._prompts = prompts
         self.prompt_logprobs = prompt_logprobs
         """Of prompts whose log-probabilities are wanted."""
         self.requests: list[Request] = []
@@ -36,6 +37,11 @@ class StepRows:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def prompt_budget(self) -> int:
+        """What prompts may take of it."""
+        return min(self.budget, self._prompts)
 
     def is_full_for(self, request: Request) -> bool:
         """Whether it lacks room for the log-probabilities of its prompt."""
@@ -57,6 +63,8 @@ class StepRows:
         if start + count < len(request.token_ids):
             self._partial.append(index)
         kind = 0 if count == 1 else 1 if draft else 2
+        if kind == 2:
+            self._prompts -= count
         self._in_order = self._in_order and kind >= self._last_kind
         self._last_kind = kind
         self.requests.append(request)

@@ -69,8 +69,9 @@ WORKLOADS = {"plain": (0, 128, 64), "prefix": (512, 32, 64), "code": (0, 256, 25
 """Tokens that all prompts of a run share, tokens of each prompt, tokens of each answer. Prompts are of random
 tokens, but for ``code``: they are pieces of the project's own, after which answers repeat more."""
 USUAL = ["plain", "prefix"]
-ROUNDS = {1: 6, 8: 4}
-"""Requests of a run, times its concurrency; 2 where not said."""
+ROUNDS, USUAL_ROUNDS = {1: 6}, 8
+"""Requests of a run, times its concurrency. With fewer the run's end, when some have ended and no others
+come, would weigh more in the figures of a system whose requests do not all end together."""
 LOWEST_ID = 300
 """Of the prompts' tokens: below are special ones and single bytes."""
 WARM = 8
@@ -120,7 +121,7 @@ class Load:
     async def run(self, name: str, url: str, workload: str, concurrency: int, number: int) -> dict[str, Any]:
         """One run; one with a number below 0 is short."""
         system = SYSTEMS[name]
-        rounds = 1 if number < 0 else self._rounds or ROUNDS.get(concurrency, 2)
+        rounds = 1 if number < 0 else self._rounds or ROUNDS.get(concurrency, USUAL_ROUNDS)
         prompts = self.prompts(workload, concurrency, number, rounds * concurrency)
         answer = WORKLOADS[workload][2]
         asks = [[Ask(self._tokenizer.decode(one) if system.texts else one, answer)] for one in prompts]
@@ -239,7 +240,7 @@ def parse_args() -> Args:
     add(
         "--rounds",
         type=int,
-        help="requests per run, times its concurrency (default: 6 for 1, 4 for 8, else 2)",
+        help="requests per run, times its concurrency (default: 6 for 1, else 8)",
     )
     add("--seed", type=int, default=0, help="of the prompts")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file, after each run")

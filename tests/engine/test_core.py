@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.messages import Capacity, FinishReason, Submit
+from engine.messages import Capacity, Counters, FinishReason, Submit
 from engine.pace import Agreement
 from engine.recovery_times import RecoveryTimes
 from engine.sampling import SamplingParams
@@ -214,6 +214,34 @@ class Troubled:
         return {}
 
 
+class Beside:
+    """The pace of an instance in lockstep with another one, which always has so many rows."""
+
+    must_step = False
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.times = RecoveryTimes()
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        return Agreement(runs=True, sizes=(num_tokens, self._rows))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(0, [512, 488]), (3, [512, 128, 128, 128, 104])])
+def test_on_a_cpu_no_step_of_a_lockstep_is_long_while_somebody_decodes(rows: int, sizes: list[int]) -> None:
+    """In the first step it is not known yet what the others have."""
+    executor = SimulatedExecutor(block_size=16, budget=512, max_rows=128)
+    executor.expert_times = lambda: None  # type: ignore[attr-defined]
+    info = msgspec.structs.replace(INFO, context_length=2048)
+    core = EngineCore(EngineConfig(), info, executor, Beside(rows), num_blocks=80, max_model_len=2048)  # type: ignore[arg-type]
+    core.submit(PEER, submit(prompt_ids=[number % VOCAB for number in range(1000)]))
+    before, found = 0, []
+    while not core.step().get(PEER):
+        found.append(core.scheduler.counters().scheduled_tokens - before)
+        before += found[-1]
+    assert [*found, core.scheduler.counters().scheduled_tokens - before] == sizes
+
+
 @pytest.mark.parametrize("right", [None, 0.8])
 @pytest.mark.parametrize("depth", [1, 3])
 @given(seed=st.integers(0, 10**6))
@@ -223,6 +251,16 @@ def test_steps_that_a_broken_group_cuts_short_change_nothing(
 ) -> None:
     """Whatever fails, arrives and is aborted meanwhile: the tokens are those of an undisturbed run. With a
     pipeline several steps are cut short at once, of which some may have run."""
+    run_in_trouble(depth, right, seed)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_some_of_the_steps_that_are_cut_short_have_drafts(depth: int) -> None:
+    assert sum(run_in_trouble(depth, 0.8, seed).drafts for seed in range(5)) > 0
+
+
+def run_in_trouble(depth: int, right: float | None, seed: int) -> Counters:
+    """Requests that come and go in steps that fail; ``right``: of what is drafted, None: nothing is."""
     rng = random.Random(seed)
     executor = SimulatedExecutor(
         block_size=4, budget=16, max_rows=4, in_flight=depth, checks_reads=depth == 1
@@ -266,4 +304,4 @@ def test_steps_that_a_broken_group_cuts_short_change_nothing(
     assert outputs == {number: wanted[number] for number in outputs}
     assert core.report(0, 0).blocks_used == 0
     assert troubled.failures
-    assert right is None or core.scheduler.counters().drafts > 0
+    return core.scheduler.counters()

@@ -158,6 +158,62 @@ def test_the_last_crumbs_of_a_prompt_go_beyond_the_budget() -> None:
         )
 
 
+def test_those_that_decode_wait_for_few_tokens_of_prompts() -> None:
+    """A prompt has a whole step only while nobody decodes."""
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
+    first = bench.add(tokens(1, 40), max_tokens=20)
+    assert [bench.step() for _ in range(3)] == [32, 8, 1]
+    second, third = (bench.add(tokens(seed, 16), max_tokens=3) for seed in (2, 3))
+    assert [bench.step() for _ in range(3)] == [1 + 6, 1 + 6, 1 + 4 + 2]
+    assert [len(bench.outputs[number]) for number in (first, second, third)] == [5, 1, 0]
+    bench.finish()
+    for seed, number, count in ((1, first, 20), (2, second, 3), (3, third, 3)):
+        assert bench.outputs[number] == expected_output(tokens(seed, 40 if seed == 1 else 16), count)
+
+
+def test_those_that_decode_in_other_steps_or_elsewhere_count_too() -> None:
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=6, micro_batches=2)
+    bench.add(tokens(1, 4), max_tokens=20)
+    bench.step()
+    assert bench.scheduler.num_in_flight == 0
+    bench.add(tokens(2, 30))
+    step = bench.scheduler.schedule()
+    assert step is not None
+    assert step.counts == [1]
+    step = bench.scheduler.schedule()
+    assert step is not None
+    assert step.counts == [6], "its one row is of a prompt, but a step beside it decodes"
+
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
+    bench.scheduler.others_run = True  # those of another instance in the lockstep
+    bench.add(tokens(1, 30))
+    assert bench.step() == 6
+    bench.scheduler.others_run = False
+    assert bench.step() == 24
+
+
+def test_an_answer_that_has_begun_waits_for_no_share_of_a_step() -> None:
+    """A request that was moved here or preempted: its client waits for the next token like others'."""
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
+    bench.add(tokens(1, 4), max_tokens=20)
+    bench.step()
+    moved = bench.add(tokens(2, 24), output_ids=expected_output(tokens(2, 24), 2))
+    waits = bench.add(tokens(3, 24))
+    assert bench.step() == 1 + 26
+    assert [len(bench.outputs[number]) for number in (moved, waits)] == [1, 0]
+    assert bench.step() == 2 + 6
+    bench.finish()
+
+
+def test_prompts_that_cannot_be_split_need_no_share() -> None:
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=6, enable_chunked_prefill=False)
+    bench.add(tokens(1, 4), max_tokens=9)
+    bench.step()
+    bench.add(tokens(2, 20), max_tokens=3)
+    assert bench.step() == 1 + 20
+    bench.finish()
+
+
 def test_a_known_prefix_is_not_computed_again() -> None:
     bench = Bench(budget=200)
     prompt = tokens(4, 40)
@@ -547,6 +603,7 @@ def test_streams_of_samples_differ() -> None:
     threshold=st.sampled_from([0, 3]),
     micro_batches=st.sampled_from([1, 1, 2, 3]),
     right=st.sampled_from([None, "looked up", 0.0, 0.8, 1.0]),
+    beside=st.sampled_from([None, 1, 5]),
 )
 def test_any_load_gives_what_each_request_gives_alone(
     seed: int,
@@ -557,6 +614,7 @@ def test_any_load_gives_what_each_request_gives_alone(
     threshold: int,
     micro_batches: int,
     right: float | str | None,
+    beside: int | None,
 ) -> None:
     rng = random.Random(seed)
     speculation = Speculation(SpeculativeConfig(prompt_lookup_min=1)) if right == "looked up" else None
@@ -569,6 +627,7 @@ def test_any_load_gives_what_each_request_gives_alone(
         budget=max(budget, max_seqs),
         max_seqs=max_seqs,
         long_prefill_token_threshold=threshold,
+        prompt_tokens_beside_decodes=beside,
         micro_batches=micro_batches,
     )
     capacity = num_blocks * block_size
