@@ -24,7 +24,6 @@ from engine.pace import Agreement, Alone, Pace
 from engine.request import Request, from_submit
 from engine.sampling import BadParameter
 from engine.scheduler import Scheduler, SchedulerRules
-from engine.settings import has_gpu
 from engine.speculation import Speculation
 from engine.split import StepSplit
 from engine.step import Masks, Step, StepResult
@@ -51,8 +50,9 @@ class EngineCore:
         tracing: Tracing | None = None,
         at_once: float | None = None,
         speculation: Speculation | None = None,
+        has_gpu: bool = False,
     ) -> None:
-        """``speculation``: None makes what the settings ask for."""
+        """``speculation``: None makes what the settings ask for. ``has_gpu``: whether the model is on one."""
         if speculation is None and config.scheduler.speculative is not None:
             speculation = Speculation(config.scheduler.speculative)
         self._config = config
@@ -73,9 +73,7 @@ class EngineCore:
                 block_size=config.cache.block_size,
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-                prompt_tokens_beside_decodes=config.scheduler.prompt_tokens_beside_decodes(
-                    has_gpu(config.device)
-                ),
+                prompt_tokens_beside_decodes=config.scheduler.prompt_tokens_beside_decodes(has_gpu),
                 micro_batches=executor.in_flight,
                 tells_tokens=executor.needs_tokens,
             ),
@@ -87,6 +85,8 @@ class EngineCore:
         self._tracing = tracing
         self._unfinished: Step | None = None
         """A step that was scheduled and did not run to its end, because the group broke or changed."""
+        self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
+        """Of so many last steps, whether other instances had rows in them."""
         self._steps: deque[tuple[Step, Agreement]] = deque()
         """Under way in a pipeline, oldest first."""
         self._again: deque[Step] = deque()
@@ -252,7 +252,8 @@ class EngineCore:
             longest=max(step.ends, default=0),
             in_flight=sum(bool(under_way.slots) for under_way, _ in self._steps),
         )
-        self.scheduler.others_run = sum(agreement.sizes) > step.num_tokens
+        self._others_ran.append(sum(agreement.sizes) > step.num_tokens)
+        self.scheduler.others_run = any(self._others_ran)
         return agreement
 
     def _finish_oldest(self) -> dict[Peer, Handout]:

@@ -185,6 +185,7 @@ class Instance:
                 max_model_len=max_model_len,
                 tracing=tracing,
                 at_once=instances_at_once(self._config),
+                has_gpu=facts.device != "cpu",
             )
             if (drafts := self._config.scheduler.speculative) is not None:
                 logger.info(

@@ -311,7 +311,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, rows: StepRows) -> int:
         """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`. One whose
-        output has begun is waited for like those that decode: nothing is kept from it for their sake."""
+        output has begun is waited for like those that decode: when it is its turn, it gets all of that."""
         rules, uncomputed = self._rules, request.num_uncomputed
         room = rows.budget if request.num_output else rows.prompt_budget
         count = min(uncomputed, room)

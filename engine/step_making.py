@@ -60,10 +60,11 @@ class StepRows:
             self._new_blocks[index] = new_blocks
         if draft:
             self._drafts[index] = draft
-        if start + count < len(request.token_ids):
+        is_partial = start + count < len(request.token_ids)
+        if is_partial:
             self._partial.append(index)
         kind = 0 if count == 1 else 1 if draft else 2
-        if kind == 2:
+        if kind == 2 or is_partial:
             self._prompts -= count
         self._in_order = self._in_order and kind >= self._last_kind
         self._last_kind = kind

@@ -228,7 +228,7 @@ class Beside:
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(0, [512, 488]), (3, [512, 128, 128, 128, 104])])
-def test_on_a_cpu_no_step_of_a_lockstep_is_long_while_somebody_decodes(rows: int, sizes: list[int]) -> None:
+def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int, sizes: list[int]) -> None:
     """In the first step it is not known yet what the others have."""
     executor = SimulatedExecutor(block_size=16, budget=512, max_rows=128)
     executor.expert_times = lambda: None  # type: ignore[attr-defined]

@@ -192,6 +192,17 @@ def test_those_that_decode_in_other_steps_or_elsewhere_count_too() -> None:
     assert bench.step() == 24
 
 
+def test_single_tokens_of_prompts_are_of_their_share_too() -> None:
+    bench = Bench(budget=32, prompt_tokens_beside_decodes=7)
+    bench.add(tokens(1, 4), max_tokens=20)
+    bench.step()
+    for seed, count in ((2, 6), (3, 20), (4, 20), (5, 20)):
+        bench.add(tokens(seed, count))
+    assert bench.step() == 1 + 6 + 1
+    assert bench.scheduler.num_running == 3
+    bench.finish()
+
+
 def test_an_answer_that_has_begun_waits_for_no_share_of_a_step() -> None:
     """A request that was moved here or preempted: its client waits for the next token like others'."""
     bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
