@@ -28,7 +28,9 @@ class Oracle(Speculation):
         for _, tokens, most in texts:
             found = self._follows(list(tokens), self._random.randrange(min(most, self._most, room) + 1))
             room -= len(found)
-            drafts.append([token if self._random.random() < self._right else token ^ 1 for token in found])
+            drafts.append(
+                [token if self._random.random() < self._right else abs(token - 1) for token in found]
+            )
         return drafts
 
 
