@@ -19,57 +19,55 @@
 
 namespace {
 
-constexpr int MANY_ROWS = 8;  // inputs that share a pass where there are so many that none of them stays in the first cache
-
 // Panels that come next: a line of each is asked for in every step.
 struct Asked {
     const char *one = nullptr, *two = nullptr;
 };
 
-// Adds the products of rows with two panels. ASKS: there are panels to ask for. A few rows go through their weights as fast as
-// these come by themselves: asking then costs more than it brings.
-template <class T, int ROWS, bool ASKS>
-inline void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const uint32_t* const* inputs, int64_t steps,
-                     Asked asked) {
-    __m512 first[ROWS], second[ROWS];  // of this function alone, so that they stay in registers
-    int64_t behind[ROWS];              // bytes from the first row: for more pointers there are no registers left
-    for (int row = 0; row < ROWS; ++row) {
-        first[row] = sum[row][0], second[row] = sum[row][1];
-        behind[row] = reinterpret_cast<const char*>(inputs[row]) - reinterpret_cast<const char*>(inputs[0]);
-    }
-    auto *from = reinterpret_cast<const char*>(inputs[0]), *weights = reinterpret_cast<const char*>(a);
+// The products of rows with two panels; rows lie `pitch` bytes apart. ASKS: for how many panels to ask, the first or both. A few
+// rows go through their weights as fast as these come by themselves: asking then costs more than it brings.
+template <class T, int ROWS, int ASKS>
+void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
+              Asked asked) {
+    constexpr int GROUP = 3;                     // rows that share a pointer: for one each there are no registers left
+    const char* from[(ROWS + GROUP - 1) / GROUP];
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row += GROUP) from[row / GROUP] = in + row * pitch;
+    __m512 first[ROWS], second[ROWS];            // of this function alone, so that they stay in registers
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) first[row] = second[row] = _mm512_setzero_ps();
+    auto* weights = reinterpret_cast<const char*>(a);
     const int64_t to_second = reinterpret_cast<const char*>(b) - weights;
-    for (const char* end = from + 4 * steps; from != end; from += 4, weights += 4 * LANES) {
+    const char* end = weights + 4 * LANES * steps;
+    do {
         __m512i wa = _mm512_loadu_si512(weights), wb = _mm512_loadu_si512(weights + to_second);
-        if (ASKS && ROWS >= 3) {
-            _mm_prefetch(asked.one, _MM_HINT_T1);
-            _mm_prefetch(asked.two, _MM_HINT_T1);
-            asked.one += 64, asked.two += 64;
-        }
+        if (ASKS >= 1 && ROWS >= 3) _mm_prefetch(asked.one, _MM_HINT_T1), asked.one += 64;
+        if (ASKS == 2 && ROWS >= 3) _mm_prefetch(asked.two, _MM_HINT_T1), asked.two += 64;
+#pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
-            uint32_t input = *reinterpret_cast<const uint32_t*>(from + behind[row]);
+            uint32_t input = *reinterpret_cast<const uint32_t*>(from[row / GROUP] + row % GROUP * pitch);
             first[row] = T::madd(first[row], wa, input);
             second[row] = T::madd(second[row], wb, input);
         }
-    }
+#pragma GCC unroll 16
+        for (auto& pointer : from) pointer += 4;
+        weights += 4 * LANES;
+    } while (weights != end);
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) sum[row][0] = first[row], sum[row][1] = second[row];
 }
 
 // The function for each number of rows, from one on.
-template <class T, bool ASKS, int... BEFORE>
+template <class T, int ASKS, int... BEFORE>
 constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
     return std::array{&multiply<T, BEFORE + 1, ASKS>...};
 }
 
-template <class T, bool ASKS>
-void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const uint32_t* const* inputs,
+template <class T, int ASKS>
+void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch,
               int64_t steps, Asked asked = {}) {
     static constexpr auto of = multiply_of<T, ASKS>(std::make_integer_sequence<int, MAX_ROWS>());
-    of[size_t(rows) - 1](sum, a, b, inputs, steps, asked);
-}
-
-void clear(__m512 (&sum)[MAX_ROWS][2]) {
-    for (auto& row : sum) row[0] = row[1] = _mm512_setzero_ps();
+    of[size_t(rows) - 1](sum, a, b, in, pitch, steps, asked);
 }
 
 // ---- tiles
@@ -257,18 +255,20 @@ class Products {
             }
             a.words = words, b.words = words + steps * LANES;
         }
-        const int64_t most = rows <= 4 * MAX_ROWS ? MAX_ROWS : MANY_ROWS;
-        int64_t passes = (rows + most - 1) / most;
+        int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        const int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E)), first_rows = (rows + passes - 1) / passes;
         for (int64_t begin = 0, now; begin < rows; begin += now) {
             now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
-            const uint32_t* inputs[MAX_ROWS];
-            for (int row = 0; row < now; ++row) inputs[row] = reinterpret_cast<const uint32_t*>(in + (begin + row) * pitch_of<T>(k));
+            auto* from = reinterpret_cast<const char*>(in) + begin * pitch;
             __m512 sum[MAX_ROWS][2];
-            clear(sum);
-            if (begin == 0 && cold) {
-                ::multiply<T, true>(int(now), sum, a.words, b.words, inputs, steps, {then.a.bytes(0), then.b.bytes(0)});
+            // What comes next is asked for in as many passes as it has panels: so memory and products have work all the time.
+            const int pass = begin == 0 ? 0 : begin == first_rows ? 1 : 2;
+            if (!cold || pass == 2) {
+                ::multiply<T, 0>(int(now), sum, a.words, b.words, from, pitch, steps);
+            } else if (first_rows == rows) {
+                ::multiply<T, 2>(int(now), sum, a.words, b.words, from, pitch, steps, {then.a.bytes(0), then.b.bytes(0)});
             } else {
-                ::multiply<T, false>(int(now), sum, a.words, b.words, inputs, steps);
+                ::multiply<T, 1>(int(now), sum, a.words, b.words, from, pitch, steps, {(pass == 0 ? then.a : then.b).bytes(0)});
             }
             for (int row = 0; row < now; ++row) body(tag, begin + row, sum[row][0], sum[row][1]);
         }
