@@ -161,9 +161,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
 
     def prompt_tokens_beside_decodes(self, has_gpu: bool = False) -> int | None:
-        """Of a step in which others decode; None: any. On a CPU so many are computed as fast as more are. On
-        a GPU, where each step with prompts has to be launched anew, they are not."""
+        """Of a step in which others decode, at most; None: any. On a CPU so many are computed as fast as more
+        are. On a GPU, where each step with prompts has to be launched anew, they are not."""
         return None if has_gpu else max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
+
+    def fewer_where_slow(self, has_gpu: bool = False) -> bool:
+        """Whether it is fewer where they take long: unless somebody has said how many a step takes."""
+        return not has_gpu and self.max_num_batched_tokens is None
 
 
 MOST_THREADS = 1024

@@ -74,6 +74,7 @@ class EngineCore:
                 enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
                 long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
                 prompt_tokens_beside_decodes=config.scheduler.prompt_tokens_beside_decodes(has_gpu),
+                fewer_where_slow=config.scheduler.fewer_where_slow(has_gpu),
                 micro_batches=executor.in_flight,
                 tells_tokens=executor.needs_tokens,
             ),

@@ -18,6 +18,7 @@ import msgspec
 from engine.blocks import BlockPool
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.promises import Promises
+from engine.prompt_share import PromptShare
 from engine.request import Request, RequestKey, Status
 from engine.speculation import Speculation
 from engine.step import CRUMBS, Admit, Further, Step, StepResult
@@ -48,6 +49,8 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_beside_decodes: int | None = None
     """Of a step, while requests decode, with chunked prefill: they wait for no more than so many tokens of
     others' prompts. None: as many as the budget has."""
+    fewer_where_slow: bool = False
+    """Of these, as many as do not take long."""
     micro_batches: int = 1
     """Steps of different requests that are under way at once; each takes its share of the requests."""
     tells_tokens: bool = False
@@ -87,6 +90,10 @@ class Scheduler:
         """Of the step in the making."""
         self._promises = Promises(pool, rules.block_size)
         self._totals = Totals()
+        self._prompt_share = PromptShare(
+            rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
+            is_bound=rules.fewer_where_slow,
+        )
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
@@ -277,8 +284,12 @@ class Scheduler:
         return outcomes
 
     def timed(self, step: Step, seconds: float) -> None:
-        """A step took so long: drafts are made by what its rows cost."""
-        if self._speculation is not None and step.slots and _only_decodes(step):
+        """A step took so long: by that drafts are made, and prompts cut."""
+        if not step.slots:
+            return
+        if not _only_decodes(step):
+            self._prompt_share.took(step.num_tokens, seconds)
+        elif self._speculation is not None:
             self._speculation.took(step.num_tokens, bool(step.drafts), seconds)
 
     def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
@@ -301,7 +312,7 @@ class Scheduler:
         rules = self._rules
         prompts = budget = rules.max_num_batched_tokens
         if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
-            prompts = rules.prompt_tokens_beside_decodes or budget
+            prompts = self._prompt_share.tokens
         return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
 
     def _decodes_then_prefills(self) -> list[Request]:
