@@ -199,7 +199,7 @@ class ModelRunner:
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
             wanted = self._wanted(step, packed)
-            if self._program is not None and self._picks_best(step):
+            if self._program is not None and self._program.chooses and self._picks_best(step):
                 tokens = self._program.choose(packed, input_ids, wanted.tokens)
                 result = self._result(step, wanted, tokens, {}, {})
                 if packed.num_single == len(wanted.sampled) == len(step.slots):
@@ -291,7 +291,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden]."""
         if self._program is not None:
-            return self._program.forward(packed, input_ids, wanted)
+            return self._program.forward(packed, input_ids, wanted, hidden)
         assert self._cache is not None
         device = self._model.device
         if self._graphs is not None:

@@ -67,6 +67,8 @@ class Shard:
     """The workers of this rank in all stages; None if there is one stage."""
     device: int = 0
     """Number of its CUDA device among those of its host."""
+    neighbours: int = 1
+    """Workers of this instance on this host, this one included."""
 
     @property
     def is_whole(self) -> bool:

@@ -170,6 +170,7 @@ class Worker:
             ranks=formed["tp"],
             stages=formed["pp"],
             device=begin.number,
+            neighbours=begin.hosts.count(begin.hosts[begin.stage * tp + begin.rank]),
         )
 
     def _renew(self, begin: Begin, control: Channel, formed: dict[str, Communicator | None]) -> None:

@@ -77,7 +77,7 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
 def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
     """Weights that a step with so many tokens reads, and how many products it makes with them if it wants
     logits of so many. Of the experts those that are chosen if all choose at random."""
-    read = float(decoder.head.numel())
+    read = float(decoder.vocab * decoder.hidden)
     products = wanted * read
     for layer in decoder.layers:
         rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values

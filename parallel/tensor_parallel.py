@@ -82,6 +82,11 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
         self._ranks = ranks
         self._input = slice(start, stop) if split_input else None
 
+    @property
+    def splits_input(self) -> bool:
+        """Whether it is given all inputs, and takes its own."""
+        return self._input is not None
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs of this rank, or all of them if it takes its own] -> [..., outputs]."""
         if self._input is not None:

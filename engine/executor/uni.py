@@ -226,10 +226,10 @@ class UniExecutor:
 
     def _bytes_for_program(self) -> int:
         """What the native kernels will take, unless they have it already, or are not used."""
-        if self._program is not None or self._on_torch or self._shard is not WHOLE:
+        if self._program is not None or self._on_torch:
             return 0
         assert self._model is not None
-        return bytes_for_program(self._model, self._config.cache.block_size)
+        return bytes_for_program(self._model, self._config.cache.block_size) * self._shard.neighbours
 
     def allocate(self, num_blocks: int) -> None:
         """See ``executor.base.Executor``."""
@@ -239,7 +239,7 @@ class UniExecutor:
             torch.cuda.empty_cache()
         self._untouched = memory.Untouched(num_blocks, block_size * model.kv_bytes_per_token)
         if self._program is None and not self._on_torch:
-            self._program = make_program(model, block_size) if self._shard is WHOLE else None
+            self._program = make_program(model, block_size)
             self._on_torch = self._program is None
         if self._program is not None:
             self._program.use(

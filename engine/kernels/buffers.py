@@ -60,6 +60,7 @@ class Buffers:
         self.attended = rows(room.own, max(each.heads * each.dim for each in attentions))
         self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
+        """[selected, tokens of this rank]; of no token before the last stage."""
         self.best: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
         """The most likely token of each row of logits."""
         if exchange is None:

@@ -136,7 +136,7 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, BEST, GATHER
+    OFFER, MEET, RETURN, HOME, BEST, GATHER, SUM
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) { return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME; }

@@ -3,6 +3,9 @@
 Usual: norm, attention with rotary positions, norm, gated MLP or mixture of experts, each added to the
 residual stream. Only the shape is looked at; that it computes what the model computes is checked by running
 both (:mod:`engine.kernels.make`), so a family that differs in a detail is not served wrong but by torch.
+
+A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
+whose attention and MLPs give partial sums (:mod:`parallel.tensor_plan`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
+from engine.shard import PassThrough
+from parallel.tensor_parallel import RowParallelLinear, SummedExperts, VocabularyParallel
 
 
 class NotUsual(Exception):
@@ -30,6 +35,8 @@ class Attention:
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
+    is_partial: bool
+    """Whether what it gives, without the bias, is added up over the tensor-parallel ranks."""
     head_norms: torch.Tensor | None
     """[2, dim], of queries and keys."""
     head_eps: float
@@ -48,6 +55,8 @@ class Mlp:
     """[width, hidden], like ``up``"""
     up: torch.Tensor
     down: torch.Tensor
+    is_partial: bool
+    """As in :class:`Attention`."""
     width: int
 
 
@@ -59,6 +68,8 @@ class Moe:
     """[experts, hidden]"""
     experts: Any
     """The module with ``gate_up_proj`` [local experts, 2 * width, hidden] and ``down_proj``."""
+    is_partial: bool
+    """As in :class:`Attention`."""
     num_experts: int
     top_k: int
     normalised: bool
@@ -75,22 +86,54 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """All that a step needs."""
+class Embedding:
+    weight: torch.Tensor
+    """[tokens here, hidden]"""
+    first: int
+    """Number of the first token that is here."""
+    is_partial: bool
+    """Whether other tokens are with other ranks."""
 
-    embedding: torch.Tensor
-    layers: tuple[Layer, ...]
+
+@dataclass(frozen=True)
+class Output:
+    """The last norm, and the output layer."""
+
     norm: torch.Tensor
     eps: float
     head: torch.Tensor
-    hidden: int
+    """[tokens here, hidden]"""
     vocab: int
+    """Tokens here."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """All that a step needs."""
+
+    embedding: Embedding | None
+    """None where a stage before has it."""
+    layers: tuple[Layer, ...]
+    output: Output | None
+    """None where a later stage has it."""
+    hidden: int
     rotary: Any
     dtype: torch.dtype
 
+    @property
+    def vocab(self) -> int:
+        """Width of the logits that are computed here."""
+        return 0 if self.output is None else self.output.vocab
+
+    @property
+    def num_sums(self) -> int:
+        """How often a step adds up over the tensor-parallel ranks."""
+        partial = [part.is_partial for layer in self.layers for part in (layer.attention, layer.mlp)]
+        return sum(partial) + (self.embedding is not None and self.embedding.is_partial)
+
 
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
-    """The parts of a model.
+    """The parts of a model. ``shapes``: of its layers; of a stage, those that are computed there.
 
     Raises:
         NotUsual: it has others.
@@ -100,20 +143,33 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     base: Any = getattr(module, module.base_model_prefix, None)
     _only(module, {module.base_model_prefix, "lm_head"})
     _only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-    hidden = base.embed_tokens.weight.shape[1]
-    if hidden % 2 or len(base.layers) != len(shapes):
+    parts = [layer for layer in base.layers if not isinstance(layer, PassThrough)]
+    hidden = int(module.config.get_text_config().hidden_size)
+    if hidden % 2 or len(parts) != len(shapes):
         raise NotUsual("an odd width")
-    if module.lm_head.bias is not None:
-        raise NotUsual("an output layer with a bias")
-    layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(base.layers, shapes, strict=True))
+    layers = tuple(_layer(layer, shape, hidden) for layer, shape in zip(parts, shapes, strict=True))
     kinds = {(mlp.num_experts, mlp.top_k) for mlp in (layer.mlp for layer in layers) if isinstance(mlp, Moe)}
     if len(kinds) > 1:
         raise NotUsual("another number of experts in another layer")
-    head = module.lm_head.weight
-    norm, eps = _norm(base.norm, hidden)
-    return Decoder(
-        base.embed_tokens.weight, layers, norm, eps, head, hidden, head.shape[0], base.rotary_emb, dtype
-    )
+    embedding, output = _embedding(base.embed_tokens, hidden), _output(base.norm, module.lm_head, hidden)
+    return Decoder(embedding, layers, output, hidden, base.rotary_emb, dtype)
+
+
+def _embedding(module: Any, hidden: int) -> Embedding | None:
+    if isinstance(module, PassThrough):
+        return None
+    if module.weight.shape[1] != hidden:
+        raise NotUsual("an embedding of another width")
+    is_partial = isinstance(module, VocabularyParallel)
+    return Embedding(module.weight, module.first if is_partial else 0, is_partial)
+
+
+def _output(norm: Any, head: Any, hidden: int) -> Output | None:
+    if isinstance(head, PassThrough):
+        return None
+    if head.bias is not None:
+        raise NotUsual("an output layer with a bias")
+    return Output(*_norm(norm, hidden), head.weight, head.weight.shape[0])
 
 
 def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:
@@ -130,7 +186,7 @@ def _attention(module: Any, shape: LayerShape) -> Attention:
     dim, kv_heads = shape.key_dim, shape.kv_heads
     if shape.value_dim != dim or dim % LANES:
         raise NotUsual(f"heads of {dim} and {shape.value_dim}")
-    projections = [_linear(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    projections = [_whole(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
     heads = projections[0][0].shape[0] // dim
     for (weight, _), count in zip(projections, (heads, kv_heads, kv_heads), strict=True):
         if weight.shape[0] != count * dim:
@@ -142,12 +198,13 @@ def _attention(module: Any, shape: LayerShape) -> Attention:
     if hasattr(module, "q_norm"):
         (query, head_eps), (key, _) = _norm(module.q_norm, dim), _norm(module.k_norm, dim)
         norms = torch.cat([query, key])
-    out, out_bias = _linear(module.o_proj)
+    out, out_bias, is_partial = _linear(module.o_proj)
     return Attention(
         qkv=tuple(weight for weight, _ in projections),
         qkv_bias=_copy(torch.cat(biases)) if biases else None,
         out=out,
         out_bias=None if out_bias is None else _copy(out_bias),
+        is_partial=is_partial,
         head_norms=norms,
         head_eps=head_eps,
         heads=heads,
@@ -162,11 +219,12 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
     children = {name for name, _ in module.named_children()} - {"act_fn"}
     if children == {"gate_proj", "up_proj", "down_proj"}:
         _silu(module)
-        parts = [_linear(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")]
-        if any(bias is not None for _, bias in parts):
+        gate, gate_bias = _whole(module.gate_proj)
+        up, up_bias = _whole(module.up_proj)
+        down, down_bias, is_partial = _linear(module.down_proj)
+        if any(bias is not None for bias in (gate_bias, up_bias, down_bias)):
             raise NotUsual("an MLP with biases")
-        gate, up, down = (weight for weight, _ in parts)
-        return Mlp(gate, up, down, gate.shape[0])
+        return Mlp(gate, up, down, is_partial, gate.shape[0])
     _only(module, {"gate", "experts"})
     experts, gate = module.experts, module.gate
     own = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
@@ -181,8 +239,8 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
     top_k = getattr(gate, "top_k", None)
     if not isinstance(top_k, int):
         raise NotUsual("a router without top_k")
-    router = gate.weight
-    return Moe(router, experts, router.shape[0], top_k, bool(getattr(gate, "norm_topk_prob", True)), width)
+    router, normalised = gate.weight, bool(getattr(gate, "norm_topk_prob", True))
+    return Moe(router, experts, isinstance(experts, SummedExperts), router.shape[0], top_k, normalised, width)
 
 
 def _copy(vector: torch.Tensor) -> torch.Tensor:
@@ -196,12 +254,22 @@ def _silu(module: Any) -> None:
         raise NotUsual(f"the activation {type(act).__name__}")
 
 
-def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if type(module) is not torch.nn.Linear:
+def _whole(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A linear layer that has all of its inputs."""
+    weight, bias, is_partial = _linear(module)
+    if is_partial:
+        raise NotUsual("partial sums in the middle of a layer")
+    return weight, bias
+
+
+def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """Weight, bias, and whether other ranks have other inputs."""
+    is_partial = type(module) is RowParallelLinear
+    if module.splits_input if is_partial else type(module) is not torch.nn.Linear:
         raise NotUsual(f"a projection of type {type(module).__name__}")
     if module.weight.shape[1] % 2:
         raise NotUsual("an odd width")
-    return module.weight, module.bias
+    return module.weight, module.bias, is_partial
 
 
 def _norm(module: Any, width: int) -> tuple[torch.Tensor, float]:

@@ -19,14 +19,15 @@ import torch
 from engine.kernels.library import Library
 from engine.kernels.operations import EXCHANGE
 from engine.kernels.rows import SLACK, pitch_of
+from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement
 
-_WORDS_BYTES = 4096
+WORDS_BYTES = 4096
+"""At the beginning of an arena."""
 _SIGNATURE = 32
 """Which word of an arena; the first ones count layers, and the rows of one."""
 _ALIGNMENT = 64
-_Check = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Shape(NamedTuple):
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
     def of(cls, shape: Shape, rows: int) -> Layout:
         row_bytes = pitch_of(shape.hidden, shape.dtype) * shape.dtype.itemsize
         parts = ((rows + SLACK) * row_bytes, rows * shape.top_k * 8, rows * shape.top_k * 8)
-        ends = [_WORDS_BYTES]
+        ends = [WORDS_BYTES]
         for part in (*parts, (rows * shape.top_k + SLACK) * row_bytes):
             ends.append(-(-(ends[-1] + part) // _ALIGNMENT) * _ALIGNMENT)
         return cls(*ends)
@@ -60,7 +61,7 @@ class Layout(NamedTuple):
     def room(cls, shape: Shape, num_bytes: int) -> int:
         """Rows that fit."""
         each = cls.of(shape, 1 << 20).num_bytes / (1 << 20)
-        rows = int((num_bytes - 2 * _WORDS_BYTES) / each) - 2 * SLACK
+        rows = int((num_bytes - 2 * WORDS_BYTES) / each) - 2 * SLACK
         return max(0, rows)
 
 
@@ -151,10 +152,8 @@ class Joined(Exchange):
         )
         self.keep("counted", counted)
         self.record["crowded"] = group.is_crowded
-        self._check = _Check(self._on_check)
-        self.record["check"] = ctypes.cast(self._check, ctypes.c_void_p).value
-        self._awaited = (0, 0)
-        self._error: BaseException | None = None
+        self.waits = NativeWaits(group, "an expert layer")
+        self.record["check"] = self.waits.address
         self._agreed: bool | None = None
         self._signature = _signature(library.key, *shape, num_layers)
         if room > 0:
@@ -177,26 +176,7 @@ class Joined(Exchange):
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.
         """
-        self._awaited = (0, 0)
-        self._group.begin_exchange("an expert layer")
-
-    def fail(self) -> BaseException:
-        """Why the step was given up."""
-        assert self._error is not None
-        return self._error
-
-    def _on_check(self, rank: int, word: int, target: int) -> int:
-        """Called by the kernels now and then while they wait until the word of member ``rank`` is ``target``;
-        1: give up."""
-        try:
-            if self._awaited != (word, target):
-                self._awaited = (word, target)
-                self._group.begin_exchange("an expert layer")  # each wait has the time that a collective has
-            self._group.check_exchange(rank, lambda: ctypes.c_int64.from_address(word).value >= target)
-        except BaseException as error:  # noqa: BLE001 (raised by the caller: it may not pass through the kernels)
-            self._error = error
-            return 1
-        return 0
+        self.waits.begin()
 
     def _signature_of(self, rank: int) -> ctypes.c_int64:
         return ctypes.c_int64.from_address(self._members[rank].arena + 8 * _SIGNATURE)

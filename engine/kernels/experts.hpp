@@ -246,8 +246,8 @@ void experts_down(const Operation& op, Work& work) {
     products.finish();
 }
 
-// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are.
-// extra: the exchange
+// out [rows, n] += sum over its k pairs, in order, of in (weights, float) * results, wherever they are; with AS_FLOAT out is
+// float [rows, n], and nothing is added. extra: the exchange
 template <class T>
 void combine(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
@@ -270,6 +270,10 @@ void combine(const Operation& op, const Step& step, Work& work) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t choice = 0; choice < op.k; ++choice)
                 sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
+            if (op.flags & AS_FLOAT) {
+                _mm512_mask_storeu_ps(static_cast<float*>(op.out) + token * op.n + i, lanes, sum);
+                continue;
+            }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
             T::store(to, _mm512_add_ps(sum, T::load(to, lanes)), lanes);
         }

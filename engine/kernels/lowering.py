@@ -1,7 +1,8 @@
 """A decoder as a list of operations for ``step.cpp``, for buffers of one size.
 
 Where experts are spread over instances that share memory, the exchange is part of the list
-(:mod:`engine.kernels.exchange`). Over other transports the list is cut at each expert layer.
+(:mod:`engine.kernels.exchange`). Over other transports the list is cut at each expert layer. The same goes
+for the partial sums of tensor-parallel ranks (:mod:`engine.kernels.sums`).
 
 What the last layer gives for a token is read only to find the token behind it. So once the keys and values
 of all tokens are in the cache, that layer goes on with those alone whose logits are wanted: of a prompt, one.
@@ -10,18 +11,30 @@ of all tokens are in the cache, that layer goes on with those alone whose logits
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from engine.kernels.buffers import Buffers
 from engine.kernels.cache import NativeCache
-from engine.kernels.decoder import Attention, Mlp, Moe
+from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations
+from engine.kernels.packing import Laid
+from engine.kernels.sums import Area, OwnSums, Sums
 from engine.kernels.weights import PackedDecoder, PackedLayer
 
-OPERATIONS_PER_LAYER = 18
+OPERATIONS_PER_LAYER = 22
+OTHER_OPERATIONS = 10
+
+
+class PartialSums(NamedTuple):
+    """Of this rank; those of the others are added before the list goes on."""
+
+    area: Area
+    are_selected: bool
+    """Of the rows whose logits are wanted, not of all."""
 
 
 @dataclass
@@ -29,8 +42,9 @@ class StepList:
     """The operations of a step, and where they are cut for an exchange through Python."""
 
     operations: Operations
-    cuts: list[tuple[int, Moe | None]]
-    """Ends of pieces, rising; the layer whose experts come after each, None at the end of the list."""
+    cuts: list[tuple[int, Moe | PartialSums | None]]
+    """Ends of pieces, rising; what comes after each: the experts of a layer, a sum over ranks, or, at the end
+    of the list, nothing."""
 
 
 class Lowering:
@@ -43,30 +57,35 @@ class Lowering:
         cache: NativeCache,
         buffers: Buffers,
         exchange: Exchange | None,
+        sums: Sums | None,
     ) -> None:
         """``products``: of expert layers that the packed decoder leaves out. ``exchange``: None if there are
-        no expert layers."""
+        no expert layers. ``sums``: over tensor-parallel ranks, None if there is one."""
         self._packed = packed
         self._hidden = packed.decoder.hidden
         self._products = products
         self._cache = cache
         self._buffers = buffers
         self._exchange = exchange
-        self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + 5)
+        self._sums = sums
+        self._num_sums = 0
+        """So far."""
+        self._cuts: list[tuple[int, Moe | PartialSums | None]] = []
+        self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
         """What the layers add to, and the flag that says which rows it has."""
 
     def write(self, *, exchanges: bool) -> StepList:
         """``exchanges``: with the exchange of experts; once only."""
         decoder, buffers = self._packed.decoder, self._buffers
-        cuts: list[tuple[int, Moe | None]] = []
-        self._list.add(Kind.EMBED, into=decoder.embedding.data, out=buffers.stream, k=self._hidden)
+        if decoder.embedding is not None:
+            self._embed(decoder.embedding)
         for number, packed in enumerate(self._packed.layers):
             layer = packed.layer
             cut = isinstance(layer.mlp, Moe) and not exchanges
             self._norm(layer.norm, layer.eps, buffers.normed)
             self._project(packed, layer.attention)
-            if number == len(self._packed.layers) - 1 and not cut:
+            if number == len(self._packed.layers) - 1 and not cut and decoder.output is not None:
                 self._select()
             self._attention(number, packed, layer.attention)
             if isinstance(layer.mlp, Mlp):
@@ -75,27 +94,51 @@ class Lowering:
             elif cut:
                 self._norm(layer.second_norm, layer.eps, buffers.normed)
                 self._router(packed, layer.mlp, buffers.normed, buffers.ids)
-                cuts.append((len(self._list), layer.mlp))
+                self._cuts.append((len(self._list), layer.mlp))
             else:
                 assert self._exchange is not None
                 own, layout = self._exchange.own, self._exchange.layout
                 self._norm(layer.second_norm, layer.eps, own + layout.rows_at)
                 self._router(packed, layer.mlp, own + layout.rows_at, own + layout.ids_at)
                 self._experts(packed, layer.mlp, self._exchange)
+        if self._num_sums == 1:
+            self._meet()  # or what was given for this step's sum could be gone before all have read it
+        if decoder.output is not None:
+            self._choose(decoder.output)
+        return StepList(self._list, [*self._cuts, (len(self._list), None)])
+
+    def _embed(self, embedding: Embedding) -> None:
+        weights = {"into": embedding.weight.data, "k": self._hidden}
+        if not embedding.is_partial:
+            self._list.add(Kind.EMBED, out=self._buffers.stream, **weights)
+            return
+        area = self._area()
+        self._list.add(
+            Kind.EMBED,
+            out=area.address,
+            n=len(embedding.weight),
+            a=embedding.first,
+            flags=AS_FLOAT,
+            **weights,
+        )
+        self._sum(area, None, flags=0)
+
+    def _choose(self, output: Output) -> None:
+        """Logits of the selected rows, and the tokens that have the greatest."""
+        buffers = self._buffers
         if not self._rows:
             self._select()
-        self._norm(decoder.norm, decoder.eps, buffers.last)
+        self._norm(output.norm, output.eps, buffers.last)
         self._list.add(
             Kind.LINEAR,
             into=buffers.last,
             out=buffers.logits,
             weights=self._packed.head,
-            n=decoder.vocab,
+            n=output.vocab,
             k=self._hidden,
             flags=SELECTED | AS_FLOAT,
         )
-        self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=decoder.vocab)
-        return StepList(self._list, [*cuts, (len(self._list), None)])
+        self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=output.vocab)
 
     def _select(self) -> None:
         """From here on there are only the rows whose logits are wanted."""
@@ -148,16 +191,8 @@ class Lowering:
             flags=self._rows,
             **shape,
         )
-        self._list.add(
-            Kind.LINEAR,
-            into=buffers.attended,
-            out=self._stream,
-            weights=packed.out,
-            more=attention.out_bias,
-            n=self._hidden,
-            k=attention.heads * attention.dim,
-            flags=self._rows | ADD,
-        )
+        width = attention.heads * attention.dim
+        self._add_product(buffers.attended, packed.out, width, attention.out_bias, attention.is_partial)
 
     def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
         buffers = self._buffers
@@ -170,15 +205,54 @@ class Lowering:
             k=self._hidden,
             flags=self._rows,
         )
+        self._add_product(buffers.middle, packed.down, mlp.width, None, mlp.is_partial)
+
+    def _add_product(
+        self,
+        into: torch.Tensor,
+        weights: Laid | None,
+        width: int,
+        bias: torch.Tensor | None,
+        is_partial: bool,
+    ) -> None:
+        """Rows of so many numbers through weights, added to the stream; first over all ranks if it is a
+        partial sum."""
+        product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
+        if not is_partial:
+            self._list.add(Kind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product)
+            return
+        area = self._area()
+        self._list.add(Kind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)
+        self._sum(area, bias, flags=ADD)
+
+    def _area(self) -> Area:
+        """For the next sum."""
+        assert self._sums is not None
+        self._num_sums += 1
+        return self._sums.area(self._num_sums - 1, self._packed.decoder.num_sums)
+
+    def _sum(self, area: Area, bias: torch.Tensor | None, flags: int) -> None:
+        """What all ranks have given goes into the stream."""
+        assert self._sums is not None
+        if isinstance(self._sums, OwnSums):
+            self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED)))
+        else:
+            self._meet()
         self._list.add(
-            Kind.LINEAR,
-            into=buffers.middle,
+            Kind.SUM,
             out=self._stream,
-            weights=packed.down,
+            more=bias,
+            extra=self._sums.record,
             n=self._hidden,
-            k=mlp.width,
-            flags=self._rows | ADD,
+            a=area.begin,
+            flags=self._rows | flags,
         )
+
+    def _meet(self) -> None:
+        """All ranks come this far before one goes on."""
+        if self._sums is not None and not isinstance(self._sums, OwnSums):
+            self._list.add(Kind.OFFER, extra=self._sums.record, flags=self._rows)
+            self._list.add(Kind.MEET, extra=self._sums.record)
 
     def _router(
         self,
@@ -220,12 +294,15 @@ class Lowering:
         if not alone:
             self._list.add(Kind.RETURN, extra=exchange.record)
             self._list.add(Kind.HOME, extra=exchange.record)
+        area = self._area() if moe.is_partial else None
         self._list.add(
             Kind.COMBINE,
             into=buffers.scores,
-            out=self._stream,
+            out=self._stream if area is None else area.address,
             extra=exchange.record,
             n=self._hidden,
             k=moe.top_k,
-            flags=self._rows,
+            flags=self._rows | (0 if area is None else AS_FLOAT),
         )
+        if area is not None:
+            self._sum(area, None, flags=ADD)

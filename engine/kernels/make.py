@@ -1,14 +1,20 @@
-"""From a loaded model to a program that computes the same, if the kernels know models of its kind."""
+"""From a loaded model to a program that computes the same, if the kernels know models of its kind.
+
+The tensor-parallel ranks of a stage all have a program, with the same kernels, or none has: they add up in
+every layer. A stage of a pipeline decides for itself, on what the stages before give when they run the model.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+import zlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.attention.base import PLAN_KEYWORD, PackedRows
+from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
@@ -17,6 +23,7 @@ from engine.kernels.program import Program
 from engine.kernels.weights import num_bytes
 from engine.memory import MARGIN, available_memory
 from engine.weights import LoadedModel
+from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +56,33 @@ def bytes_for_program(model: LoadedModel, block_size: int) -> int:
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
     """A program that computes what the model does, or None where torch computes: on other devices and data
     types, without the kernels or the memory to lay the weights out for them, and for models of another kind.
-    The model's own layers are emptied.
+    The model's own layers are emptied. All shards of a model call this together.
+
+    Raises:
+        parallel.communicators.base.CollectiveError: another shard is lost.
     """
-    kernels = library.load() if model.device.type == "cpu" else None
-    if kernels is None:
+    if model.device.type != "cpu":
         return None
+    kernels = library.load()
     began = time.monotonic()
-    try:
-        decoder = _decoder_of(model, block_size)
-    except _Off as reason:
-        logger.info("native kernels: off%s", reason)
+    decoder: Decoder | None = None
+    reason = ", they are off at another rank, or others"
+    if kernels is not None:
+        try:
+            decoder = _decoder_of(model, block_size)
+        except _Off as found:
+            reason = str(found)
+    known = _all_have(model, kernels.key if kernels is not None and decoder is not None else None)
+    samples = _run_model(model, block_size) if _any_stage(model, known) else []
+    if not known:
+        if kernels is not None:
+            logger.info("native kernels: off%s", reason)
         return None
-    program = Program(kernels, decoder, model.experts)
-    difference = _difference(program, model, block_size)
-    if not difference <= TOLERANCE[model.dtype]:
+    assert kernels is not None
+    assert decoder is not None
+    program = Program(kernels, decoder, model.experts, _ranks_of(model))
+    difference = _difference(program, model, block_size, samples)
+    if not _all_have(model, kernels.key if difference <= TOLERANCE[model.dtype] else None):
         logger.info("native kernels: off for this model: results differ by %.2g", difference)
         return None
     if model.experts is not None:
@@ -74,6 +94,25 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
         tiles += f", weights compressed by {100 * share:.0f} %"
     logger.info("native kernels: on%s (prepared in %.1f s)", tiles, time.monotonic() - began)
     return program
+
+
+def _ranks_of(model: LoadedModel) -> TensorRank | None:
+    shard = model.stage.shard
+    return TensorRank(shard.rank, shard.size, shard.ranks) if shard.size > 1 else None
+
+
+def _all_have(model: LoadedModel, key: str | None) -> bool:
+    """Whether all tensor-parallel ranks of this stage have the same kernels; None: this one has none."""
+    mark = 0 if key is None else zlib.crc32(key.encode()) + 1
+    group = model.stage.shard.ranks
+    marks = [mark] if group is None else [given for (given,) in group.all_gather_ints([mark])]
+    return mark != 0 and marks == [mark] * len(marks)
+
+
+def _any_stage(model: LoadedModel, known: bool) -> bool:
+    """Whether the kernels know what some stage computes."""
+    stages = model.stage.shard.stages
+    return known if stages is None else any(given for (given,) in stages.all_gather_ints([known]))
 
 
 def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
@@ -88,20 +127,31 @@ def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
         decoder = recognise(model.module, model.layers, model.dtype)
     except NotUsual as reason:
         raise _Off(f" for this model: {reason}") from reason
-    needed, free = num_bytes(decoder), available_memory()
+    needed, free = num_bytes(decoder) * model.stage.shard.neighbours, available_memory()
     if needed > free * (1 - MARGIN):
         sizes = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
         raise _Off(f", {sizes}; steps run on torch's own operators")
     return decoder
 
 
-def _difference(program: Program, model: LoadedModel, block_size: int) -> float:
-    """Between the two ways to compute a few steps of two requests."""
-    own = TorchPagedAttention(
+class _Sample(NamedTuple):
+    """A step as the model's own modules compute it."""
+
+    packed: PackedRows
+    ids: Int64s
+    hidden: torch.Tensor | None
+    """[1, tokens, hidden], from the stage before."""
+    expected: torch.Tensor
+    """[tokens, tokens of the vocabulary here], or [tokens, hidden] before the last stage."""
+
+
+def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
+    """A few steps of two requests, through all stages."""
+    cache = TorchPagedAttention(
         model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype, device=model.device
     )
-    program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
-    differences = []
+    stage, stages = model.stage, model.stage.shard.stages
+    samples = []
     with torch.inference_mode():
         for rows in STEPS:
             starts = np.array([start for _, start, _ in rows])
@@ -110,17 +160,31 @@ def _difference(program: Program, model: LoadedModel, block_size: int) -> float:
             requests = [request for request, _, _ in rows]
             packed = PackedRows(starts, counts, TABLES[requests], positions, int((counts == 1).sum()))
             ids = (positions * 7919 + np.repeat(requests, counts) * 13) % model.vocab_size
-            expected = (
-                model.module(
-                    input_ids=torch.from_numpy(ids).unsqueeze(0),
-                    position_ids=torch.from_numpy(positions).unsqueeze(0),
-                    use_cache=False,
-                    **{PLAN_KEYWORD: own.plan(packed)},
-                )
-                .logits[0]
-                .float()
+            hidden = None
+            if stages is not None and not stage.shard.is_first:
+                like = torch.empty(1, len(ids), model.hidden_size, dtype=model.dtype)
+                hidden = stages.receive(like, stages.rank - 1)
+            given = stage.forward(
+                model.module,
+                hidden,
+                input_ids=torch.from_numpy(ids).unsqueeze(0),
+                position_ids=torch.from_numpy(positions).unsqueeze(0),
+                use_cache=False,
+                **{PLAN_KEYWORD: cache.plan(packed)},
             )
-            found = program.forward(packed, ids, np.arange(len(ids)))
+            if stages is not None and not stage.shard.is_last:
+                stages.send(given.to(model.dtype), stages.rank + 1)
+            samples.append(_Sample(packed, ids, hidden, given.reshape(len(ids), -1).float()))
+    return samples
+
+
+def _difference(program: Program, model: LoadedModel, block_size: int, samples: list[_Sample]) -> float:
+    """Of a token's results from what the model gave, relative to how much these vary; median over tokens."""
+    program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
+    differences = []
+    with torch.inference_mode():
+        for packed, ids, hidden, expected in samples:
+            found = program.forward(packed, ids, np.arange(len(ids)), hidden).view(len(ids), -1).float()
             spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
             differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
     return float(torch.cat(differences).median())
@@ -130,7 +194,8 @@ def _let_go(model: LoadedModel) -> None:
     """The program has its own copy of the layers. Spread experts stay: they may be dealt out anew."""
     kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)
+    embedding = getattr(base.embed_tokens, "weight", None)
     for part in (base.layers, model.module.lm_head):
         for weight in part.parameters():
-            if id(weight) not in kept and weight is not base.embed_tokens.weight:
+            if id(weight) not in kept and weight is not embedding:
                 weight.data = weight.data.new_empty(0)

@@ -59,6 +59,7 @@ class Kind(enum.IntEnum):
     HOME = 15
     BEST = 16
     GATHER = 17
+    SUM = 18
 
 
 class StepArguments:

@@ -2,7 +2,8 @@
 
 The layers' weights are laid out anew; the model that they came from is not run any more. Where the list is
 cut at the expert layers (:mod:`engine.kernels.lowering`), :class:`~parallel.expert_parallel.ExpertParallel`
-does the exchange between two pieces.
+does the exchange between two pieces; where it is cut for a sum over tensor-parallel ranks, their
+communicator adds up.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Library
-from engine.kernels.lowering import Lowering, StepList
+from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import Kind, StepArguments
 from engine.kernels.packing import Packer
+from engine.kernels.sums import OwnSums, SharedSums, Sums
 from engine.kernels.weights import PackedDecoder
 from parallel.communicators.base import Communicator
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import ExpertParallel
 from parallel.placement import Placement
+from parallel.tensor_parallel import TensorRank
 
 MIN_POSITIONS = 1024
 
@@ -37,9 +40,17 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Program:
-    """Runs the steps of one model on the CPU. Not more than one at a time."""
+    """Runs the steps of one model, or of one shard of it, on the CPU. Not more than one at a time."""
 
-    def __init__(self, library: Library, decoder: Decoder, experts: ExpertParallel | None = None) -> None:
+    def __init__(
+        self,
+        library: Library,
+        decoder: Decoder,
+        experts: ExpertParallel | None = None,
+        ranks: TensorRank | None = None,
+    ) -> None:
+        """``experts``: where they are spread. ``ranks``: those that the decoder's partial sums are of, all of
+        which run the same steps."""
         operations.check(library)
         self._library = library
         self._decoder = decoder
@@ -61,10 +72,16 @@ class Program:
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Of the buffers' room; None without expert layers."""
+        self._ranks = ranks if decoder.num_sums else None
+        self._shared_sums: SharedSums | None = None
+        if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
+            self._shared_sums = SharedSums(self._ranks.group, decoder.hidden)
+        self._own_sums: OwnSums | None = None
+        """Of the buffers' room."""
         self._going_on: GoingOn | None = None
         """From the last step, if the next one may."""
-        self._lists: dict[bool, StepList] = {}
-        """By whether the exchange is part of it."""
+        self._lists: dict[tuple[bool, bool], StepList] = {}
+        """By whether the exchange is part of it, and sums over ranks are."""
         self.seconds = np.zeros(len(Kind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
@@ -72,6 +89,13 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is :meth:`choose`: all layers and all of the vocabulary are here."""
+        decoder = self._decoder
+        is_whole = decoder.embedding is not None and not decoder.embedding.is_partial
+        return is_whole and decoder.output is not None
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""
@@ -86,7 +110,7 @@ class Program:
         """From the next step on, experts are spread over this group; the modules hold this member's."""
         self._joined, self._room = None, self._room._replace(own=0)
         self._lists.clear()
-        if isinstance(group, SharedMemoryCommunicator) and self._shape is not None:
+        if isinstance(group, SharedMemoryCommunicator) and self._shape is not None and self._ranks is None:
             assert self._experts is not None
             self._joined = Joined(
                 self._library,
@@ -109,16 +133,22 @@ class Program:
         self._run(StepArguments(seconds=self.seconds), 0)
         return True
 
-    def forward(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> torch.Tensor:
-        """Logits [wanted, vocabulary] in float32. They are valid until the next call."""
-        self._compute(packed, input_ids, wanted, choose=False)
+    def forward(
+        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [wanted, vocabulary of this rank] in float32; before the last stage, hidden [1, tokens,
+        hidden], as what the stage before gave. They are valid until the next call."""
+        self._compute(packed, input_ids, wanted, hidden, choose=False)
         assert self._buffers is not None
+        if self._decoder.output is None:
+            return self._buffers.stream[None, : len(input_ids), : self._decoder.hidden]
         return self._buffers.logits[: len(wanted)]
 
     def choose(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> list[int]:
         """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads. The
         arrays must not be used any more."""
-        arguments, plan = self._compute(packed, input_ids, wanted, choose=True)
+        assert self.chooses
+        arguments, plan = self._compute(packed, input_ids, wanted, None, choose=True)
         assert self._buffers is not None
         assert self._cache is not None
         best = self._buffers.best[: len(wanted)]
@@ -144,7 +174,13 @@ class Program:
         return last.chose(self._buffers.best[:size])
 
     def _compute(
-        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, *, choose: bool
+        self,
+        packed: PackedRows,
+        input_ids: Int64s,
+        wanted: Int64s,
+        hidden: torch.Tensor | None,
+        *,
+        choose: bool,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self._going_on = None
@@ -153,6 +189,9 @@ class Program:
         tokens = len(input_ids)
         self._make_room(Room(tokens, len(wanted), self._total(tokens)))
         self._make_angles(int(packed.positions.max()) + 1)
+        if hidden is not None:
+            assert self._buffers is not None
+            self._buffers.stream[:tokens, : self._decoder.hidden] = hidden[0]
         arguments = self._arguments(plan, packed, input_ids, wanted, choose)
         self._run(arguments, tokens)
         return arguments, plan
@@ -168,31 +207,53 @@ class Program:
         return tokens if self._experts is None or not self._exchanges() else sum(self._experts.sizes)
 
     def _run(self, step: StepArguments, tokens: int) -> None:
-        native = self._exchanges()
-        written = self._lists.get(native)
+        native, sums = self._exchanges(), self._sums(tokens)
+        how = native, sums is self._shared_sums
+        written = self._lists.get(how)
         if written is None:
             assert self._cache is not None
             assert self._buffers is not None
-            lowering = Lowering(self._packed, self._products, self._cache, self._buffers, self._exchange)
-            written = self._lists[native] = lowering.write(exchanges=native)
+            lowering = Lowering(
+                self._packed, self._products, self._cache, self._buffers, self._exchange, sums
+            )
+            written = self._lists[how] = lowering.write(exchanges=native)
         if native:
             assert self._exchange is not None
             self._exchange.begin()
+        if isinstance(sums, SharedSums):
+            sums.waits.begin()
         before = self.seconds.copy() if native and self._experts is not None else None
         begin = 0
-        for end, layer in written.cuts:
-            done = written.operations.run(self._library, step, self._decoder.dtype, begin, end)
-            if not done:
-                assert self._joined is not None
-                raise self._joined.fail()
-            if layer is not None:
-                self._exchange_through_python(layer, tokens)
+        for end, then in written.cuts:
+            if not written.operations.run(self._library, step, self._decoder.dtype, begin, end):
+                raise self._failure()
+            if isinstance(then, Moe):
+                self._exchange_through_python(then, tokens)
+            elif isinstance(then, PartialSums):
+                assert self._own_sums is not None
+                rows = int(step.array["selected"]) if then.are_selected else tokens
+                self._own_sums.add_others(then.area, rows)
             begin = end
         if before is not None:
             self._note(self.seconds - before)
         if tokens:
             self.attention.calls += len(self._packed.layers)
             self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
+
+    def _sums(self, tokens: int) -> Sums | None:
+        """How partial sums of a step with so many tokens are added up, the same at all ranks."""
+        if self._shared_sums is not None and tokens <= self._shared_sums.rows:
+            return self._shared_sums
+        if self._ranks is not None and self._own_sums is None:
+            self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.hidden)
+        return self._own_sums
+
+    def _failure(self) -> BaseException:
+        """Why a step was given up."""
+        for each in (self._joined, self._shared_sums):
+            if each is not None and each.waits.error is not None:
+                return each.waits.error
+        raise AssertionError("only those who wait for others give up")
 
     def _note(self, spent: Seconds) -> None:
         """What a step's expert layers took, by part, the way other transports tell it."""
@@ -262,7 +323,7 @@ class Program:
             return
         self._room = self._room.grown(wanted)
         self._lists.clear()
-        self._buffers = None  # gone before the new ones come
+        self._buffers = self._own_sums = None  # gone before the new ones come
         if self._shape is not None:
             self._exchange = self._joined or Alone(self._shape, self._room.own)
         self._buffers = Buffers(self._decoder, self._room, self._exchange)

@@ -20,9 +20,23 @@ namespace {
 
 // ---- operations; each is called by all threads that take part, and returns when all of it is taken
 
+// With AS_FLOAT out is float [tokens, k], of the n tokens from number a on; 0 for others, which another rank has.
 template <class T>
 void embed(const Operation& op, const Step& step, Work& work) {
     using E = typename T::Element;
+    if (op.flags & AS_FLOAT) {
+        work.for_each(step.tokens, [&](int64_t token) {
+            int64_t number = step.ids[token] - op.a;
+            bool is_here = number >= 0 && number < op.n;
+            const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
+            for (int64_t i = 0; i < op.k; i += LANES) {
+                __mmask16 lanes = lanes_of(int(op.k - i));
+                __m512 value = is_here ? T::load(from + i, lanes) : _mm512_setzero_ps();
+                _mm512_mask_storeu_ps(static_cast<float*>(op.out) + token * op.k + i, lanes, value);
+            }
+        });
+        return;
+    }
     work.for_each(step.tokens, [&](int64_t token) {
         std::memcpy(static_cast<E*>(op.out) + token * pitch_of<T>(op.k), static_cast<const E*>(op.in) + step.ids[token] * op.k,
                     op.k * sizeof(E));
@@ -121,6 +135,29 @@ void gated(const Operation& op, const Step& step, Work& work) {
     products.finish();
 }
 
+// out [rows, n] = what all ranks gave, float [rows, n] from byte a of each arena, in the order of the ranks (+ bias) (+ out).
+// extra: an exchange
+template <class T>
+void sum(const Operation& op, const Step& step, Work& work) {
+    using E = typename T::Element;
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    auto* bias = static_cast<const float*>(op.more);
+    work.for_each(rows_of(op, step), [&](int64_t row) {
+        for (int64_t i = 0; i < op.n; i += LANES) {
+            __mmask16 lanes = lanes_of(int(op.n - i));
+            __m512 total = _mm512_setzero_ps();
+            for (int64_t rank = 0; rank < exchange.size; ++rank) {
+                auto* given = reinterpret_cast<const float*>(exchange.arenas[rank] + op.a) + row * op.n + i;
+                total = rank == 0 ? _mm512_maskz_loadu_ps(lanes, given) : _mm512_add_ps(total, _mm512_maskz_loadu_ps(lanes, given));
+            }
+            if (bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(lanes, bias + i));
+            E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.n) + i;
+            if (op.flags & ADD) total = _mm512_add_ps(total, T::load(to, lanes));
+            T::store(to, total, lanes);
+        }
+    });
+}
+
 // out [selected] int64: where each row of in [selected, n], float, is greatest: the first such place; the first of no number
 // (nan), if there is one.
 void best(const Operation& op, const Step& step, Work& work) {
@@ -174,6 +211,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case RETURN: publish(op, RETURNED); break;
                 case HOME: meet(op, RETURNED, team); break;
                 case BEST: best(op, step, work); break;
+                case SUM: sum<T>(op, step, work); break;
             }
             team.leave(number);
         }

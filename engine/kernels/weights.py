@@ -11,7 +11,7 @@ from engine.kernels.packing import Packer
 
 def num_bytes(decoder: Decoder) -> int:
     """Of what is laid out of a decoder, spread experts that are here too, where nothing is compressed."""
-    weights: list[torch.Tensor] = [decoder.head]
+    weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
     for layer in decoder.layers:
         mlp = layer.mlp
         weights += [*layer.attention.qkv, layer.attention.out]
@@ -49,7 +49,7 @@ class PackedDecoder:
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder
         self.layers = [PackedLayer(layer, packer, spread=spread) for layer in decoder.layers]
-        self.head = packer.panels(decoder.head.data, multiple=32)
+        self.head = None if decoder.output is None else packer.panels(decoder.output.head.data, multiple=32)
 
     def __repr__(self) -> str:
         return f"<PackedDecoder {len(self.layers)} layers, {self.decoder.dtype}>"

@@ -94,17 +94,17 @@ def quick_turns() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-def settings(directory: Path, budget: int = 2048) -> EngineConfig:
+def settings(directory: Path, budget: int = 2048, block_size: int = BLOCK_SIZE) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(directory), dtype="float32"),
-        cache=CacheConfig(block_size=BLOCK_SIZE),
+        cache=CacheConfig(block_size=block_size),
         scheduler=SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=min(budget, 32)),
     )
 
 
-def shards(directory: Path, layout: Layout) -> ThreadedShards:
+def shards(directory: Path, layout: Layout, block_size: int = BLOCK_SIZE) -> ThreadedShards:
     executor = ThreadedShards(
-        settings(directory),
+        settings(directory, block_size=block_size),
         read_model_info(directory),
         tp=layout.tp,
         pp=layout.pp,
@@ -130,10 +130,11 @@ def run(
     num_blocks: int,
     budget: int,
     drafts: list[list[int]] | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> tuple[list[list[int]], Counters]:
     """Outputs of all requests, sent at once."""
     core = EngineCore(
-        settings(directory, budget),
+        settings(directory, budget, block_size),
         read_model_info(directory),
         executor,
         num_blocks=num_blocks,

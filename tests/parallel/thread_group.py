@@ -35,8 +35,9 @@ class ThreadCommunicator:
         self._board = board
 
     def _exchange(self, given: Any) -> list[Any]:
+        """Copies: what a member gave may change as soon as its call has returned."""
         try:
-            self._board.given[self.rank] = given
+            self._board.given[self.rank] = _copied(given)
             self._board.barrier.wait()
             all_given = list(self._board.given)
             self._board.barrier.wait()
@@ -99,6 +100,12 @@ class ThreadCommunicator:
 
     def close(self) -> None:
         return
+
+
+def _copied(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.clone()
+    return tuple(map(_copied, given)) if isinstance(given, tuple | list) else given
 
 
 def thread_group(size: int) -> list[ThreadCommunicator]:

@@ -1,0 +1,103 @@
+"""Sums over the ranks of a tensor-parallel group, in the middle of a step.
+
+Each rank's attention and MLPs give partial sums in float32. Where the ranks share memory, each writes its own
+into its arena and counts one up, waits for the others, and adds all up in the order of the ranks, so that
+all have the same bits: as much as an all-reduce, inside of the list of operations. Over other transports the
+list is cut there, and the communicator adds up.
+
+What a rank gave is read by the others until they give for the next sum. So the same memory may be written
+for the sum after that: two areas in turn would do, if steps had an even number of sums. Where it is odd the
+first of a step has an area of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.kernels.exchange import WORDS_BYTES
+from engine.kernels.operations import EXCHANGE
+from engine.kernels.waits import NativeWaits
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.tensor_parallel import TensorRank
+
+NUM_AREAS = 3
+_ALIGNMENT = 64
+_OFFERED = 0
+"""Which word of an arena counts the sums that its rank has given for."""
+
+
+class Area(NamedTuple):
+    """Where a rank's partial sums go."""
+
+    address: int
+    """float32 [rows, hidden]"""
+    begin: int
+    """Its distance from the beginning of the arena, in bytes."""
+
+
+class Sums:
+    """Areas in arenas, one for each rank that is added up."""
+
+    def __init__(self, rank: int, arenas: list[int], num_bytes: int, hidden: int) -> None:
+        """``num_bytes``: of an arena."""
+        self._rank, self._hidden = rank, hidden
+        self._area_bytes = (num_bytes - WORDS_BYTES) // NUM_AREAS // _ALIGNMENT * _ALIGNMENT
+        self._arenas = np.array(arenas, dtype=np.int64)
+        given = ctypes.c_int64.from_address(arenas[rank] + 8 * _OFFERED).value
+        self._rounds = np.array([given], dtype=np.int64)
+        self.record = np.zeros((), dtype=EXCHANGE)
+        """What the kernels are given; it points into this."""
+        self.record["rank"], self.record["size"] = rank, len(arenas)
+        self.record["arenas"], self.record["rounds"] = self._arenas.ctypes.data, self._rounds.ctypes.data
+
+    @property
+    def rows(self) -> int:
+        """Of a step, at most."""
+        return self._area_bytes // (4 * self._hidden)
+
+    def area(self, number: int, of: int) -> Area:
+        """For a step's sum with this number of so many, of which there are at least two."""
+        place = 2 if of % 2 and number == 0 else (number - of % 2) % 2
+        begin = WORDS_BYTES + place * self._area_bytes
+        return Area(int(self._arenas[self._rank]) + begin, begin)
+
+
+class SharedSums(Sums):
+    """Among ranks that share memory."""
+
+    def __init__(self, group: SharedMemoryCommunicator, hidden: int) -> None:
+        self._members = group.arenas  # keeps the memory mapped
+        super().__init__(group.rank, [each.arena for each in self._members], group.arena_bytes, hidden)
+        self.waits = NativeWaits(group, "a sum over ranks")
+        self.record["check"], self.record["crowded"] = self.waits.address, group.is_crowded
+
+    def __repr__(self) -> str:
+        return f"<SharedSums of {len(self._members)} ranks, up to {self.rows} rows>"
+
+
+class OwnSums(Sums):
+    """Of this rank alone: what the others give is added to it by their communicator."""
+
+    def __init__(self, ranks: TensorRank, rows: int, hidden: int) -> None:
+        self._ranks = ranks
+        area = -(-4 * rows * hidden // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.zeros(WORDS_BYTES + NUM_AREAS * area + _ALIGNMENT, dtype=torch.uint8)
+        begin = -memory.data_ptr() % _ALIGNMENT
+        self._memory = memory[begin : begin + WORDS_BYTES + NUM_AREAS * area]
+        super().__init__(0, [self._memory.data_ptr()], len(self._memory), hidden)
+
+    def __repr__(self) -> str:
+        return f"<OwnSums of rank {self._ranks.rank}, up to {self.rows} rows>"
+
+    def add_others(self, area: Area, rows: int) -> None:
+        """To what is in an area, that of the other ranks.
+
+        Raises:
+            parallel.communicators.base.CollectiveError: one is lost.
+        """
+        own = self._memory[area.begin :][: 4 * rows * self._hidden].view(torch.float32)
+        own.copy_(self._ranks.all_reduce(own))

@@ -1,0 +1,254 @@
+"""Shards of a model on the native kernels: against transformers, token for token, and against each other, bit
+for bit. Of families that the kernels know; test_sharding.py has all, on torch's operators."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from engine.checkpoint import read_model_info
+from engine.config import ModelConfig
+from engine.executor.uni import UniExecutor
+from engine.kernels import library, make
+from engine.kernels import sums as sums_module
+from engine.kernels.cache import NativeCache
+from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.program import Program
+from engine.kernels.sums import OwnSums, SharedSums
+from engine.shard import Shard
+from engine.weights import LoadedModel, load_model
+from parallel.communicators.base import CollectiveError, Communicator
+from parallel.communicators.shared_memory import SharedMemoryCommunicator
+from parallel.tensor_parallel import TensorRank
+from tests.engine.shard_threads import ThreadedShards
+from tests.engine.test_kernels import SCENARIO, everything, packed_rows
+from tests.engine.test_sharding import LAYERS, LAYOUTS, NUM_IN_TABLE, greedy, mixed, run, settings, shards
+from tests.engine.tiny_models import make_tiny_model
+from tests.parallel.thread_group import thread_group
+
+KERNELS = library.load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX-512 with bfloat16, or no C++ compiler, here")
+
+BLOCK_SIZE = 16
+PATIENCE = 60.0
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "qwen3": {"head_dim": 16},  # norms of heads
+    "mistral": {},  # a sliding window
+    "qwen3_moe": {"moe_intermediate_size": 64},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = str(request.param)
+    place = tmp_path_factory.mktemp(family)
+    return make_tiny_model(place, family, layers=LAYERS, **FAMILIES[family])
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> list[list[int]]:
+    """What one worker gives, which test_exactness.py holds against transformers."""
+    alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+    alone.load(lambda _phase: None)
+    return run(alone, directory, greedy()[:NUM_IN_TABLE], num_blocks=200, budget=512, block_size=BLOCK_SIZE)[
+        0
+    ]
+
+
+def programs(executor: ThreadedShards) -> list[Program | None]:
+    return [worker.executor._program for worker in executor.workers]
+
+
+def tokens_of(executor: Any, directory: Path, **how: Any) -> list[list[int]]:
+    return run(executor, directory, greedy()[:NUM_IN_TABLE], block_size=BLOCK_SIZE, **how)[0]
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_the_tokens_are_those_of_one_worker(layout: str, directory: Path, reference: list[list[int]]) -> None:
+    """With room, then with so little that prompts are cut, requests preempted and prefixes found."""
+    executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE)
+    try:
+        assert tokens_of(executor, directory, num_blocks=200, budget=512) == reference
+        assert all(program is not None for program in programs(executor))
+        outputs, counters = run(
+            executor, directory, greedy()[:NUM_IN_TABLE], num_blocks=9, budget=24, block_size=BLOCK_SIZE
+        )
+        assert outputs == reference
+        assert counters.preemptions > 0, "the cache was not small enough to prove anything"
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp2_pp2", "pp3_uneven"])
+def test_sampling_chooses_what_one_worker_would(layout: str, tmp_path: Path) -> None:
+    """385 tokens do not divide: the ranks have parts of the vocabulary of different size."""
+    directory = make_tiny_model(tmp_path, "llama", layers=LAYERS, vocab_size=385)
+    alone = UniExecutor(settings(directory, block_size=BLOCK_SIZE), read_model_info(directory), 1)
+    alone.load(lambda _phase: None)
+    how = {"num_blocks": 200, "budget": 512, "block_size": BLOCK_SIZE}
+    expected, _ = run(alone, directory, mixed(), **how)
+    executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE)
+    try:
+        assert run(executor, directory, mixed(), **how)[0] == expected
+        drafted, counters = run(executor, directory, mixed(), drafts=expected, **how)
+        assert drafted == expected
+        assert counters.drafted_tokens > sum(counters.taken_by_place) > 0
+        assert all(program is not None for program in programs(executor))
+    finally:
+        executor.close()
+
+
+def test_all_ranks_have_the_kernels_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where one rank has no room, the others of its stage compute with torch, too; the other stage does not."""
+    directory = make_tiny_model(tmp_path, "llama", layers=LAYERS)
+    decoder_of = make._decoder_of
+
+    def without_room(model: LoadedModel, block_size: int) -> Decoder:
+        shard = model.stage.shard
+        if (shard.stage, shard.rank) == (1, 0):
+            raise make._Off(", no room")
+        return decoder_of(model, block_size)
+
+    executor = shards(directory, LAYOUTS["tp2_pp2"], BLOCK_SIZE)
+    try:
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            patch.setattr(make, "_decoder_of", without_room)
+            outputs = tokens_of(executor, directory, num_blocks=200, budget=512)
+    finally:
+        executor.close()
+    assert [program is not None for program in programs(executor)] == [True, True, False, False]
+    assert "native kernels: off, no room" in caplog.text
+    assert "native kernels: off, they are off at another rank" in caplog.text
+    alone = UniExecutor(settings(directory), read_model_info(directory), 1)
+    alone.load(lambda _phase: None)
+    assert outputs == run(alone, directory, greedy()[:NUM_IN_TABLE], num_blocks=600, budget=512)[0]
+
+
+# ---- sums over ranks that share memory
+
+
+class Rank:
+    """One tensor-parallel rank, without an executor."""
+
+    def __init__(self, directory: Path, rank: int, group: Communicator, dtype: torch.dtype) -> None:
+        shard = Shard(rank=rank, size=group.size, ranks=group)
+        model = load_model(
+            read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"), shard=shard
+        )
+        assert KERNELS is not None
+        decoder = recognise(model.module, model.layers, dtype)
+        self.program = Program(KERNELS, decoder, ranks=TensorRank(rank, group.size, group))
+        self.program.use(NativeCache(model.layers, num_blocks=64, block_size=BLOCK_SIZE, dtype=dtype))
+
+    def run(self, times: int = 1) -> list[torch.Tensor]:
+        found = []
+        with torch.inference_mode():
+            for rows in SCENARIO * times:
+                packed, ids = packed_rows(rows)
+                found.append(self.program.forward(packed, ids, everything(ids)).clone())
+        return found
+
+
+def of_all(
+    size: int, groups: Callable[[int], Communicator], body: Callable[[int, Communicator], Any]
+) -> list[Any]:
+    """What each rank gives, in threads of their own."""
+
+    def member(rank: int) -> Any:
+        group = groups(rank)
+        try:
+            return body(rank, group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(member, rank) for rank in range(size)]
+        return [future.result(PATIENCE) for future in futures]
+
+
+def shared(size: int, **settings: Any) -> Callable[[int], Communicator]:
+    store = HashStore()
+    patience = {"timeout": PATIENCE, "forming_timeout": PATIENCE} | settings
+    return lambda rank: SharedMemoryCommunicator(store, rank, size, **patience)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
+    directory: Path, size: int, dtype: torch.dtype
+) -> None:
+    """Step after step, so that memory is written again, and with an odd number of sums in each."""
+    members = thread_group(size)
+    expected = of_all(
+        size, members.__getitem__, lambda rank, group: Rank(directory, rank, group, dtype).run()
+    )
+
+    def body(rank: int, group: Communicator) -> list[torch.Tensor]:
+        one = Rank(directory, rank, group, dtype)
+        assert one.program._shared_sums is not None
+        assert one.program._decoder.num_sums == 2 * LAYERS + 1
+        return one.run(times=3)
+
+    for found, wanted in zip(of_all(size, shared(size), body), expected, strict=True):
+        for logits, known in zip(found, wanted * 3, strict=True):
+            assert torch.equal(logits, known)
+
+
+def test_areas_are_written_again_when_all_have_read_them() -> None:
+    """Between two sums with the same area there is another one, also from step to step."""
+    group = thread_group(1)[0]
+    sums = SharedSums.__new__(SharedSums)
+    sums_module.Sums.__init__(sums, 0, [np.zeros(1 << 16, dtype=np.uint8).ctypes.data], 1 << 16, 16)
+    assert group.size == 1
+    for number in range(2, 9):
+        step = [sums.area(each, number).begin for each in range(number)]
+        for now, then in zip(step * 2, step[1:] + step * 2, strict=False):
+            assert now != then
+
+
+def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory: Path) -> None:
+    def body(rank: int, group: Communicator) -> list[torch.Tensor]:
+        one = Rank(directory, rank, group, torch.float32)
+        found = one.run()
+        assert isinstance(one.program._own_sums, OwnSums)
+        assert one.program._shared_sums is not None
+        assert one.program._shared_sums.rows < 60
+        return found
+
+    small = of_all(2, shared(2, arena_bytes=48 << 10), body)
+    large = of_all(2, shared(2), lambda rank, group: Rank(directory, rank, group, torch.float32).run())
+    for found, expected in zip(small, large, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_rank_that_does_not_come_ends_the_step_of_the_others(directory: Path) -> None:
+    begun = threading.Event()
+
+    def body(rank: int, group: Communicator) -> float:
+        one = Rank(directory, rank, group, torch.float32)
+        one.run()
+        if rank == 0:
+            begun.wait(PATIENCE)
+            time.sleep(0.2)
+            group.abort()
+            return 0.0
+        begun.set()
+        since = time.monotonic()
+        with pytest.raises(CollectiveError, match="a sum over ranks"):
+            one.run()
+        return time.monotonic() - since
+
+    assert 0.1 < max(of_all(2, shared(2), body)) < 10
