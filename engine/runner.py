@@ -199,8 +199,9 @@ class ModelRunner:
             hidden = self._receive(len(input_ids))
             began = time.monotonic()
             wanted = self._wanted(step, packed)
-            if self._program is not None and self._program.chooses and self._picks_best(step):
-                tokens = self._program.choose(packed, input_ids, wanted.tokens)
+            program = self._program
+            if program is not None and self._picks_best(step) and program.can_choose(len(input_ids)):
+                tokens = program.choose(packed, input_ids, wanted.tokens)
                 result = self._result(step, wanted, tokens, {}, {})
                 if packed.num_single == len(wanted.sampled) == len(step.slots):
                     self._continuing = _Continuing(step)

@@ -311,6 +311,8 @@ class _Cutter:
         if isinstance(head, torch.nn.Linear):
             path, _, name = paths[id(head)].rpartition(".")
             parent = self._model.get_submodule(path)
-            self._colwise(paths[id(head)], parent, name, *self._ranks.even(head.weight.shape[0]))
+            start, stop = self._ranks.even(head.weight.shape[0])
+            self._colwise(paths[id(head)], parent, name, start, stop)
+            getattr(parent, name).first = start
             if tied:
                 getattr(parent, name).weight = embedding.weight

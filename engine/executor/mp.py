@@ -64,7 +64,6 @@ BLAME_SECONDS = 0.5
 class MpExecutor:
     """Implements ``executor.base.Executor`` with the workers of a crew."""
 
-    needs_tokens = True
     computes_apart = True
 
     def __init__(
@@ -100,6 +99,8 @@ class MpExecutor:
         """Whether all workers wait for steps, so that they end as soon as they are told to."""
         self._layout = device.pipeline_parallel_size, device.tensor_parallel_size
         self.in_flight = device.micro_batches
+        self.needs_tokens = device.pipeline_parallel_size > 1
+        """All ranks sample, but not all stages."""
 
     def __repr__(self) -> str:
         stages, ranks = self._layout

@@ -136,7 +136,7 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, BEST, GATHER, SUM
+    OFFER, MEET, RETURN, HOME, BEST, GATHER, SUM, BEST_OF_ALL
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) { return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME; }
@@ -153,7 +153,7 @@ struct Operation {
     double number;
     int64_t a, b, c, d;
 };
-constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8;
+constexpr int64_t ADD = 1, AS_FLOAT = 2, SELECTED = 4, COMPRESSED = 8, TO_CHOOSE = 16;
 
 struct Step {
     int64_t tokens, selected, num_tasks, table_width, block_size;
@@ -169,7 +169,7 @@ struct Step {
     const int32_t* tables;       // [rows, table_width]
     const int32_t* tasks;        // [num_tasks, 4] row, first query, queries, where the result of the first one goes
     double* seconds;             // [kinds] time spent is added here, if given
-    int64_t choose;              // whether BEST is wanted
+    int64_t choose;              // whether BEST is wanted, and what has the flag TO_CHOOSE
     int64_t apart;               // rows have one token each, and none reads what another one of this step stores
     int64_t num_chosen_tasks;
     const int32_t* chosen_tasks; // the same of the chosen tokens, of which result i is that of token i

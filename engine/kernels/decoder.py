@@ -105,6 +105,10 @@ class Output:
     """[tokens here, hidden]"""
     vocab: int
     """Tokens here."""
+    first: int
+    """Number of the first of them."""
+    is_partial: bool
+    """Whether other tokens are with other ranks."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,8 @@ def _output(norm: Any, head: Any, hidden: int) -> Output | None:
         return None
     if head.bias is not None:
         raise NotUsual("an output layer with a bias")
-    return Output(*_norm(norm, hidden), head.weight, head.weight.shape[0])
+    first = getattr(head, "first", None)
+    return Output(*_norm(norm, hidden), head.weight, head.weight.shape[0], first or 0, first is not None)
 
 
 def _layer(layer: Any, shape: LayerShape, hidden: int) -> Layer:

@@ -47,6 +47,7 @@ void publish(const Operation& op, int64_t which) {
 
 // extra: the exchange. This member's rows are in its arena.
 void offer(const Operation& op, const Step& step) {
+    if (op.flags & TO_CHOOSE && !step.choose) return;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     words_of(exchange, exchange.rank)[OFFERED_ROWS] = rows_of(op, step);
     ++*exchange.rounds;
@@ -54,7 +55,8 @@ void offer(const Operation& op, const Step& step) {
 }
 
 // extra: the exchange. Wait for the others' rows (MEET), or results (HOME).
-void meet(const Operation& op, int64_t which, Team& team) {
+void meet(const Operation& op, const Step& step, int64_t which, Team& team) {
+    if (op.flags & TO_CHOOSE && !step.choose) return;
     auto& exchange = *static_cast<const Exchange*>(op.extra);
     for (int64_t rank = 0; rank < exchange.size; ++rank) {
         Patience patience{exchange.crowded};

@@ -20,7 +20,7 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations
+from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, Kind, Operations
 from engine.kernels.packing import Laid
 from engine.kernels.sums import Area, OwnSums, Sums
 from engine.kernels.weights import PackedDecoder, PackedLayer
@@ -138,7 +138,20 @@ class Lowering:
             k=self._hidden,
             flags=SELECTED | AS_FLOAT,
         )
-        self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=output.vocab)
+        if not output.is_partial:
+            self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=output.vocab)
+        elif self._sums is not None and not isinstance(self._sums, OwnSums):
+            area = self._sums.area_to_choose()
+            self._list.add(
+                Kind.BEST,
+                into=buffers.logits,
+                out=area.address,
+                n=output.vocab,
+                a=output.first,
+                flags=AS_FLOAT,
+            )
+            self._meet(TO_CHOOSE)
+            self._list.add(Kind.BEST_OF_ALL, out=buffers.best, extra=self._sums.record, a=area.begin)
 
     def _select(self) -> None:
         """From here on there are only the rows whose logits are wanted."""
@@ -248,11 +261,11 @@ class Lowering:
             flags=self._rows | flags,
         )
 
-    def _meet(self) -> None:
+    def _meet(self, when: int = 0) -> None:
         """All ranks come this far before one goes on."""
         if self._sums is not None and not isinstance(self._sums, OwnSums):
-            self._list.add(Kind.OFFER, extra=self._sums.record, flags=self._rows)
-            self._list.add(Kind.MEET, extra=self._sums.record)
+            self._list.add(Kind.OFFER, extra=self._sums.record, flags=self._rows | when)
+            self._list.add(Kind.MEET, extra=self._sums.record, flags=when)
 
     def _router(
         self,

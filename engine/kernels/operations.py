@@ -13,8 +13,9 @@ from engine.kernels.library import Library
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
-ADD, AS_FLOAT, SELECTED, COMPRESSED = 1, 2, 4, 8
-"""Flags: add to what is there; write float32; of the selected rows only; the weights are compressed."""
+ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE = 1, 2, 4, 8, 16
+"""Flags: add to what is there; write float32; of the selected rows only; the weights are compressed; only if
+tokens are chosen."""
 
 _OPERATION = np.dtype(
     [(name, np.float64 if name == "number" else np.int64) for name in (
@@ -60,6 +61,7 @@ class Kind(enum.IntEnum):
     BEST = 16
     GATHER = 17
     SUM = 18
+    BEST_OF_ALL = 19
 
 
 class StepArguments:

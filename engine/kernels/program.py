@@ -90,12 +90,13 @@ class Program:
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
-    @property
-    def chooses(self) -> bool:
-        """Whether there is :meth:`choose`: all layers and all of the vocabulary are here."""
-        decoder = self._decoder
-        is_whole = decoder.embedding is not None and not decoder.embedding.is_partial
-        return is_whole and decoder.output is not None
+    def can_choose(self, tokens: int) -> bool:
+        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or the
+        ranks that have it share memory."""
+        output = self._decoder.output
+        if self._decoder.embedding is None or output is None:
+            return False
+        return not output.is_partial or self._is_shared(tokens)
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""
@@ -147,7 +148,7 @@ class Program:
     def choose(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> list[int]:
         """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads. The
         arrays must not be used any more."""
-        assert self.chooses
+        assert self.can_choose(len(input_ids))
         arguments, plan = self._compute(packed, input_ids, wanted, None, choose=True)
         assert self._buffers is not None
         assert self._cache is not None
@@ -242,11 +243,15 @@ class Program:
 
     def _sums(self, tokens: int) -> Sums | None:
         """How partial sums of a step with so many tokens are added up, the same at all ranks."""
-        if self._shared_sums is not None and tokens <= self._shared_sums.rows:
+        if self._is_shared(tokens):
             return self._shared_sums
         if self._ranks is not None and self._own_sums is None:
             self._own_sums = OwnSums(self._ranks, self._room.own, self._decoder.hidden)
         return self._own_sums
+
+    def _is_shared(self, tokens: int) -> bool:
+        """Whether ranks add up in the memory that they share."""
+        return self._shared_sums is not None and tokens <= self._shared_sums.rows
 
     def _failure(self) -> BaseException:
         """Why a step was given up."""

@@ -158,8 +158,14 @@ void sum(const Operation& op, const Step& step, Work& work) {
     });
 }
 
+// What a tensor-parallel rank finds for a row.
+struct Best {
+    int64_t token;
+    double logit;
+};
+
 // out [selected] int64: where each row of in [selected, n], float, is greatest: the first such place; the first of no number
-// (nan), if there is one.
+// (nan), if there is one. With AS_FLOAT out is [selected] of Best, and column 0 is token a.
 void best(const Operation& op, const Step& step, Work& work) {
     if (!step.choose) return;
     work.for_each(step.selected, [&](int64_t row) {
@@ -175,10 +181,25 @@ void best(const Operation& op, const Step& step, Work& work) {
             most = _mm512_mask_mov_ps(most, greater, x);
             place = _mm512_mask_mov_epi32(place, greater, _mm512_add_epi32(lane, _mm512_set1_epi32(int(i))));
         }
-        auto& out = static_cast<int64_t*>(op.out)[row];
         __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
-        out = _mm512_mask_reduce_min_epi32(equal, place);
-        if (nan != 0) out = std::find_if(from, from + op.n, [](float x) { return std::isnan(x); }) - from;
+        int64_t found = _mm512_mask_reduce_min_epi32(equal, place);
+        if (nan != 0) found = std::find_if(from, from + op.n, [](float x) { return std::isnan(x); }) - from;
+        if (op.flags & AS_FLOAT) static_cast<Best*>(op.out)[row] = {op.a + found, double(from[found])};
+        else static_cast<int64_t*>(op.out)[row] = found;
+    });
+}
+
+// out [selected] int64: the token that BEST would find in the logits of all ranks, of which each one's Best [selected] is at byte
+// a of its arena. extra: an exchange
+void best_of_all(const Operation& op, const Step& step, Work& work) {
+    if (!step.choose) return;
+    auto& exchange = *static_cast<const Exchange*>(op.extra);
+    work.for_each(step.selected, [&](int64_t row) {
+        auto of = [&](int64_t rank) { return reinterpret_cast<const Best*>(exchange.arenas[rank] + op.a)[row]; };
+        Best found = of(0);
+        for (int64_t rank = 1; rank < exchange.size && !std::isnan(found.logit); ++rank)
+            if (Best other = of(rank); other.logit > found.logit || std::isnan(other.logit)) found = other;
+        static_cast<int64_t*>(op.out)[row] = found.token;
     });
 }
 
@@ -207,11 +228,12 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case COMBINE: combine<T>(op, step, work); break;
                 case SELECT: select<T>(op, step, work); break;
                 case OFFER: offer(op, step); break;
-                case MEET: meet(op, OFFERED, team); break;
+                case MEET: meet(op, step, OFFERED, team); break;
                 case RETURN: publish(op, RETURNED); break;
-                case HOME: meet(op, RETURNED, team); break;
+                case HOME: meet(op, step, RETURNED, team); break;
                 case BEST: best(op, step, work); break;
                 case SUM: sum<T>(op, step, work); break;
+                case BEST_OF_ALL: best_of_all(op, step, work); break;
             }
             team.leave(number);
         }

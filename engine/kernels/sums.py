@@ -7,7 +7,8 @@ list is cut there, and the communicator adds up.
 
 What a rank gave is read by the others until they give for the next sum. So the same memory may be written
 for the sum after that: two areas in turn would do, if steps had an even number of sums. Where it is odd the
-first of a step has an area of its own.
+first of a step has an area of its own. What ranks find in their parts of the vocabulary has one, too, for not
+every step chooses tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.tensor_parallel import TensorRank
 
-NUM_AREAS = 3
+NUM_AREAS = 4
 _ALIGNMENT = 64
 _OFFERED = 0
 """Which word of an arena counts the sums that its rank has given for."""
@@ -61,8 +62,14 @@ class Sums:
 
     def area(self, number: int, of: int) -> Area:
         """For a step's sum with this number of so many, of which there are at least two."""
-        place = 2 if of % 2 and number == 0 else (number - of % 2) % 2
-        begin = WORDS_BYTES + place * self._area_bytes
+        return self._place(2 if of % 2 and number == 0 else (number - of % 2) % 2)
+
+    def area_to_choose(self) -> Area:
+        """For the best tokens of each rank."""
+        return self._place(3)
+
+    def _place(self, number: int) -> Area:
+        begin = WORDS_BYTES + number * self._area_bytes
         return Area(int(self._arenas[self._rank]) + begin, begin)
 
 

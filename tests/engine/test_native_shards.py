@@ -3,6 +3,7 @@ for bit. Of families that the kernels know; test_sharding.py has all, on torch's
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels import library, make
-from engine.kernels import sums as sums_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, recognise
+from engine.kernels.operations import AS_FLOAT, Kind, Operations, StepArguments
 from engine.kernels.program import Program
-from engine.kernels.sums import OwnSums, SharedSums
+from engine.kernels.sums import OwnSums, Sums
 from engine.shard import Shard
 from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError, Communicator
@@ -207,16 +208,81 @@ def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
             assert torch.equal(logits, known)
 
 
+def sums_in(arenas: list[np.ndarray[Any, Any]]) -> Sums:
+    return Sums(0, [arena.ctypes.data for arena in arenas], len(arenas[0]), hidden=16)
+
+
 def test_areas_are_written_again_when_all_have_read_them() -> None:
     """Between two sums with the same area there is another one, also from step to step."""
-    group = thread_group(1)[0]
-    sums = SharedSums.__new__(SharedSums)
-    sums_module.Sums.__init__(sums, 0, [np.zeros(1 << 16, dtype=np.uint8).ctypes.data], 1 << 16, 16)
-    assert group.size == 1
+    sums = sums_in([np.zeros(1 << 16, dtype=np.uint8)])
     for number in range(2, 9):
         step = [sums.area(each, number).begin for each in range(number)]
-        for now, then in zip(step * 2, step[1:] + step * 2, strict=False):
-            assert now != then
+        assert all(now != then for now, then in itertools.pairwise(step * 2))
+        assert sums.area_to_choose().begin not in step
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "token"),
+    [
+        ([[1.0, 3.0], [2.0, 0.0]], 1),
+        ([[1.0, 2.0], [0.0, 4.0]], 3),
+        ([[0.0, 5.0], [5.0, 5.0]], 1),
+        ([[-np.inf, -np.inf], [-np.inf, -np.inf]], 0),
+        ([[9.0, 1.0], [NAN, 8.0]], 2),
+        ([[1.0, NAN], [NAN, 8.0]], 1),
+    ],
+)
+def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
+    of_ranks: list[list[float]], token: int
+) -> None:
+    """The first one of equals, and of what is no number."""
+    assert KERNELS is not None
+    assert int(np.concatenate(of_ranks).argmax()) == token
+    arenas = [np.zeros(1 << 14, dtype=np.uint8) for _ in of_ranks]
+    sums, best = sums_in(arenas), np.zeros(3, dtype=np.int64)
+    operations = Operations(3)
+    area = sums.area_to_choose()
+    for rank, logits in enumerate(of_ranks):
+        rows = torch.tensor([logits] * 3)
+        out = arenas[rank].ctypes.data + area.begin
+        operations.add(Kind.BEST, into=rows, out=out, n=2, a=2 * rank, flags=AS_FLOAT)
+    operations.add(Kind.BEST_OF_ALL, out=best, extra=sums.record, a=area.begin)
+    assert operations.run(KERNELS, StepArguments(selected=3, choose=1), torch.float32)
+    assert best.tolist() == [token] * 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_choose_the_same_tokens_and_go_on(directory: Path, size: int) -> None:
+    """What argmax finds in all logits, in steps that are packed and in those that only go on."""
+    members = thread_group(size)
+
+    def body(rank: int, group: Communicator) -> tuple[list[torch.Tensor], list[list[int]]]:
+        one = Rank(directory, rank, members[rank], torch.float32).program
+        other = Rank(directory, rank, group, torch.float32).program
+        logits, chosen = [], []
+        with torch.inference_mode():
+            for rows in SCENARIO:
+                packed, ids = packed_rows(rows)
+                logits.append(one.forward(packed, ids, packed.counts.cumsum() - 1).clone())
+                assert other.can_choose(len(ids))
+                chosen.append(other.choose(packed, ids, packed.counts.cumsum() - 1))
+            rows = SCENARIO[-1]
+            for _ in range(4):
+                rows = [(row, start + 1, 1) for row, start, _ in rows]
+                packed, _ = packed_rows(rows)
+                logits.append(one.forward(packed, np.array(chosen[-1]), np.arange(len(rows))).clone())
+                found = other.go_on({})
+                assert found is not None
+                chosen.append(found)
+        return logits, chosen
+
+    results = of_all(size, shared(size), body)
+    for step, parts in enumerate(zip(*(logits for logits, _ in results), strict=True)):
+        expected = torch.cat(parts, dim=1).argmax(dim=1).tolist()
+        assert [chosen[step] for _, chosen in results] == [expected] * size
 
 
 def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory: Path) -> None:
