@@ -18,12 +18,17 @@ system and of the best of vLLM's, per repeat. The models are made at the first r
     lockstep-dp1      serve MODEL -dp 1: one instance with all cores
     lockstep-drafts   the same with --speculative-config: tokens looked up in the text are computed ahead
     lockstep-ep       serve MODEL -dp 2 -ep: experts spread, in lockstep
+    lockstep-pp2      serve MODEL -pp 2: half of the layers on each core
+    lockstep-tp2      serve MODEL -tp 2: half of every layer on each core
+    lockstep-tp2-torch  the same on torch's operators
     vllm              vllm serve MODEL: compiled, a core left free, as is its default
     vllm-cores        the same on all cores
     vllm-drafts       the same with --speculative-config
     vllm-dp2          vllm serve MODEL -dp 2: a rank for each core; not compiled: with experts
                       it would not start
     vllm-eager        vllm serve MODEL --enforce-eager
+    vllm-pp2          vllm serve MODEL -pp 2, a core each
+    vllm-tp2          vllm serve MODEL -tp 2, a core each
     transformers      transformers serve MODEL --continuous-batching, all cores
     llama.cpp         one sequence, behind a small HTTP loop (``llama_cpp_server.py``), all cores
 

@@ -87,6 +87,9 @@ SYSTEMS = {
     "lockstep-dp1": System(OURS + " -dp 1"),
     "lockstep-drafts": System(OURS + " -dp 1 --speculative-config {drafts}"),
     "lockstep-ep": System(OURS + " -dp 2 -ep"),
+    "lockstep-pp2": System(OURS + " -pp 2"),
+    "lockstep-tp2": System(OURS + " -tp 2"),
+    "lockstep-tp2-torch": System(OURS + " -tp 2", {"LOCKSTEP_NATIVE_KERNELS": "0"}),
     "vllm": System(VLLM, KV, peer="vllm"),
     "vllm-cores": System(VLLM, KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}, peer="vllm"),
     "vllm-drafts": System(
@@ -100,6 +103,8 @@ SYSTEMS = {
         peer="vllm",
     ),
     "vllm-eager": System(VLLM + " --enforce-eager", KV, peer="vllm"),
+    "vllm-pp2": System(VLLM + " -pp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
+    "vllm-tp2": System(VLLM + " -tp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
     "transformers": System(HF, {"OMP_NUM_THREADS": str(CORES)}, peer="vllm", texts=True, name=""),
     "llama.cpp": System(LLAMA, peer="llama.cpp", most=1, model_types=("llama",)),
 }
