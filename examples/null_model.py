@@ -29,8 +29,11 @@ class NullModel:
         self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
         self._last = 0
 
-    def forward(self, _packed: Any, _ids: Any, wanted: Any) -> Any:
+    def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
         return self._logits[: len(wanted)]
+
+    def can_choose(self, _tokens: int) -> bool:
+        return True
 
     def choose(self, packed: Any, ids: Any, wanted: Any) -> Any:
         self._last = len(wanted)
