@@ -210,7 +210,7 @@ class Worker:
                 self._send(Free(executor.free_kv_memory()))
             case Allocate(num_blocks):
                 executor.allocate(num_blocks)
-                self._send(Allocated())
+                self._send(Allocated(executor.expert_bytes))
             case TellSpans():
                 (spans,) = executor.spans().values()
                 self._send(Spans(spans))

@@ -44,10 +44,13 @@ class Executor(Protocol):
 
     in_flight: int
     """Steps that may be under way at once: more than one where workers form a pipeline."""
-    needs_tokens: bool
-    """Whether rows must say the newest token, since not every worker has sampled it."""
     computes_apart: bool
     """Whether :meth:`begin` returns while others compute."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether rows must say the newest token, since not every worker has sampled it, or the same."""
+        ...
 
     def load(self, progress: Progress) -> ModelFacts:
         """Read the weights and run the model once.

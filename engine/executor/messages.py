@@ -128,6 +128,9 @@ class Free(msgspec.Struct, frozen=True, tag="free"):
 class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
     """The KV cache is there."""
 
+    expert_bytes: int = 0
+    """As in :class:`Loaded`, of as many copies as are held from now on."""
+
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
     """The result of the oldest step that was not answered yet; from one worker of the last stage only."""

@@ -99,12 +99,17 @@ class MpExecutor:
         """Whether all workers wait for steps, so that they end as soon as they are told to."""
         self._layout = device.pipeline_parallel_size, device.tensor_parallel_size
         self.in_flight = device.micro_batches
-        self.needs_tokens = device.pipeline_parallel_size > 1
-        """All ranks sample, but not all stages."""
 
     def __repr__(self) -> str:
         stages, ranks = self._layout
         return f"MpExecutor({self._info.architecture}, pp={stages}, tp={ranks}, threads={self._threads})"
+
+    @property
+    def needs_tokens(self) -> bool:
+        """See ``executor.base.Executor``. All ranks sample, but not all stages; and other hosts may round
+        otherwise."""
+        stages, _ = self._layout
+        return stages > 1 or len({worker.host for worker in self._workers}) > 1
 
     # ---- start
 
@@ -187,7 +192,8 @@ class MpExecutor:
     def allocate(self, num_blocks: int) -> None:
         """See ``executor.base.Executor``."""
         self._send_all(Allocate(num_blocks))
-        self._await_each(self._workers, Allocated)
+        allocated = self._await_each(self._workers, Allocated)
+        self._expert_bytes = [each.expert_bytes for each in allocated]
 
     # ---- steps
 

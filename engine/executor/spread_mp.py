@@ -104,6 +104,12 @@ class SpreadMpExecutor(MpExecutor):
     def __repr__(self) -> str:
         return f"Spread{super().__repr__()}"
 
+    @property
+    def needs_tokens(self) -> bool:
+        """See ``executor.base.Executor``. When the groups of an epoch end, one rank may have sampled and
+        another one not."""
+        return True
+
     def load(self, progress: Progress) -> ModelFacts:
         """See ``executor.base.Executor``."""
         facts = super().load(progress)

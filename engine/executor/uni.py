@@ -106,7 +106,7 @@ class UniExecutor:
             share=share,
             dispatch=dispatch,
             shard=self._shard,
-            before_first_run=self._before_first_run,
+            before_first_run=self._when_read,
         )
         self._model = model
         wanted_backend = self._config.device.attention_backend
@@ -126,6 +126,12 @@ class UniExecutor:
             device=str(device),
             kv=KVSpec(num_layers=len(model.layers), bytes_per_token=model.kv_bytes_per_token),
         )
+
+    def _when_read(self) -> None:
+        """Of a shard: what follows is under its groups' deadlines, compiling kernels would be, too."""
+        if not self._shard.is_whole and self._device().type == "cpu" and not self._on_torch:
+            library.load()
+        self._before_first_run()
 
     @property
     def layers(self) -> range:
@@ -348,8 +354,8 @@ class UniExecutor:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in all layers that are computed here."""
-        return self._held.bytes_per_expert if self._held is not None else 0
+        """Of one expert in all layers that are computed here, in as many copies as are held."""
+        return self._held.bytes_per_expert * self._held.copies if self._held is not None else 0
 
     def max_experts(self, free_bytes: int) -> int:
         """See ``executor.base.SpreadExecutor``."""

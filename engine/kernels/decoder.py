@@ -19,7 +19,7 @@ import torch
 from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
 from engine.shard import PassThrough
-from parallel.tensor_parallel import RowParallelLinear, SummedExperts, VocabularyParallel
+from parallel.tensor_parallel import ParallelRMSNorm, RowParallelLinear, SummedExperts, VocabularyParallel
 
 
 class NotUsual(Exception):
@@ -239,6 +239,8 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
     width = own["gate_up_proj"][1] // 2
     if own["gate_up_proj"][2] != hidden or own["down_proj"][1:] != (hidden, width):
         raise NotUsual("experts laid out the other way round")
+    if width % 2:
+        raise NotUsual("an odd width")
     if {name for name, _ in gate.named_parameters()} != {"weight"} or list(gate.children()):
         raise NotUsual("another kind of router")
     top_k = getattr(gate, "top_k", None)
@@ -278,6 +280,8 @@ def _linear(module: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
 
 
 def _norm(module: Any, width: int) -> tuple[torch.Tensor, float]:
+    if isinstance(module, ParallelRMSNorm):
+        raise NotUsual("a norm over the heads of all ranks")
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", None)
     if parameters.keys() != {"weight"} or parameters["weight"].shape != (width,) or eps is None:

@@ -1,7 +1,7 @@
 """From a loaded model to a program that computes the same, if the kernels know models of its kind.
 
-The tensor-parallel ranks of a stage all have a program, with the same kernels, or none has: they add up in
-every layer. A stage of a pipeline decides for itself, on what the stages before give when they run the model.
+All shards of a model have a program or none has: the tensor-parallel ranks of a stage add up in every layer,
+so theirs are the same kernels; and only behind the last stage there are logits to compare.
 """
 
 from __future__ import annotations
@@ -61,29 +61,27 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     Raises:
         parallel.communicators.base.CollectiveError: another shard is lost.
     """
-    if model.device.type != "cpu":
-        return None
-    kernels = library.load()
+    kernels = library.load() if model.device.type == "cpu" else None
     began = time.monotonic()
     decoder: Decoder | None = None
-    reason = ", they are off at another rank, or others"
+    reason = ", they are off at another worker, or others"
     if kernels is not None:
         try:
             decoder = _decoder_of(model, block_size)
         except _Off as found:
             reason = str(found)
-    known = _all_have(model, kernels.key if kernels is not None and decoder is not None else None)
-    samples = _run_model(model, block_size) if _any_stage(model, known) else []
-    if not known:
+    if not _all_have(model, kernels.key if kernels is not None and decoder is not None else None):
         if kernels is not None:
             logger.info("native kernels: off%s", reason)
         return None
     assert kernels is not None
     assert decoder is not None
+    samples = _run_model(model, block_size)
     program = Program(kernels, decoder, model.experts, _ranks_of(model))
     difference = _difference(program, model, block_size, samples)
     if not _all_have(model, kernels.key if difference <= TOLERANCE[model.dtype] else None):
-        logger.info("native kernels: off for this model: results differ by %.2g", difference)
+        differ = f"differ by {difference:.2g}" if model.stage.shard.is_last else "of the last stage differ"
+        logger.info("native kernels: off for this model: results %s", differ)
         return None
     if model.experts is not None:
         program.spread()
@@ -102,17 +100,14 @@ def _ranks_of(model: LoadedModel) -> TensorRank | None:
 
 
 def _all_have(model: LoadedModel, key: str | None) -> bool:
-    """Whether all tensor-parallel ranks of this stage have the same kernels; None: this one has none."""
-    mark = 0 if key is None else zlib.crc32(key.encode()) + 1
-    group = model.stage.shard.ranks
-    marks = [mark] if group is None else [given for (given,) in group.all_gather_ints([mark])]
-    return mark != 0 and marks == [mark] * len(marks)
-
-
-def _any_stage(model: LoadedModel, known: bool) -> bool:
-    """Whether the kernels know what some stage computes."""
-    stages = model.stage.shard.stages
-    return known if stages is None else any(given for (given,) in stages.all_gather_ints([known]))
+    """Whether all shards have kernels, and the ranks of each stage the same; None: this one has none."""
+    shard, mark = model.stage.shard, 0 if key is None else zlib.crc32(key.encode()) + 1
+    if shard.ranks is not None:
+        marks = [given for (given,) in shard.ranks.all_gather_ints([mark])]
+        mark = mark if marks == [mark] * len(marks) else 0
+    if shard.stages is not None:
+        return all(given for (given,) in shard.stages.all_gather_ints([mark]))
+    return mark != 0
 
 
 def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
@@ -139,10 +134,8 @@ class _Sample(NamedTuple):
 
     packed: PackedRows
     ids: Int64s
-    hidden: torch.Tensor | None
-    """[1, tokens, hidden], from the stage before."""
-    expected: torch.Tensor
-    """[tokens, tokens of the vocabulary here], or [tokens, hidden] before the last stage."""
+    expected: torch.Tensor | None
+    """Logits [tokens, tokens of the vocabulary here]; none before the last stage."""
 
 
 def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
@@ -150,7 +143,6 @@ def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
     cache = TorchPagedAttention(
         model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype, device=model.device
     )
-    stage, stages = model.stage, model.stage.shard.stages
     samples = []
     with torch.inference_mode():
         for rows in STEPS:
@@ -160,34 +152,48 @@ def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
             requests = [request for request, _, _ in rows]
             packed = PackedRows(starts, counts, TABLES[requests], positions, int((counts == 1).sum()))
             ids = (positions * 7919 + np.repeat(requests, counts) * 13) % model.vocab_size
-            hidden = None
-            if stages is not None and not stage.shard.is_first:
-                like = torch.empty(1, len(ids), model.hidden_size, dtype=model.dtype)
-                hidden = stages.receive(like, stages.rank - 1)
-            given = stage.forward(
+            given = model.stage.forward(
                 model.module,
-                hidden,
+                _received(model, len(ids)),
                 input_ids=torch.from_numpy(ids).unsqueeze(0),
                 position_ids=torch.from_numpy(positions).unsqueeze(0),
                 use_cache=False,
                 **{PLAN_KEYWORD: cache.plan(packed)},
             )
-            if stages is not None and not stage.shard.is_last:
-                stages.send(given.to(model.dtype), stages.rank + 1)
-            samples.append(_Sample(packed, ids, hidden, given.reshape(len(ids), -1).float()))
+            samples.append(_Sample(packed, ids, _send_on(model, given)))
     return samples
 
 
+def _received(model: LoadedModel, tokens: int) -> torch.Tensor | None:
+    """[1, tokens, hidden] of the stage before."""
+    shard = model.stage.shard
+    if shard.stages is None or shard.is_first:
+        return None
+    return shard.stages.receive(torch.empty(1, tokens, model.hidden_size, dtype=model.dtype), shard.stage - 1)
+
+
+def _send_on(model: LoadedModel, given: torch.Tensor) -> torch.Tensor | None:
+    """To the next stage; the last one keeps what are logits."""
+    shard = model.stage.shard
+    if shard.stages is None or shard.is_last:
+        return given.float()
+    shard.stages.send(given.to(model.dtype), shard.stage + 1)
+    return None
+
+
 def _difference(program: Program, model: LoadedModel, block_size: int, samples: list[_Sample]) -> float:
-    """Of a token's results from what the model gave, relative to how much these vary; median over tokens."""
+    """Of a token's logits from those of the model, relative to how much these vary; median over tokens. 0
+    before the last stage."""
     program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
-    differences = []
+    differences = [torch.zeros(1)]
     with torch.inference_mode():
-        for packed, ids, hidden, expected in samples:
-            found = program.forward(packed, ids, np.arange(len(ids)), hidden).view(len(ids), -1).float()
-            spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-            differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
-    return float(torch.cat(differences).median())
+        for packed, ids, expected in samples:
+            given = program.forward(packed, ids, np.arange(len(ids)), _received(model, len(ids)))
+            found = _send_on(model, given)
+            if found is not None and expected is not None:
+                spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+                differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
+    return float(torch.cat(differences[1:] or differences).median())
 
 
 def _let_go(model: LoadedModel) -> None:

@@ -72,6 +72,7 @@ class Program:
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
         """Of the buffers' room; None without expert layers."""
+        self._is_rank = ranks is not None
         self._ranks = ranks if decoder.num_sums else None
         self._shared_sums: SharedSums | None = None
         if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
@@ -111,7 +112,7 @@ class Program:
         """From the next step on, experts are spread over this group; the modules hold this member's."""
         self._joined, self._room = None, self._room._replace(own=0)
         self._lists.clear()
-        if isinstance(group, SharedMemoryCommunicator) and self._shape is not None and self._ranks is None:
+        if isinstance(group, SharedMemoryCommunicator) and self._shape is not None and not self._is_rank:
             assert self._experts is not None
             self._joined = Joined(
                 self._library,

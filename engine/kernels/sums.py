@@ -21,6 +21,7 @@ import torch
 
 from engine.kernels.exchange import WORDS_BYTES
 from engine.kernels.operations import EXCHANGE
+from engine.kernels.pages import mapped
 from engine.kernels.waits import NativeWaits
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.tensor_parallel import TensorRank
@@ -43,10 +44,12 @@ class Area(NamedTuple):
 class Sums:
     """Areas in arenas, one for each rank that is added up."""
 
-    def __init__(self, rank: int, arenas: list[int], num_bytes: int, hidden: int) -> None:
+    def __init__(
+        self, rank: int, arenas: list[int], num_bytes: int, hidden: int, num_areas: int = NUM_AREAS
+    ) -> None:
         """``num_bytes``: of an arena."""
         self._rank, self._hidden = rank, hidden
-        self._area_bytes = (num_bytes - WORDS_BYTES) // NUM_AREAS // _ALIGNMENT * _ALIGNMENT
+        self._area_bytes = (num_bytes - WORDS_BYTES) // num_areas // _ALIGNMENT * _ALIGNMENT
         self._arenas = np.array(arenas, dtype=np.int64)
         given = ctypes.c_int64.from_address(arenas[rank] + 8 * _OFFERED).value
         self._rounds = np.array([given], dtype=np.int64)
@@ -87,18 +90,20 @@ class SharedSums(Sums):
 
 
 class OwnSums(Sums):
-    """Of this rank alone: what the others give is added to it by their communicator."""
+    """Of this rank alone: what the others give is added to it by their communicator. Nobody else reads it, so
+    one area is enough."""
 
     def __init__(self, ranks: TensorRank, rows: int, hidden: int) -> None:
         self._ranks = ranks
-        area = -(-4 * rows * hidden // _ALIGNMENT) * _ALIGNMENT
-        memory = torch.zeros(WORDS_BYTES + NUM_AREAS * area + _ALIGNMENT, dtype=torch.uint8)
-        begin = -memory.data_ptr() % _ALIGNMENT
-        self._memory = memory[begin : begin + WORDS_BYTES + NUM_AREAS * area]
-        super().__init__(0, [self._memory.data_ptr()], len(self._memory), hidden)
+        self._memory = mapped(WORDS_BYTES + -(-4 * rows * hidden // _ALIGNMENT) * _ALIGNMENT)
+        super().__init__(0, [self._memory.data_ptr()], len(self._memory), hidden, num_areas=1)
 
     def __repr__(self) -> str:
         return f"<OwnSums of rank {self._ranks.rank}, up to {self.rows} rows>"
+
+    def area(self, number: int, of: int) -> Area:
+        """See :class:`Sums`."""
+        return self._place(0)
 
     def add_others(self, area: Area, rows: int) -> None:
         """To what is in an area, that of the other ranks.

@@ -17,6 +17,7 @@ from engine.executor.base import Progress
 from engine.executor.uni import UniExecutor
 from engine.shard import Shard
 from engine.step import ModelFacts, Step, StepResult
+from parallel.communicators.base import Communicator
 from parallel.placement import Placement
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
@@ -53,7 +54,6 @@ class _Worker(threading.Thread):
 class ThreadedShards:
     """Implements ``engine.executor.base.Executor``."""
 
-    needs_tokens = True
     computes_apart = False
 
     def __init__(
@@ -66,13 +66,16 @@ class ThreadedShards:
         split: tuple[int, ...] | None = None,
         depth: int | None = None,
         place: tuple[int, int] | None = None,
+        group: Callable[[int], Sequence[Communicator]] = thread_group,
     ) -> None:
-        """``place``: (number, of how many) among the instances over which experts are spread, if they are."""
+        """``place``: (number, of how many) among the instances over which experts are spread, if they are.
+        ``group`` makes all members' ends of one of so many."""
         self.in_flight = depth or pp
+        self.needs_tokens = pp > 1 or place is not None
         self._place = place
         self._layout = pp, tp
-        ranks = [thread_group(tp) for _ in range(pp)]
-        stages = [thread_group(pp) for _ in range(tp)]
+        ranks = [group(tp) for _ in range(pp)]
+        stages = [group(pp) for _ in range(tp)]
         self.workers = [
             _Worker(
                 UniExecutor(

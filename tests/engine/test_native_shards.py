@@ -6,8 +6,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,32 +111,92 @@ def test_sampling_chooses_what_one_worker_would(layout: str, tmp_path: Path) -> 
         executor.close()
 
 
-def test_all_ranks_have_the_kernels_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "pp2", "tp2_pp2"])
+def test_workers_that_share_memory_choose_and_go_on(
+    layout: str, directory: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where one rank has no room, the others of its stage compute with torch, too; the other stage does not."""
+    """Ranks that have all layers, in most steps; nobody tells them the tokens that they chose."""
+    gone_on: list[bool] = []
+    go_on = Program.go_on
+
+    def noted(self: Program, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
+        chosen = go_on(self, new_blocks)
+        gone_on.append(chosen is not None)
+        return chosen
+
+    monkeypatch.setattr(Program, "go_on", noted)
+    executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE, group=shared_group)
+    try:
+        assert tokens_of(executor, directory, num_blocks=200, budget=512) == reference
+        assert tokens_of(executor, directory, num_blocks=9, budget=24) == reference
+    finally:
+        executor.close()
+    assert (sum(gone_on) > 5 * LAYOUTS[layout].tp) == (LAYOUTS[layout].pp == 1)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp3_uneven", "tp2_pp2"])
+@pytest.mark.parametrize("other", ["no room", "another formula"])
+def test_all_workers_have_the_kernels_or_none(
+    layout: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where one has no room, or computes something else, the others compute with torch, too."""
     directory = make_tiny_model(tmp_path, "llama", layers=LAYERS)
-    decoder_of = make._decoder_of
+    decoder_of, odd = make._decoder_of, (LAYOUTS[layout].pp // 2, 0)
 
-    def without_room(model: LoadedModel, block_size: int) -> Decoder:
-        shard = model.stage.shard
-        if (shard.stage, shard.rank) == (1, 0):
+    def changed(model: LoadedModel, block_size: int) -> Decoder:
+        decoder = decoder_of(model, block_size)
+        if (model.stage.shard.stage, model.stage.shard.rank) != odd:
+            return decoder
+        if other == "no room":
             raise make._Off(", no room")
-        return decoder_of(model, block_size)
+        first, *rest = decoder.layers
+        attention = replace(first.attention, scale=1.5 * first.attention.scale)
+        return replace(decoder, layers=(replace(first, attention=attention), *rest))
 
-    executor = shards(directory, LAYOUTS["tp2_pp2"], BLOCK_SIZE)
+    executor = shards(directory, LAYOUTS[layout], BLOCK_SIZE, group=shared_group)
     try:
         with monkeypatch.context() as patch, caplog.at_level("INFO"):
-            patch.setattr(make, "_decoder_of", without_room)
+            patch.setattr(make, "_decoder_of", changed)
             outputs = tokens_of(executor, directory, num_blocks=200, budget=512)
     finally:
         executor.close()
-    assert [program is not None for program in programs(executor)] == [True, True, False, False]
-    assert "native kernels: off, no room" in caplog.text
-    assert "native kernels: off, they are off at another rank" in caplog.text
+    assert not any(programs(executor))
+    if other == "no room":
+        assert "native kernels: off, no room" in caplog.text
+        assert "native kernels: off, they are off at another worker" in caplog.text
+    else:
+        assert "native kernels: off for this model: results differ by" in caplog.text
     alone = UniExecutor(settings(directory), read_model_info(directory), 1)
     alone.load(lambda _phase: None)
     assert outputs == run(alone, directory, greedy()[:NUM_IN_TABLE], num_blocks=600, budget=512)[0]
+
+
+def test_a_norm_over_the_heads_of_all_ranks_is_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OLMoE's: with a head for each rank it has the shape of a norm of heads."""
+    directory = make_tiny_model(tmp_path, "olmoe", layers=LAYERS)
+    executor = shards(directory, LAYOUTS["tp4"], BLOCK_SIZE)
+    try:
+        with caplog.at_level("INFO"):
+            tokens_of(executor, directory, num_blocks=200, budget=512)
+    finally:
+        executor.close()
+    assert not any(programs(executor))
+    assert "a norm over the heads of all ranks" in caplog.text
+
+
+def test_experts_are_counted_as_often_as_they_are_held(tmp_path: Path) -> None:
+    """Once by the model and once laid out for the kernels: what more of them a worker has room for."""
+    directory = make_tiny_model(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    executor = shards(directory, LAYOUTS["tp2"], BLOCK_SIZE, place=(0, 1))
+    try:
+        before = [worker.executor.expert_bytes for worker in executor.workers]
+        executor.allocate(20)
+        assert all(programs(executor))
+        assert [worker.executor.expert_bytes for worker in executor.workers] == [2 * each for each in before]
+    finally:
+        executor.close()
 
 
 # ---- sums over ranks that share memory
@@ -184,6 +245,12 @@ def shared(size: int, **settings: Any) -> Callable[[int], Communicator]:
     store = HashStore()
     patience = {"timeout": PATIENCE, "forming_timeout": PATIENCE} | settings
     return lambda rank: SharedMemoryCommunicator(store, rank, size, **patience)
+
+
+def shared_group(size: int) -> list[Communicator]:
+    """All members' ends."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(shared(size), range(size)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

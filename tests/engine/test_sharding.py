@@ -102,7 +102,8 @@ def settings(directory: Path, budget: int = 2048, block_size: int = BLOCK_SIZE) 
     )
 
 
-def shards(directory: Path, layout: Layout, block_size: int = BLOCK_SIZE) -> ThreadedShards:
+def shards(directory: Path, layout: Layout, block_size: int = BLOCK_SIZE, **more: Any) -> ThreadedShards:
+    """``more``: of :class:`ThreadedShards`."""
     executor = ThreadedShards(
         settings(directory, block_size=block_size),
         read_model_info(directory),
@@ -110,6 +111,7 @@ def shards(directory: Path, layout: Layout, block_size: int = BLOCK_SIZE) -> Thr
         pp=layout.pp,
         split=layout.split,
         depth=layout.depth,
+        **more,
     )
     executor.load(lambda _phase: None)
     return executor
