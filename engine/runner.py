@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
+from engine.kernels.logits import NO_DRAWS, Draws, draw_of, draws
 from engine.messages import TokenLogprobs
 from engine.sampler import (
     SampleRow,
@@ -49,15 +50,17 @@ class _Slot:
     admit: Admit
     token_ids: Int64s
     """Tokens by position, with room for more."""
-    picks_best: bool
-    """See :attr:`SamplingParams.picks_best`."""
+    is_plain: bool
+    """See :attr:`SamplingParams.is_plain`."""
+    draw: bytes
+    """See :func:`engine.kernels.logits.draw_of`."""
     rules: TokenRules
 
     @classmethod
     def of(cls, admit: Admit) -> _Slot:
         room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
         rules = TokenRules(admit.params, admit.barred_ids)
-        slot = cls(admit, room, admit.params.picks_best, rules)
+        slot = cls(admit, room, admit.params.is_plain, draw_of(admit.params, admit.seed), rules)
         slot.token_ids[: len(admit.token_ids)] = admit.token_ids
         return slot
 
@@ -111,8 +114,8 @@ class _Wanted:
 
 
 class _Continuing:
-    """Rows of one token, each of which gets its most likely next one: as long as steps only take them on,
-    nothing is packed anew, and the tokens are kept here."""
+    """Rows of one token, whose next ones the program chooses: as long as steps only take them on, nothing is
+    packed anew, and the tokens are kept here."""
 
     MOST = 64
     """Steps whose tokens are kept before they go to their slots."""
@@ -200,8 +203,9 @@ class ModelRunner:
             began = time.monotonic()
             wanted = self._wanted(step, packed)
             program = self._program
-            if program is not None and self._picks_best(step) and program.can_choose(len(input_ids)):
-                tokens = program.choose(packed, input_ids, wanted.tokens)
+            draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
+            if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
+                tokens = program.choose(packed, input_ids, wanted.tokens, draws)
                 result = self._result(step, wanted, tokens, {}, {})
                 if packed.num_single == len(wanted.sampled) == len(step.slots):
                     self._continuing = _Continuing(step)
@@ -237,9 +241,15 @@ class ModelRunner:
         for slot, position, tokens in continuing.take():
             self._slots[slot].put(position, *tokens)
 
-    def _picks_best(self, step: Step) -> bool:
-        """Whether each row gets its most likely token, and nothing is told about others."""
-        return step.masks is None and all(self._slots[slot].picks_best for slot in step.slots)
+    def _is_plain(self, step: Step) -> bool:
+        """Whether each row's token is one among its logits as they are, and nothing is told about others."""
+        return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
+
+    def _draws(self, step: Step, wanted: _Wanted) -> Draws:
+        """How each token of a plain step is chosen; none if each is the most likely one."""
+        if all(self._slots[slot].admit.params.greedy for slot in step.slots):
+            return NO_DRAWS
+        return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])
 
     def _pack(self, step: Step) -> tuple[PackedRows, Int64s]:
         slots = np.array(step.slots, dtype=np.int64)

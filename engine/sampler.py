@@ -27,6 +27,9 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.base import Int64s
+from engine.kernels import library
+from engine.kernels import logits as native
+from engine.kernels.library import Library
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 from engine.thinking import forced_token
@@ -79,6 +82,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     shaped = shape_logits(logits, rows)
     if all(row.params.greedy for row in rows):
         return _greedy(shaped, rows)
+    kernels = _kernels(logits)
+    if kernels is not None:
+        return _drawn(kernels, shaped, rows)
     chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     kinds: tuple[tuple[Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor], list[int]], ...] = (
         (_greedy, [i for i, row in enumerate(rows) if row.params.greedy]),
@@ -143,12 +149,27 @@ def sample_shard(
     if truncated:
         at = _numbers(truncated, logits.device)
         whole = vocabulary.whole(shaped.index_select(0, at))
+        kernels = _kernels(logits)
+        if kernels is not None:
+            return chosen.index_copy_(0, at, _drawn(kernels, whole, [rows[i] for i in truncated]))
         step = _rows_per_chunk(whole)
         for begin in range(0, len(truncated), step):
             part = [rows[i] for i in truncated[begin : begin + step]]
             picked = _draw_truncated(whole[begin : begin + step].float(), part)
             chosen.index_copy_(0, at[begin : begin + step], picked)
     return chosen
+
+
+def _kernels(logits: torch.Tensor) -> Library | None:
+    """Those for rows of logits, where they are loaded: what comes of them is what is computed here, but for
+    rounding, in a small part of the time."""
+    return library.loaded() if logits.device.type == "cpu" else None
+
+
+def _drawn(kernels: Library, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    how = native.draws([native.draw_of(row.params, row.seed) for row in rows])
+    positions = np.array([row.position for row in rows], dtype=np.int64)
+    return torch.from_numpy(native.draw(kernels, logits.float().contiguous(), how, positions))
 
 
 def _rows_per_chunk(logits: torch.Tensor) -> int:
@@ -167,7 +188,8 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
     forced = _forced(rows)
     if not (forbidding or masked or banned or biased or too_short or penalised or forced):
         return logits
-    shaped = logits.to(torch.float32, copy=True)
+    shaped = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    kernels = _kernels(logits)
     device = logits.device
     columns = Columns(first, logits.shape[1], device)
 
@@ -176,7 +198,10 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
 
     for i, each in zip(forbidding, rules(forbidding), strict=True):
         shaped[i].masked_fill_(each.forbidden, NEVER)
-    if masked:
+    if masked and kernels is not None:
+        masks = [row.mask for row in rows if row.mask is not None]
+        native.leave_out(kernels, shaped, masked, masks, first)
+    elif masked:
         places = _numbers(masked, device)
         forbidden = _forbidden([rows[i] for i in masked], first, logits.shape[1], device)
         shaped[places] = shaped[places].masked_fill_(forbidden, NEVER)
@@ -189,7 +214,12 @@ def shape_logits(logits: torch.Tensor, rows: Sequence[SampleRow], first: int = 0
         shaped[where] += torch.cat([each.biases for each in made])
     if too_short:
         shaped[_places(too_short, [each.barred for each in rules(too_short)])] = NEVER
-    if penalised:
+    if penalised and kernels is not None:
+        histories = [
+            native.History(i, rows[i].token_ids, rows[i].num_prompt, rows[i].params) for i in penalised
+        ]
+        native.penalise(kernels, shaped, histories, first)
+    elif penalised:
         places = _numbers(penalised, device)
         shaped[places] = _penalise(shaped[places], [rows[i] for i in penalised], first)
     if forced:
@@ -419,6 +449,12 @@ def logprob_table(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> 
         [rows, 3 + 2 * num_top] float64 (which holds token ids exactly): target, its log-probability, its
         rank, then the ``num_top`` best ids and their log-probabilities.
     """
+    kernels = _kernels(logits)
+    if kernels is not None:
+        lines = logits.float().contiguous()
+        return torch.from_numpy(
+            native.logprobs(kernels, lines, targets.numpy(), min(num_top, logits.shape[1]))
+        )
     step = _rows_per_chunk(logits)
     parts = []
     for begin in range(0, logits.shape[0], step):

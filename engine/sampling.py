@@ -88,13 +88,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
-    def picks_best(self) -> bool:
-        """Whether the most likely token is chosen, whatever precedes it, and nothing is told about others.
+    def is_plain(self) -> bool:
+        """Whether the choice is one among the logits as they are, and nothing is told about other tokens.
         (A grammar comes with a mask in the step.)"""
         told = self.logprobs is not None or self.prompt_logprobs is not None
         restricted = self.allowed_token_ids is not None or bool(self.logit_bias) or self.min_tokens > 0
         restricted = restricted or bool(self.bad_words) or self.thinking is not None
-        return self.greedy and not (told or restricted or self.shapes_logits_by_history)
+        return not (told or restricted or self.shapes_logits_by_history)
 
     def check(self, *, vocab_size: int, max_logprobs: int = 20, max_n: int = 128) -> None:
         """Raise :class:`BadParameter` for the first value out of its range."""

@@ -5,6 +5,7 @@
     python examples/bench_peers.py                             # dense-small in bfloat16
     python examples/bench_peers.py --models moe-small --systems lockstep lockstep-ep vllm transformers
     python examples/bench_peers.py --workloads prefix --concurrency 32
+    python examples/bench_peers.py --models dense-wide --workloads plain sampled penalised
     python examples/bench_peers.py --workloads code --systems lockstep-dp1 lockstep-drafts vllm-drafts
     python examples/bench_peers.py --show build/bench-peers.json  # tables of a run, also of one cut short
 
@@ -70,9 +71,20 @@ Args = argparse.Namespace
 Page = dict[str, Any]
 
 MODELS = ROOT / "build" / "models"
-WORKLOADS = {"plain": (0, 128, 64), "prefix": (512, 32, 64), "code": (0, 256, 256)}
+WORKLOADS = {
+    "plain": (0, 128, 64),
+    "prefix": (512, 32, 64),
+    "code": (0, 256, 256),
+    "sampled": (0, 128, 64),
+    "penalised": (0, 128, 64),
+}
 """Tokens that all prompts of a run share, tokens of each prompt, tokens of each answer. Prompts are of random
 tokens, but for ``code``: they are pieces of the project's own, after which answers repeat more."""
+SAMPLING: dict[str, dict[str, float]] = {
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+    "penalised": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+}
+"""Greedy answers where nothing else is said. The second ones are what Qwen2.5 comes with."""
 USUAL = ["plain", "prefix"]
 ROUNDS, USUAL_ROUNDS = {1: 6}, 8
 """Requests of a run, times its concurrency. With fewer the run's end, when some have ended and no others
@@ -130,11 +142,14 @@ class Load:
         prompts = self.prompts(workload, concurrency, number, rounds * concurrency)
         answer = WORKLOADS[workload][2]
         asks = [[Ask(self._tokenizer.decode(one) if system.texts else one, answer)] for one in prompts]
+        sampling = SAMPLING.get(workload, {})
         target = Target(
             base_url=url,
             endpoint="/v1/completions",
             model=system.name or str(self._model),
+            temperature=sampling.get("temperature", 0.0),
             ignore_eos=not system.texts,
+            extra_body={name: value for name, value in sampling.items() if name != "temperature"},
         )
         async with session() as http:
             outcomes, seconds = await send_all(http, target, asks, concurrency=concurrency)
@@ -158,7 +173,7 @@ def forgiven(outcome: Outcome) -> Outcome:
 def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None]) -> None:
     """All systems on one model; ``model_page`` is filled, and saved after each run."""
     model = find(name)
-    model_page |= {"model": model.name, "dtype": args.dtype, "workloads": WORKLOADS}
+    model_page |= {"model": model.name, "dtype": args.dtype, "workloads": WORKLOADS, "sampling": SAMPLING}
     model_page |= {"calibration": [calibrate()], "start_seconds": {}, "left_out": {}, "cells": []}
     load = Load(model, args.seed, args.rounds)
     urls: dict[str, str] = {}

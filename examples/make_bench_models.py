@@ -6,9 +6,11 @@
     dense-small   Llama, 32 M parameters
     dense-0.5b    Qwen3, 449 M parameters, tied embeddings
     moe-small     Qwen3-MoE, 90 M parameters, 16 experts, 4 per token
+    dense-wide    the layers of dense-small, and the 151,936 tokens of Qwen's models
 
 They compute as trained models of their shape would, and say nothing. The same seed gives the same weights.
-The tokenizer has 8192 entries and was trained on the sources of Python's standard library.
+The tokenizer has 8192 entries and was trained on the sources of Python's standard library. Further tokens are
+made up: words that no prompt has.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ VOCABULARY = 8192
 CONTEXT = 16384
 CORPUS_BYTES = 8_000_000
 SPECIAL = ["<s>", "</s>", "<pad>"]
-NAMES = ("dense-small", "dense-0.5b", "moe-small")
+MANY_TOKENS = 151_936
+NAMES = ("dense-small", "dense-0.5b", "moe-small", "dense-wide")
 
 
 def config_of(name: str) -> Any:
@@ -43,6 +46,8 @@ def config_of(name: str) -> Any:
     match name:
         case "dense-small":
             return transformers.LlamaConfig(**shared, **small)
+        case "dense-wide":
+            return transformers.LlamaConfig(**shared | small | {"vocab_size": MANY_TOKENS})
         case "dense-0.5b":
             return transformers.Qwen3Config(
                 **shared,
@@ -88,12 +93,12 @@ def make(directory: Path, name: str, seed: int = 0) -> int:
             scale = 1.0 if wide else weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=random) * scale)
     model.to(torch.bfloat16).save_pretrained(directory)
-    write_tokenizer(directory)
+    write_tokenizer(directory, config.vocab_size)
     for_older_readers(directory / "config.json")
     return sum(weight.numel() for weight in model.parameters())
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, num_tokens: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -104,7 +109,9 @@ def write_tokenizer(directory: Path) -> None:
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    written = json.loads(tokenizer.to_str())
+    written["model"]["vocab"] |= {f"\u0120word{number}": number for number in range(VOCABULARY, num_tokens)}
+    (directory / "tokenizer.json").write_text(json.dumps(written))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT}
     described |= dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
     described["chat_template"] = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"

@@ -32,10 +32,10 @@ class NullModel:
     def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
         return self._logits[: len(wanted)]
 
-    def can_choose(self, _tokens: int) -> bool:
-        return True
+    def can_choose(self, _tokens: int, draws: Any) -> bool:
+        return len(draws) == 0
 
-    def choose(self, packed: Any, ids: Any, wanted: Any) -> Any:
+    def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
         self._last = len(wanted)
         return self.go_on({})
 

@@ -61,8 +61,8 @@ class Buffers:
         self.middle = rows(room.own, max((mlp.width for mlp in _mlps(decoder, Mlp)), default=0))
         self.logits = arena.zeros((room.selected, decoder.vocab), torch.float32)
         """[selected, tokens of this rank]; of no token before the last stage."""
-        self.best: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
-        """The most likely token of each row of logits."""
+        self.chosen: Int64s = arena.zeros((room.selected,), torch.int64).numpy()
+        """The token that is chosen for each row of logits."""
         if exchange is None:
             return
         shape = exchange.shape

@@ -136,7 +136,7 @@ class Team {
 
 enum Kind : int64_t {
     EMBED, NORM, LINEAR, QKV, ATTEND, GATED, ROUTE, SORT, EXPERTS_UP, EXPERTS_DOWN, COMBINE, SELECT,
-    OFFER, MEET, RETURN, HOME, BEST, GATHER, SUM, BEST_OF_ALL
+    OFFER, MEET, RETURN, HOME, CHOOSE, GATHER, SUM, BEST_OF_ALL
 };
 // Of the thread that the caller called in: it may call back.
 constexpr bool is_callers(int64_t kind) { return kind == OFFER || kind == MEET || kind == RETURN || kind == HOME; }
@@ -169,10 +169,11 @@ struct Step {
     const int32_t* tables;       // [rows, table_width]
     const int32_t* tasks;        // [num_tasks, 4] row, first query, queries, where the result of the first one goes
     double* seconds;             // [kinds] time spent is added here, if given
-    int64_t choose;              // whether BEST is wanted, and what has the flag TO_CHOOSE
+    int64_t choose;              // whether CHOOSE is wanted, and what has the flag TO_CHOOSE
     int64_t apart;               // rows have one token each, and none reads what another one of this step stores
     int64_t num_chosen_tasks;
     const int32_t* chosen_tasks; // the same of the chosen tokens, of which result i is that of token i
+    const void* draws;           // [selected] of Draw, how each token is chosen; null: all the most likely ones
 };
 
 // How many rows an operation goes through: a step's tokens, or those whose logits are wanted.

@@ -42,9 +42,9 @@ class Library:
             ctypes.c_int64,
         ]
         self._run.restype = ctypes.c_int64
-        self.operation_bytes = int(self._loaded.lockstep_operation_bytes())
-        self.step_bytes = int(self._loaded.lockstep_step_bytes())
-        self.exchange_bytes = int(self._loaded.lockstep_exchange_bytes())
+        kinds = "operation", "step", "exchange", "draw", "shape"
+        self.sizes = tuple(int(self._loaded[f"lockstep_{kind}_bytes"]()) for kind in kinds)
+        """Bytes of what is passed."""
         self._use_tiles = self._loaded.lockstep_use_tiles
         self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
         address, number = ctypes.c_void_p, ctypes.c_int64
@@ -52,6 +52,12 @@ class Library:
         self._survey.argtypes, self._survey.restype = [address, number, address, address, number], number
         self._compress.argtypes = [address, number, address, address, address, address, number]
         self._compress.restype = None
+        self._draw, self._shape = self._loaded.lockstep_draw, self._loaded.lockstep_shape
+        self._draw.argtypes = [address, number, number, address, address, address, number]
+        self._shape.argtypes = [address, number, number, address, number, number]
+        self._logprobs = self._loaded.lockstep_logprobs
+        self._logprobs.argtypes = [address, number, number, address, number, address, number]
+        self._draw.restype = self._shape.restype = self._logprobs.restype = None
         self.compresses = bool(self._loaded.lockstep_can_compress())
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
@@ -73,6 +79,22 @@ class Library:
         """Write the tiles in 12 bits a weight, and the patches. All are addresses but ``tiles``."""
         self._compress(weights, tiles, uppers, begins, patches, out, threads)
 
+    def draw(
+        self, logits: int, rows: int, width: int, draws: int, positions: int, out: int, threads: int
+    ) -> None:
+        """See :func:`engine.kernels.logits.draw`; addresses of arrays."""
+        self._draw(logits, rows, width, draws, positions, out, threads)
+
+    def shape(self, logits: int, width: int, first: int, shapes: int, count: int, threads: int) -> None:
+        """See :func:`engine.kernels.logits.penalise`; addresses of arrays."""
+        self._shape(logits, width, first, shapes, count, threads)
+
+    def logprobs(
+        self, logits: int, rows: int, width: int, targets: int, num_top: int, out: int, threads: int
+    ) -> None:
+        """See :func:`engine.kernels.logits.logprobs`; addresses of arrays."""
+        self._logprobs(logits, rows, width, targets, num_top, out, threads)
+
     def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
         """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16. False if
         the step was given up."""
@@ -85,12 +107,20 @@ def begin_build() -> None:
 
 
 _lock = threading.Lock()
+_loaded: Library | None = None
 
 
 def load() -> Library | None:
     """The kernels, compiled first if need be; None (and a line in the log, once) where there are none."""
+    global _loaded
     with _lock:
-        return _load()
+        _loaded = _load()
+        return _loaded
+
+
+def loaded() -> Library | None:
+    """The kernels, if they were loaded before: this never takes long."""
+    return _loaded
 
 
 @cache

@@ -139,11 +139,11 @@ class Lowering:
             flags=SELECTED | AS_FLOAT,
         )
         if not output.is_partial:
-            self._list.add(Kind.BEST, into=buffers.logits, out=buffers.best, n=output.vocab)
+            self._list.add(Kind.CHOOSE, into=buffers.logits, out=buffers.chosen, n=output.vocab)
         elif self._sums is not None and not isinstance(self._sums, OwnSums):
             area = self._sums.area_to_choose()
             self._list.add(
-                Kind.BEST,
+                Kind.CHOOSE,
                 into=buffers.logits,
                 out=area.address,
                 n=output.vocab,
@@ -151,7 +151,7 @@ class Lowering:
                 flags=AS_FLOAT,
             )
             self._meet(TO_CHOOSE)
-            self._list.add(Kind.BEST_OF_ALL, out=buffers.best, extra=self._sums.record, a=area.begin)
+            self._list.add(Kind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin)
 
     def _select(self) -> None:
         """From here on there are only the rows whose logits are wanted."""

@@ -10,6 +10,7 @@ import torch
 
 from engine.kernels.compression import Compressed
 from engine.kernels.library import Library
+from engine.kernels.logits import DRAW, SHAPE
 
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -26,7 +27,7 @@ _STEP = np.dtype(
     [(name, np.int64) for name in (
         "tokens", "selected", "num_tasks", "table_width", "block_size", "ids", "slots", "chosen", "positions",
         "cosines", "sines", "starts", "counts", "offsets", "tables", "tasks", "seconds", "choose", "apart",
-        "num_chosen_tasks", "chosen_tasks"
+        "num_chosen_tasks", "chosen_tasks", "draws"
     )]
 )  # fmt: skip
 EXCHANGE = np.dtype(
@@ -58,7 +59,7 @@ class Kind(enum.IntEnum):
     MEET = 13
     RETURN = 14
     HOME = 15
-    BEST = 16
+    CHOOSE = 16
     GATHER = 17
     SUM = 18
     BEST_OF_ALL = 19
@@ -112,8 +113,8 @@ class Operations:
 
 def check(library: Library) -> None:
     """The layouts here are those of the compiled source."""
-    compiled = library.operation_bytes, library.step_bytes, library.exchange_bytes
-    assert compiled == (_OPERATION.itemsize, _STEP.itemsize, EXCHANGE.itemsize)
+    layouts = _OPERATION, _STEP, EXCHANGE, DRAW, SHAPE
+    assert library.sizes == tuple(layout.itemsize for layout in layouts)
 
 
 def _address(value: Any) -> Any:

@@ -23,6 +23,7 @@ from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Library
+from engine.kernels.logits import NO_DRAWS, Draws
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import Kind, StepArguments
 from engine.kernels.packing import Packer
@@ -91,13 +92,13 @@ class Program:
     def __repr__(self) -> str:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
-    def can_choose(self, tokens: int) -> bool:
-        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or the
-        ranks that have it share memory."""
+    def can_choose(self, tokens: int, draws: Draws = NO_DRAWS) -> bool:
+        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or, where
+        none is drawn, the ranks that have it share memory."""
         output = self._decoder.output
         if self._decoder.embedding is None or output is None:
             return False
-        return not output.is_partial or self._is_shared(tokens)
+        return not output.is_partial or (not len(draws) and self._is_shared(tokens))
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""
@@ -140,24 +141,26 @@ class Program:
     ) -> torch.Tensor:
         """Logits [wanted, vocabulary of this rank] in float32; before the last stage, hidden [1, tokens,
         hidden], as what the stage before gave. They are valid until the next call."""
-        self._compute(packed, input_ids, wanted, hidden, choose=False)
+        self._compute(packed, input_ids, wanted, hidden)
         assert self._buffers is not None
         if self._decoder.output is None:
             return self._buffers.stream[None, : len(input_ids), : self._decoder.hidden]
         return self._buffers.logits[: len(wanted)]
 
-    def choose(self, packed: PackedRows, input_ids: Int64s, wanted: Int64s) -> list[int]:
-        """The most likely token of each: what ``argmax`` finds in :meth:`forward`'s, by all threads. The
-        arrays must not be used any more."""
-        assert self.can_choose(len(input_ids))
-        arguments, plan = self._compute(packed, input_ids, wanted, None, choose=True)
+    def choose(
+        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, draws: Draws = NO_DRAWS
+    ) -> list[int]:
+        """A token for each: drawn from :meth:`forward`'s logits, or what ``argmax`` finds there, by all
+        threads. The arrays must not be used any more."""
+        assert self.can_choose(len(input_ids), draws)
+        arguments, plan = self._compute(packed, input_ids, wanted, draws=draws)
         assert self._buffers is not None
         assert self._cache is not None
-        best = self._buffers.best[: len(wanted)]
+        chosen = self._buffers.chosen[: len(wanted)]
         if packed.num_single == len(packed.starts) == len(wanted):
             self._going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
-            return self._going_on.chose(best)
-        found: list[int] = best.tolist()
+            return self._going_on.chose(chosen)
+        found: list[int] = chosen.tolist()
         return found
 
     def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
@@ -173,16 +176,15 @@ class Program:
         self._run(last.arguments, size)
         assert self._buffers is not None
         self._going_on = last  # not if the step came to no end: it runs again, from where it stood
-        return last.chose(self._buffers.best[:size])
+        return last.chose(self._buffers.chosen[:size])
 
     def _compute(
         self,
         packed: PackedRows,
         input_ids: Int64s,
         wanted: Int64s,
-        hidden: torch.Tensor | None,
-        *,
-        choose: bool,
+        hidden: torch.Tensor | None = None,
+        draws: Draws | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
         self._going_on = None
@@ -194,7 +196,7 @@ class Program:
         if hidden is not None:
             assert self._buffers is not None
             self._buffers.stream[:tokens, : self._decoder.hidden] = hidden[0]
-        arguments = self._arguments(plan, packed, input_ids, wanted, choose)
+        arguments = self._arguments(plan, packed, input_ids, wanted, draws)
         self._run(arguments, tokens)
         return arguments, plan
 
@@ -275,7 +277,7 @@ class Program:
         packed: PackedRows,
         input_ids: Int64s,
         wanted: Int64s,
-        choose: bool,
+        draws: Draws | None,
     ) -> StepArguments:
         assert self._cache is not None
         return StepArguments(
@@ -298,7 +300,8 @@ class Program:
             num_chosen_tasks=len(plan.chosen_tasks),
             chosen_tasks=plan.chosen_tasks,
             seconds=self.seconds,
-            choose=int(choose),
+            choose=int(draws is not None),
+            draws=draws if draws is not None and len(draws) else None,
         )
 
     def _make_angles(self, length: int) -> None:

@@ -12,9 +12,12 @@
 #include <omp.h>
 
 #include "attention.hpp"
+#include "choosing.hpp"
 #include "contract.hpp"
 #include "experts.hpp"
+#include "logprobs.hpp"
 #include "products.hpp"
+#include "shaping.hpp"
 
 namespace {
 
@@ -158,51 +161,6 @@ void sum(const Operation& op, const Step& step, Work& work) {
     });
 }
 
-// What a tensor-parallel rank finds for a row.
-struct Best {
-    int64_t token;
-    double logit;
-};
-
-// out [selected] int64: where each row of in [selected, n], float, is greatest: the first such place; the first of no number
-// (nan), if there is one. With AS_FLOAT out is [selected] of Best, and column 0 is token a.
-void best(const Operation& op, const Step& step, Work& work) {
-    if (!step.choose) return;
-    work.for_each(step.selected, [&](int64_t row) {
-        const float* from = static_cast<const float*>(op.in) + row * op.n;
-        __m512 most = _mm512_set1_ps(-INFINITY);
-        __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), place = lane;
-        __mmask16 nan = 0;
-        for (int64_t i = 0; i < op.n; i += LANES) {
-            __mmask16 lanes = lanes_of(int(op.n - i));
-            __m512 x = _mm512_mask_loadu_ps(most, lanes, from + i);
-            nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-            __mmask16 greater = _mm512_cmp_ps_mask(x, most, _CMP_GT_OQ);
-            most = _mm512_mask_mov_ps(most, greater, x);
-            place = _mm512_mask_mov_epi32(place, greater, _mm512_add_epi32(lane, _mm512_set1_epi32(int(i))));
-        }
-        __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
-        int64_t found = _mm512_mask_reduce_min_epi32(equal, place);
-        if (nan != 0) found = std::find_if(from, from + op.n, [](float x) { return std::isnan(x); }) - from;
-        if (op.flags & AS_FLOAT) static_cast<Best*>(op.out)[row] = {op.a + found, double(from[found])};
-        else static_cast<int64_t*>(op.out)[row] = found;
-    });
-}
-
-// out [selected] int64: the token that BEST would find in the logits of all ranks, of which each one's Best [selected] is at byte
-// a of its arena. extra: an exchange
-void best_of_all(const Operation& op, const Step& step, Work& work) {
-    if (!step.choose) return;
-    auto& exchange = *static_cast<const Exchange*>(op.extra);
-    work.for_each(step.selected, [&](int64_t row) {
-        auto of = [&](int64_t rank) { return reinterpret_cast<const Best*>(exchange.arenas[rank] + op.a)[row]; };
-        Best found = of(0);
-        for (int64_t rank = 1; rank < exchange.size && !std::isnan(found.logit); ++rank)
-            if (Best other = of(rank); other.logit > found.logit || std::isnan(other.logit)) found = other;
-        static_cast<int64_t*>(op.out)[row] = found.token;
-    });
-}
-
 // False if the step did not come to its end.
 template <class T>
 bool run(const Operation* operations, int64_t count, const Step& step, int threads) {
@@ -231,7 +189,7 @@ bool run(const Operation* operations, int64_t count, const Step& step, int threa
                 case MEET: meet(op, step, OFFERED, team); break;
                 case RETURN: publish(op, RETURNED); break;
                 case HOME: meet(op, step, RETURNED, team); break;
-                case BEST: best(op, step, work); break;
+                case CHOOSE: choose(op, step, work); break;
                 case SUM: sum<T>(op, step, work); break;
                 case BEST_OF_ALL: best_of_all(op, step, work); break;
             }
@@ -262,6 +220,35 @@ int64_t lockstep_run(const void* operations, int64_t count, const void* step, in
     return done ? 0 : 1;
 }
 
+// Draws the tokens of rows of logits [rows, n] that are to stand at these positions.
+void lockstep_draw(const void* logits, int64_t rows, int64_t n, const void* draws, const void* positions, void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        static_cast<int64_t*>(out)[row] = drawn(static_cast<const float*>(logits) + row * n, n, static_cast<const Draw*>(draws)[row],
+                                                static_cast<const int64_t*>(positions)[row]);
+}
+
+// Lines [rows, 3 + 2 * top] for rows of logits [rows, n].
+void lockstep_logprobs(const void* logits, int64_t rows, int64_t n, const void* targets, int64_t top, void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        logprobs(static_cast<const float*>(logits) + row * n, n, static_cast<const int64_t*>(targets)[row], top,
+                 static_cast<double*>(out) + row * (3 + 2 * top));
+}
+
+// Changes rows of logits [rows, n], whose first column is token `first`.
+void lockstep_shape(void* logits, int64_t n, int64_t first, const void* shapes, int64_t count, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t i = 0; i < count; ++i) {
+        const Shape& shape = static_cast<const Shape*>(shapes)[i];
+        float* row = static_cast<float*>(logits) + shape.row * n;
+        if (shape.mask != nullptr) leave_out(row, n, first, shape.mask);
+        if (shape.num_tokens > 0) penalise(row, n, first, shape);
+    }
+}
+
+int64_t lockstep_shape_bytes() { return sizeof(Shape); }
+int64_t lockstep_draw_bytes() { return sizeof(Draw); }
 int64_t lockstep_operation_bytes() { return sizeof(Operation); }
 int64_t lockstep_step_bytes() { return sizeof(Step); }
 int64_t lockstep_exchange_bytes() { return sizeof(Exchange); }

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -178,7 +178,7 @@ def test_the_best_is_what_numpy_finds(width: int) -> None:
     logits[4, 0], logits[4, 1:] = -0.0, 0.0
     found = torch.full((7,), -1)
     operations = Operations(1)
-    operations.add(Kind.BEST, into=logits, out=found, n=width)
+    operations.add(Kind.CHOOSE, into=logits, out=found, n=width)
     operations.run(KERNELS, StepArguments(selected=7), torch.float32)
     assert found.tolist() == [-1] * 7, "nobody wants to know"
     operations.run(KERNELS, StepArguments(selected=7, choose=1), torch.float32)
@@ -373,14 +373,17 @@ def test_steps_that_go_on_equal_those_that_are_packed(
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
     monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
     monkeypatch.setattr(_Continuing, "MOST", 7)
-    programs = [program_of(model, Counted) for _ in range(2)]
+    programs = [program_of(model, Counted) for _ in range(3)]
     programs[1].refuses = True
+    monkeypatch.setattr(programs[2], "can_choose", lambda *_: False)
     drivers = [
         Driver(ModelRunner(model, None, BLOCK_SIZE, each), BLOCK_SIZE, NUM_BLOCKS) for each in programs
     ]
-    numbers, kinds = Random(3), [{"temperature": 0.0}] * 4 + [{"seed": 1}]
+    numbers, greedy = Random(3), {"temperature": 0.0}
+    nucleus = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    kinds: list[dict[str, Any]] = [greedy, greedy, nucleus, {"min_p": 0.01}, {"presence_penalty": 0.5}]
     steps = 0
-    for slot, kind in enumerate([*kinds, {"temperature": 0.0}]):  # the last one takes the first one's slot
+    for slot, kind in enumerate([*kinds, greedy]):  # the last one takes the first one's slot
         prompt = [numbers.randrange(3, 300) for _ in range(numbers.randrange(1, 40))]
         for driver in drivers:
             driver.add(prompt, SamplingParams(**kind), seed=slot, slot=slot % len(kinds))
@@ -391,7 +394,7 @@ def test_steps_that_go_on_equal_those_that_are_packed(
         else:
             crowd = [place for place in crowd if place > 0]
         if turn % 4:
-            crowd = [place for place in crowd if place != 4]  # of whom nobody knows the most likely tokens
+            crowd = [place for place in crowd if place != 4]  # whose tokens are not chosen by the program
         for _ in range(numbers.randrange(1, 13) if crowd else 0):
             steps += 1
             for driver in drivers:
@@ -404,10 +407,10 @@ def test_steps_that_go_on_equal_those_that_are_packed(
                         for slot in driver.steps[-1].slots
                     ]
     assert steps / 2 < programs[0].gone_on < steps
-    assert programs[1].gone_on == 0
-    for one, other in zip(*[driver.slots for driver in drivers], strict=True):
+    assert programs[1].gone_on == programs[2].gone_on == 0
+    for one, *others in zip(*[driver.slots for driver in drivers], strict=True):
         assert len(one.output_ids) > 10
-        assert one.token_ids == other.token_ids
+        assert [one.token_ids] * 2 == [other.token_ids for other in others]
 
 
 def test_a_step_that_came_to_no_end_is_packed_when_it_runs_again(model: LoadedModel) -> None:

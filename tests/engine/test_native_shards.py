@@ -315,7 +315,7 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
     for rank, logits in enumerate(of_ranks):
         rows = torch.tensor([logits] * 3)
         out = arenas[rank].ctypes.data + area.begin
-        operations.add(Kind.BEST, into=rows, out=out, n=2, a=2 * rank, flags=AS_FLOAT)
+        operations.add(Kind.CHOOSE, into=rows, out=out, n=2, a=2 * rank, flags=AS_FLOAT)
     operations.add(Kind.BEST_OF_ALL, out=best, extra=sums.record, a=area.begin)
     assert operations.run(KERNELS, StepArguments(selected=3, choose=1), torch.float32)
     assert best.tolist() == [token] * 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import sampler
+from engine.kernels import library
 from engine.sampler import (
     NEVER,
     NUCLEUS_WIDTH,
@@ -27,6 +28,15 @@ from engine.token_rules import TokenRules
 VOCAB = 64
 HISTORY = [3, 5, 5, 9, 3, 3, 9]
 NUM_PROMPT = 3
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def _computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this holds for torch and for the kernels."""
+    kernels = library.load()
+    if request.param == "kernels" and kernels is None:
+        pytest.skip("no AVX-512 with bfloat16, or no C++ compiler, here")
+    monkeypatch.setattr(library, "loaded", lambda: kernels if request.param == "kernels" else None)
 
 
 def make_row(
@@ -296,7 +306,7 @@ def test_bad_words_do_not_come() -> None:
         shape_logits(logits[:, 10:20], [row, row], first=10)[0] == NEVER, shaped[1, 10:20] == NEVER
     )
     greedy = SamplingParams(temperature=0.0, bad_words=((int(logits[0].argmax()),),))
-    assert not greedy.picks_best
+    assert not greedy.is_plain
     assert sample(logits[:1], [make_row(greedy)]).item() == logits[0].topk(2).indices[1]
 
 
@@ -320,7 +330,8 @@ def test_a_budget_of_reasoning_leaves_one_token() -> None:
 
 
 def test_a_rehearsal_does_what_takes_the_most_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every row: masks, penalties, the whole vocabulary in order, log-probabilities."""
+    """With every row: masks, penalties, the whole vocabulary in order, log-probabilities. (On a GPU.)"""
+    monkeypatch.setattr(library, "loaded", lambda: None)
     done: dict[str, int] = {}
     for name in ("_forbidden", "_penalise", "_truncate", "logprob_table"):
         original = getattr(sampler, name)

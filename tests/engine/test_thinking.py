@@ -64,4 +64,4 @@ def test_reasoning_always_ends(seed: int) -> None:
 
 
 def test_the_fast_way_of_choosing_is_not_taken() -> None:
-    assert not SamplingParams(temperature=0.0, thinking=INSIDE).picks_best
+    assert not SamplingParams(temperature=0.0, thinking=INSIDE).is_plain

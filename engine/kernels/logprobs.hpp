@@ -1,0 +1,35 @@
+// Log-probabilities of a row of logits.
+
+#pragma once
+
+#include "choosing.hpp"
+
+namespace {
+
+// out: the target, its log-probability, its rank, then the `top` most likely tokens and their log-probabilities.
+void logprobs(const float* logits, int64_t n, int64_t target, int64_t top, double* out) {
+    int64_t best = place_of_best(logits, n);
+    const float most = logits[best];
+    auto load = [&](int64_t i) { return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(int(n - i)), logits + i); };
+    auto at = [&](int64_t i) { return _mm512_sub_ps(_mm512_set1_ps(most), load(i)); };
+    __m512d total = _mm512_setzero_pd();
+    int64_t better = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        total = plus(total, chance_ps(_mm512_sub_ps(_mm512_setzero_ps(), at(i))));
+        better += __builtin_popcount(_mm512_cmp_ps_mask(load(i), _mm512_set1_ps(logits[target]), _CMP_GT_OQ));
+    }
+    const double log = std::log(_mm512_reduce_add_pd(total));
+    auto of = [&](int64_t token) { return double(float(double(logits[token]) - double(most) - log)); };
+    out[0] = double(target), out[1] = of(target), out[2] = double(better + 1);
+    std::vector<int32_t> found;
+    if (top > 0 && std::isfinite(most)) {
+        static thread_local Candidates candidates;
+        candidates.choose(n, top, 1.0, at);
+        found = candidates.sorted();
+    }
+    for (int64_t token = 0; int64_t(found.size()) < top; ++token)  // impossible ones, or all is lost
+        if (!std::isfinite(most) || !std::isfinite(logits[token])) found.push_back(int32_t(token));
+    for (int64_t i = 0; i < top; ++i) out[3 + i] = found[size_t(i)], out[3 + top + i] = of(found[size_t(i)]);
+}
+
+}  // namespace
