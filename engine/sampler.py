@@ -12,7 +12,8 @@ a cumulative sum with one number per row would be cheaper, but moves the border 
 by the errors of all tokens before them.
 
 With the vocabulary cut over tensor-parallel ranks each looks at its own tokens, and only the best of each
-are compared (:func:`sample_shard`): both argmax and the race allow that. Top-k and top-p look at whole rows.
+are compared (:func:`sample_shard`): both argmax and the race allow that. Top-k, top-p and min-p look at whole
+rows, each of them at one rank.
 
 On a GPU all of it is only launched: nothing here waits for the device.
 """
@@ -45,6 +46,8 @@ LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
 """Top-p looks at this many of the most likely tokens before it sorts the whole vocabulary (CPU)."""
 NEVER = float("-inf")
+LEAST_TEMPERATURE = 1e-30
+"""Below it is the same."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest such number of float32."""
 
@@ -79,13 +82,18 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     Returns:
         [rows] int64, on the device of the logits.
     """
-    shaped = shape_logits(logits, rows)
+    return _sample_shaped(shape_logits(logits, rows), rows)
+
+
+def _sample_shaped(shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """:func:`sample` behind :func:`shape_logits`."""
     if all(row.params.greedy for row in rows):
         return _greedy(shaped, rows)
-    kernels = _kernels(logits)
+    kernels = _kernels(shaped)
     if kernels is not None:
-        return _drawn(kernels, shaped, rows)
-    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        how = native.draws([native.draw_of(row.params, row.seed) for row in rows])
+        return torch.from_numpy(native.draw(kernels, shaped.float().contiguous(), how, _positions(rows)))
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=shaped.device)
     kinds: tuple[tuple[Callable[[torch.Tensor, Sequence[SampleRow]], torch.Tensor], list[int]], ...] = (
         (_greedy, [i for i, row in enumerate(rows) if row.params.greedy]),
         (_draw, [i for i, row in enumerate(rows) if not row.params.greedy and not _truncates(row.params)]),
@@ -94,11 +102,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
             [i for i, row in enumerate(rows) if not row.params.greedy and _truncates(row.params)],
         ),
     )
-    step = _rows_per_chunk(logits)
+    step = _rows_per_chunk(shaped)
     for choose, indices in kinds:
         for begin in range(0, len(indices), step):
             part = indices[begin : begin + step]
-            places = _numbers(part, logits.device)
+            places = _numbers(part, shaped.device)
             picked = choose(shaped.index_select(0, places).float(), [rows[i] for i in part])
             chosen.index_copy_(0, places, picked)
     return chosen
@@ -119,45 +127,58 @@ class VocabularyShard:
         """[rows, tokens of this rank] of all ranks: [rows, vocabulary]."""
         return self.ranks.all_gather_columns(logits, even_sizes(self.vocab_size, self.ranks.size))
 
-    def best(self, values: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each rank's best values [rows] and tokens [rows]: the greatest, the lowest rank's if equal."""
-        mine = torch.stack([values.double(), tokens.double()], dim=1)  # holds float32 and token ids exactly
-        columns = self.ranks.all_gather_columns(mine, [2] * self.ranks.size).view(len(values), -1, 2)
+    def best(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Of each rank's tokens [rows] those with the greatest scores [rows] float64, the lowest rank's if
+        equal."""
+        mine = torch.stack([scores, tokens.double()], dim=1)  # a double holds token ids exactly
+        columns = self.ranks.all_gather_columns(mine, [2] * self.ranks.size).view(len(scores), -1, 2)
         winners = columns[:, :, 0].argmax(dim=1, keepdim=True)
-        value, token = columns[:, :, 0].gather(1, winners)[:, 0], columns[:, :, 1].gather(1, winners)[:, 0]
-        return value.to(values.dtype), token.long()
+        return columns[:, :, 1].gather(1, winners)[:, 0].long()
 
 
 def sample_shard(
     logits: torch.Tensor, rows: Sequence[SampleRow], vocabulary: VocabularyShard
 ) -> torch.Tensor:
-    """:func:`sample` with logits [rows, tokens of this rank], called on all ranks: the same tokens on all."""
-    first = vocabulary.first
+    """:func:`sample` with logits [rows, tokens of this rank], called on all ranks: the same tokens on all.
+    Each is found by one rank, or compared by one number of each."""
+    ranks, first = vocabulary.ranks, vocabulary.first
     shaped = shape_logits(logits, rows, first)
-    truncated = [i for i, row in enumerate(rows) if not row.params.greedy and _truncates(row.params)]
-    racing = [i for i, row in enumerate(rows) if not row.params.greedy and not _truncates(row.params)]
-    values, places = shaped.max(dim=-1)
-    best, chosen = vocabulary.best(values.float(), places + first)
-    if racing:
-        at = _numbers(racing, logits.device)
-        entrants = [rows[i] for i in racing]
-        scaled = _scale(shaped.index_select(0, at).float(), entrants, best.index_select(0, at)[:, None])
-        tokens = torch.arange(first, first + scaled.shape[1], dtype=torch.int32, device=logits.device)[None]
-        times = _speeds(scaled, tokens, entrants)
-        speeds, winners = times.max(dim=-1)
-        chosen.index_copy_(0, at, vocabulary.best(speeds, winners + first)[1])
-    if truncated:
-        at = _numbers(truncated, logits.device)
-        whole = vocabulary.whole(shaped.index_select(0, at))
-        kernels = _kernels(logits)
-        if kernels is not None:
-            return chosen.index_copy_(0, at, _drawn(kernels, whole, [rows[i] for i in truncated]))
-        step = _rows_per_chunk(whole)
-        for begin in range(0, len(truncated), step):
-            part = [rows[i] for i in truncated[begin : begin + step]]
-            picked = _draw_truncated(whole[begin : begin + step].float(), part)
-            chosen.index_copy_(0, at[begin : begin + step], picked)
+    chosen = vocabulary.best(*_contestants(shaped, rows, first))
+    cut = [i for i, row in enumerate(rows) if _looks_at_all(row.params)]
+    if cut:
+        places = _numbers(cut, logits.device)
+        whole = vocabulary.whole(shaped.index_select(0, places))
+        begin, end = ranks.even(len(cut))
+        picked = _sample_shaped(whole[begin:end], [rows[i] for i in cut[begin:end]])
+        chosen.index_copy_(0, places, ranks.all_gather_rows(picked, even_sizes(len(cut), ranks.size)))
     return chosen
+
+
+def _contestants(
+    shaped: torch.Tensor, rows: Sequence[SampleRow], first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row a score [rows] float64 and the best token of this rank. Scores can be compared with other
+    ranks': logits, or logs of speeds in a race. Rows that have to be looked at whole are greedy here."""
+    racing = [i for i, row in enumerate(rows) if not (row.params.greedy or _looks_at_all(row.params))]
+    kernels = _kernels(shaped)
+    if kernels is not None:
+        how = [native.GREEDY] * len(rows)
+        for i in racing:
+            how[i] = native.draw_of(rows[i].params, rows[i].seed)
+        lines = shaped.float().contiguous()
+        scores, tokens = native.contestants(kernels, lines, native.draws(how), _positions(rows), first)
+        return torch.from_numpy(scores), torch.from_numpy(tokens)
+    values, columns = shaped.max(dim=-1)
+    values, tokens = values.double(), columns + first
+    if racing:
+        places, entrants = _numbers(racing, shaped.device), [rows[i] for i in racing]
+        entered = shaped.index_select(0, places).float()
+        numbers = torch.arange(first, first + entered.shape[1], dtype=torch.int32, device=shaped.device)[None]
+        speeds, winners = _speeds(_scale(entered, entrants), numbers, entrants).max(dim=-1)
+        colder = 1.0 / _temperatures(shaped.device, entrants)[:, 0].double()
+        values.index_copy_(0, places, entered.amax(dim=-1).double() * colder + speeds.double().log())
+        tokens.index_copy_(0, places, winners + first)
+    return values, tokens
 
 
 def _kernels(logits: torch.Tensor) -> Library | None:
@@ -166,10 +187,8 @@ def _kernels(logits: torch.Tensor) -> Library | None:
     return library.loaded() if logits.device.type == "cpu" else None
 
 
-def _drawn(kernels: Library, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    how = native.draws([native.draw_of(row.params, row.seed) for row in rows])
-    positions = np.array([row.position for row in rows], dtype=np.int64)
-    return torch.from_numpy(native.draw(kernels, logits.float().contiguous(), how, positions))
+def _positions(rows: Sequence[SampleRow]) -> Int64s:
+    return np.array([row.position for row in rows], dtype=np.int64)
 
 
 def _rows_per_chunk(logits: torch.Tensor) -> int:
@@ -262,6 +281,11 @@ def _forbidden(rows: Sequence[SampleRow], first: int, width: int, device: torch.
 
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0
+
+
+def _looks_at_all(params: SamplingParams) -> bool:
+    """Whether a token's chance depends on more than its own logit and the best one of a part of the row."""
+    return not params.greedy and (_truncates(params) or params.min_p > 0.0)
 
 
 def _pairs(
@@ -381,17 +405,20 @@ def _truncate(
     return values, tokens, short
 
 
-def _scale(logits: torch.Tensor, rows: Sequence[SampleRow], best: torch.Tensor | None = None) -> torch.Tensor:
-    """Temperature and min-p. The best token gets 0, so that no temperature overflows; ``best`` [rows, 1] are
-    its logits, where it may be another rank's."""
-    if best is None:
-        best = logits.amax(dim=-1, keepdim=True)
-    scaled = (logits - best) / _column(logits.device, [row.params.temperature for row in rows])
+def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Temperature and min-p. The best token gets 0, so that no temperature overflows."""
+    best = logits.amax(dim=-1, keepdim=True)
+    scaled = (logits - best) / _temperatures(logits.device, rows)
     if any(row.params.min_p > 0.0 for row in rows):
         shares = [row.params.min_p for row in rows]
         lowest = _column(logits.device, shares).log()
         scaled = scaled.masked_fill(scaled < lowest, NEVER)
     return scaled
+
+
+def _temperatures(device: torch.device, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """[rows, 1], none of them 0 in float32."""
+    return _column(device, [max(row.params.temperature, LEAST_TEMPERATURE) for row in rows])
 
 
 def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:

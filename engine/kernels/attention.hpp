@@ -12,16 +12,16 @@ namespace {
 
 template <class T>
 void norm_row(const typename T::Element* in, typename T::Element* out, const float* weights, int64_t width, float eps) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = filled(0.f);
     for (int64_t i = 0; i < width; i += LANES) {
-        __m512 x = T::load(in + i, lanes_of(int(width - i)));
-        squares = _mm512_fmadd_ps(x, x, squares);
+        Floats x = T::load(in + i, lanes_of(int(width - i)));
+        squares = fmadd(x, x, squares);
     }
-    float scale = 1.f / std::sqrt(_mm512_reduce_add_ps(squares) / float(width) + eps);
+    float scale = 1.f / std::sqrt(sum_of(squares) / float(width) + eps);
     for (int64_t i = 0; i < width; i += LANES) {
-        __mmask16 lanes = lanes_of(int(width - i));
-        __m512 x = _mm512_mul_ps(T::load(in + i, lanes), _mm512_set1_ps(scale));
-        T::store(out + i, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(lanes, weights + i)), lanes);
+        Mask lanes = lanes_of(int(width - i));
+        Floats x = T::load(in + i, lanes) * filled(scale);
+        T::store(out + i, x * load(weights + i, lanes), lanes);
     }
 }
 
@@ -31,11 +31,11 @@ void turn(typename T::Element* head, int64_t dim, const float* weights, float ep
     if (weights) norm_row<T>(head, head, weights, dim, eps);
     int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
-        __mmask16 lanes = lanes_of(int(half - i));
-        __m512 low = T::load(head + i, lanes), high = T::load(head + half + i, lanes);
-        __m512 c = _mm512_maskz_loadu_ps(lanes, cosines + i), s = _mm512_maskz_loadu_ps(lanes, sines + i);
-        T::store(head + i, _mm512_fmsub_ps(low, c, _mm512_mul_ps(high, s)), lanes);
-        T::store(head + half + i, _mm512_fmadd_ps(high, c, _mm512_mul_ps(low, s)), lanes);
+        Mask lanes = lanes_of(int(half - i));
+        Floats low = T::load(head + i, lanes), high = T::load(head + half + i, lanes);
+        Floats c = load(cosines + i, lanes), s = load(sines + i, lanes);
+        T::store(head + i, fmsub(low, c, high * s), lanes);
+        T::store(head + half + i, fmadd(high, c, low * s), lanes);
     }
 }
 
@@ -60,11 +60,7 @@ void store_value(uint32_t* block, const typename T::Element* value, int64_t dim,
     if constexpr (T::PACK == 1) {
         std::memcpy(to, value, size_t(dim) * sizeof(*value));
     } else {  // one half of each word; dim is a multiple of 16
-        __mmask32 half = lane % 2 ? 0xaaaaaaaau : 0x55555555u;
-        for (int64_t i = 0; i < dim; i += LANES) {
-            __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i)));
-            _mm512_mask_storeu_epi16(to + i, half, _mm512_slli_epi32(wide, lane % 2 ? 16 : 0));
-        }
+        for (int64_t i = 0; i < dim; i += LANES) store_halves(to + i, value + i, lane % 2 != 0);
     }
 }
 
@@ -159,33 +155,39 @@ inline void fetch(const uint32_t* from, int64_t words) {
     for (int64_t i = 0; i < words; i += LANES) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
 }
 
-// Panels, of so many, that rows go through side by side: their sums fill the registers. Each sum waits for the product before it,
-// so one or two rows with two panels take three times as long as their products.
-constexpr int panels_beside(int rows, int64_t panels) {
-    return rows <= 3 && panels >= 8 ? 8 : rows <= 6 && panels >= 4 ? 4 : 2;
+// The products of one part of a word of all rows with a line of each panel. Either the lines or the inputs stay in registers.
+template <class T, int PART, int ROWS, int PANELS>
+inline void multiply_part(Floats (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t at, const char* from,
+                          const int64_t (&behind)[ROWS]) {
+    auto line = [&](int panel) { return T::template of<PART>(load_words(panels[panel] + at)); };
+    auto input = [&](int row) {
+        return T::template of<PART>(filled_words(int(*reinterpret_cast<const uint32_t*>(from + behind[row]))));
+    };
+    if constexpr (ROWS <= PANELS) {
+        decltype(input(0)) inputs[ROWS];
+        for (int row = 0; row < ROWS; ++row) inputs[row] = input(row);
+        for (int panel = 0; panel < PANELS; ++panel) {
+            auto words = line(panel);
+            for (int row = 0; row < ROWS; ++row) sum[row][panel] = T::madd(sum[row][panel], words, inputs[row]);
+        }
+    } else {
+        decltype(line(0)) lines[PANELS];
+        for (int panel = 0; panel < PANELS; ++panel) lines[panel] = line(panel);
+        for (int row = 0; row < ROWS; ++row) {
+            auto word = input(row);
+            for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], word);
+        }
+    }
+    if constexpr (PART + 1 < T::PARTS) multiply_part<T, PART + 1>(sum, panels, at, from, behind);
 }
 
 // Adds products of rows with panels: line `step` of a panel lies `next` words behind the one before it.
 template <class T, int ROWS, int PANELS>
-inline void multiply_beside(__m512 (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t next,
+inline void multiply_beside(Floats (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t next,
                             const char* from, const int64_t (&behind)[ROWS], int64_t steps, Wanted& wanted) {
     for (int64_t step = 0; step < steps; ++step, from += 4) {
         wanted.ask();
-        if constexpr (ROWS <= PANELS) {
-            uint32_t inputs[ROWS];
-            for (int row = 0; row < ROWS; ++row) inputs[row] = *reinterpret_cast<const uint32_t*>(from + behind[row]);
-            for (int panel = 0; panel < PANELS; ++panel) {
-                __m512i line = _mm512_loadu_si512(panels[panel] + step * next);
-                for (int row = 0; row < ROWS; ++row) sum[row][panel] = T::madd(sum[row][panel], line, inputs[row]);
-            }
-        } else {
-            __m512i lines[PANELS];
-            for (int panel = 0; panel < PANELS; ++panel) lines[panel] = _mm512_loadu_si512(panels[panel] + step * next);
-            for (int row = 0; row < ROWS; ++row) {
-                uint32_t input = *reinterpret_cast<const uint32_t*>(from + behind[row]);
-                for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], input);
-            }
-        }
+        multiply_part<T, 0>(sum, panels, step * next, from, behind);
     }
 }
 
@@ -224,11 +226,11 @@ struct Attended {
             const uint32_t* panels[BESIDE];
             for (int i = 0; i < BESIDE; ++i) panels[i] = keys + places[std::min(block + i, blocks - 1)];
             fetch_around(block, BESIDE);
-            __m512 sum[ROWS][BESIDE] = {};
+            Floats sum[ROWS][BESIDE] = {};
             multiply_beside<T>(sum, panels, LANES, first, behind, dim / T::PACK, *wanted);
             for (int i = 0; i < ROWS; ++i)
                 for (int j = 0; j < BESIDE && block + j < blocks; ++j)
-                    _mm512_storeu_ps(scores + i * length + (block + j) * LANES, sum[i][j]);
+                    store(scores + i * length + (block + j) * LANES, sum[i][j]);
         }
     }
 
@@ -238,24 +240,24 @@ struct Attended {
             float* line = scores + i * length;
             E* weight_line = weights + i * length;
             int64_t seen = at[i] + 1 - begin, hidden = window > 0 ? std::max<int64_t>(0, at[i] - window + 1 - begin) : 0;
-            __m512 most = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(factor);
+            Floats most = filled(-INFINITY), scale = filled(factor);
             auto visible = [&](int64_t key) {
-                __mmask16 lanes = key >= seen ? __mmask16(0) : lanes_of(int(seen - key));
-                return key < hidden ? __mmask16(lanes & ~lanes_of(int(hidden - key))) : lanes;
+                Mask lanes = key >= seen ? Mask(0) : lanes_of(int(seen - key));
+                return key < hidden ? Mask(lanes & ~lanes_of(int(hidden - key))) : lanes;
             };
             int64_t end = std::min(length, (seen + LANES - 1) / LANES * LANES), key = hidden / LANES * LANES;
-            for (int64_t none = 0; none < key; none += LANES) T::store(weight_line + none, _mm512_setzero_ps(), 0xffff);
-            for (int64_t none = end; none < length; none += LANES) T::store(weight_line + none, _mm512_setzero_ps(), 0xffff);
+            for (int64_t none = 0; none < key; none += LANES) T::store(weight_line + none, filled(0.f), 0xffff);
+            for (int64_t none = end; none < length; none += LANES) T::store(weight_line + none, filled(0.f), 0xffff);
             for (int64_t k = key; k < end; k += LANES)
-                most = _mm512_mask_max_ps(most, visible(k), most, _mm512_mul_ps(_mm512_loadu_ps(line + k), scale));
-            __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
+                most = maximum(most, load(line + k) * scale, visible(k));
+            Floats peak = filled(greatest_of(most)), total = filled(0.f);
             for (int64_t k = key; k < end; k += LANES) {
-                __m512 weight = exp_ps(_mm512_fmsub_ps(_mm512_loadu_ps(line + k), scale, peak));
-                weight = _mm512_maskz_mov_ps(visible(k), weight);
-                total = _mm512_add_ps(total, weight);
-                T::store(weight_line + k, weight, __mmask16(0xffff));
+                Floats weight = exp_ps(fmsub(load(line + k), scale, peak));
+                weight = only(visible(k), weight);
+                total = total + weight;
+                T::store(weight_line + k, weight, Mask(0xffff));
             }
-            inverse[i] = 1.f / _mm512_reduce_add_ps(total);
+            inverse[i] = 1.f / sum_of(total);
         }
     }
 
@@ -264,7 +266,7 @@ struct Attended {
     void weigh_columns(int64_t column) {
         int64_t behind[ROWS];
         for (int i = 0; i < ROWS; ++i) behind[i] = i * length * int64_t(sizeof(E));
-        __m512 sum[ROWS][PANELS] = {};
+        Floats sum[ROWS][PANELS] = {};
         for (int64_t block = 0; block < blocks; ++block) {
             const uint32_t* panels[PANELS];
             for (int j = 0; j < PANELS; ++j) panels[j] = values + places[block] + std::min(column + j * LANES, dim - LANES);
@@ -273,7 +275,7 @@ struct Attended {
         }
         for (int i = 0; i < ROWS; ++i)
             for (int j = 0; j < PANELS && column + j * LANES < dim; ++j)
-                T::store(outputs[i] + column + j * LANES, _mm512_mul_ps(sum[i][j], _mm512_set1_ps(inverse[i])), lanes_of(LANES));
+                T::store(outputs[i] + column + j * LANES, sum[i][j] * filled(inverse[i]), lanes_of(LANES));
     }
 
     template <int ROWS>
@@ -284,7 +286,10 @@ struct Attended {
                 if (beside == 8) weigh_columns<ROWS, 8>(column);
             if constexpr (panels_beside(ROWS, 4) == 4)
                 if (beside == 4) weigh_columns<ROWS, 4>(column);
-            if (beside == 2) weigh_columns<ROWS, 2>(column);
+            if constexpr (panels_beside(ROWS, 2) == 2)
+                if (beside == 2) weigh_columns<ROWS, 2>(column);
+            if constexpr (panels_beside(ROWS, 1) == 1)
+                if (beside == 1) weigh_columns<ROWS, 1>(column);
             column += beside * LANES;
         }
     }
@@ -361,8 +366,8 @@ struct AttendedInTiles : Attended<BFloat16, TILE> {
             for (int i = 0; i < count; ++i)
                 for (int half = 0; half < 2; ++half)
                     BFloat16::store(outputs[i] + column + half * LANES,
-                                    _mm512_mul_ps(_mm512_load_ps(sums + (2 * i + half) * LANES), _mm512_set1_ps(inverse[i])),
-                                    __mmask16(0xffff));
+                                    load(sums + (2 * i + half) * LANES) * filled(inverse[i]),
+                                    Mask(0xffff));
         }
     }
 };

@@ -12,22 +12,15 @@
 
 namespace {
 
-__m512i numbers_to_15() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-
 // e^x for x <= 0, to the last digits of a float; 0 from -104 on.
-__m512 chance_ps(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147182f), x);  // ln 2, then what a float leaves out of it
-    f = _mm512_fmadd_ps(n, _mm512_set1_ps(1.90465432e-9f), f);
-    __m512 p = _mm512_set1_ps(1.f / 5040);
-    for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(p, n);
-}
-
-__m512d plus(__m512d total, __m512 x) {
-    total = _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
-    return _mm512_add_pd(total, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+Floats chance_ps(Floats x) {
+    x = maximum(x, filled(-104.f));
+    Floats n = to_integers(x * filled(1.44269504f));
+    Floats f = fnmadd(n, filled(0.693147182f), x);  // ln 2, then what a float leaves out of it
+    f = fmadd(n, filled(1.90465432e-9f), f);
+    Floats p = filled(1.f / 5040);
+    for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) p = fmadd(p, f, filled(c));
+    return times_power_of_2(p, n);
 }
 
 // Tokens of a row in rising order, of those that may win: the ones that top-k and top-p leave.
@@ -38,11 +31,11 @@ class Candidates {
     std::vector<float> weights;   // chances, relative to that one's
     std::vector<int32_t> tokens;
 
-    __m512i keys(int64_t i) const { return _mm512_loadu_si512(away.data() + i); }  // the order of floats >= 0 is that of their bits
-    void put(__mmask16 lanes, __m512 far, __m512 chances, __m512i numbers) {
-        _mm512_storeu_ps(away.data() + count, _mm512_maskz_compress_ps(lanes, far));
-        _mm512_storeu_ps(weights.data() + count, _mm512_maskz_compress_ps(lanes, chances));
-        _mm512_storeu_si512(tokens.data() + count, _mm512_maskz_compress_epi32(lanes, numbers));
+    Words keys(int64_t i) const { return load_words(away.data() + i); }  // the order of floats >= 0 is that of their bits
+    void put(Mask lanes, Floats far, Floats chances, Words numbers) {
+        store_only(away.data() + count, far, lanes);
+        store_only(weights.data() + count, chances, lanes);
+        store_only(tokens.data() + count, numbers, lanes);
         count += __builtin_popcount(lanes);
     }
 
@@ -58,12 +51,12 @@ class Candidates {
             uint32_t digits = (1u << (above - shift)) - 1, last = 0;
             std::fill_n(sums, size_t(digits) + 1, 0.0);
             for (int64_t i = 0; i < count; i += LANES) {
-                __m512i bits = keys(i), higher = _mm512_srl_epi32(bits, _mm_cvtsi32_si128(above));
-                __mmask16 here = lanes_of(int(count - i));
-                here = _mm512_mask_cmpeq_epi32_mask(here, higher, _mm512_set1_epi32(int(border >> above)));
+                Words bits = keys(i), higher = shift_right(bits, above);
+                Mask here = lanes_of(int(count - i));
+                here = Mask(here & is_equal(higher, filled_words(int(border >> above))));
                 if (here == 0) continue;
                 alignas(64) uint32_t digit[LANES];
-                _mm512_store_si512(digit, _mm512_and_si512(_mm512_srl_epi32(bits, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(int(digits))));
+                store(digit, and_words(shift_right(bits, shift), filled_words(int(digits))));
                 for (unsigned left = here; left != 0; left &= left - 1) {
                     int lane = __builtin_ctz(left);
                     sums[digit[lane]] += weight(i + lane);
@@ -75,18 +68,18 @@ class Candidates {
             border |= digit << shift;
         }
         const int64_t all = count;
-        const __m512i at_border = _mm512_set1_epi32(int(border));
+        const Words at_border = filled_words(int(border));
         count = 0;
         for (int64_t i = 0; i < all; i += LANES) {
-            __mmask16 lanes = lanes_of(int(all - i));
-            __mmask16 kept = _mm512_mask_cmplt_epi32_mask(lanes, keys(i), at_border);
-            for (unsigned tied = _mm512_mask_cmpeq_epi32_mask(lanes, keys(i), at_border); tied != 0; tied &= tied - 1) {
+            Mask lanes = lanes_of(int(all - i));
+            Mask kept = Mask(lanes & is_less(keys(i), at_border));
+            for (unsigned tied = Mask(lanes & is_equal(keys(i), at_border)); tied != 0; tied &= tied - 1) {
                 if (before >= goal) break;
                 int lane = __builtin_ctz(tied);
-                kept |= __mmask16(1 << lane);
+                kept |= Mask(1 << lane);
                 before += weight(i + lane);
             }
-            put(kept, _mm512_loadu_ps(away.data() + i), _mm512_loadu_ps(weights.data() + i), _mm512_loadu_si512(tokens.data() + i));
+            put(kept, load(away.data() + i), load(weights.data() + i), load_words(tokens.data() + i));
         }
     }
 
@@ -96,10 +89,10 @@ class Candidates {
     static float reach(int64_t n, int64_t wanted, At at) {
         constexpr int GROUPS = 16;
         if (wanted > GROUPS * LANES) return NEAR;
-        __m512 nearest[GROUPS];
-        std::fill_n(nearest, GROUPS, _mm512_set1_ps(INFINITY));
+        Floats nearest[GROUPS];
+        std::fill_n(nearest, GROUPS, filled(INFINITY));
         for (int64_t i = 0, group = 0; i < n; i += LANES, group = (group + 1) % GROUPS)
-            nearest[group] = _mm512_min_ps(nearest[group], at(i));
+            nearest[group] = minimum(nearest[group], at(i));
         auto* first = reinterpret_cast<float*>(nearest);
         std::nth_element(first, first + wanted - 1, first + GROUPS * LANES);
         return std::min(first[wanted - 1], FURTHEST);
@@ -115,24 +108,24 @@ class Candidates {
     Rest collect(int64_t n, float limit, At at) {
         if (int64_t(tokens.size()) < n + LANES)
             away.resize(size_t(n + LANES)), weights.resize(size_t(n + LANES)), tokens.resize(size_t(n + LANES));
-        __m512d others = _mm512_setzero_pd();
+        Doubles others {};
         count = 0;
         bool is_any = false;
         for (int64_t i = 0; i < n; i += LANES) {
-            __m512 far = at(i), chances = chance_ps(_mm512_sub_ps(_mm512_setzero_ps(), far));
-            __mmask16 near = _mm512_cmp_ps_mask(far, _mm512_set1_ps(limit), _CMP_LE_OQ);
-            __mmask16 rest = _mm512_cmp_ps_mask(far, _mm512_set1_ps(INFINITY), _CMP_LT_OQ) & ~near;
-            if (near != 0) put(near, far, chances, _mm512_add_epi32(numbers_to_15(), _mm512_set1_epi32(int(i))));
-            if (rest != 0) is_any = true, others = plus(others, _mm512_maskz_mov_ps(rest, chances));
+            Floats far = at(i), chances = chance_ps(filled(0.f) - far);
+            Mask near = is_at_most(far, filled(limit));
+            Mask rest = is_less(far, filled(INFINITY)) & ~near;
+            if (near != 0) put(near, far, chances, add_words(numbers_to_15(), filled_words(int(i))));
+            if (rest != 0) is_any = true, others = add(others, only(rest, chances));
         }
-        return {is_any, _mm512_reduce_add_pd(others)};
+        return {is_any, sum_of(others)};
     }
 
     double weight() const {
-        __m512d total = _mm512_setzero_pd();
+        Doubles total {};
         for (int64_t i = 0; i < count; i += LANES)
-            total = plus(total, _mm512_maskz_loadu_ps(lanes_of(int(count - i)), weights.data() + i));
-        return _mm512_reduce_add_pd(total);
+            total = add(total, load(weights.data() + i, lanes_of(int(count - i))));
+        return sum_of(total);
     }
 
    public:
@@ -156,9 +149,9 @@ class Candidates {
     template <class Body>
     void for_each(Body body) const {
         for (int64_t i = 0; i < count; i += LANES) {
-            __mmask16 lanes = lanes_of(int(count - i));
-            body(_mm512_mask_loadu_ps(_mm512_set1_ps(INFINITY), lanes, away.data() + i),
-                 _mm512_maskz_loadu_epi32(lanes, tokens.data() + i));
+            Mask lanes = lanes_of(int(count - i));
+            body(load(away.data() + i, lanes, filled(INFINITY)),
+                 load_words(tokens.data() + i, lanes));
         }
     }
 

@@ -10,10 +10,10 @@
 
 namespace {
 
-// What a tensor-parallel rank finds for a row.
+// What a tensor-parallel rank finds for a row. The greatest score wins: the logit, or the log of the speed in the race.
 struct Best {
     int64_t token;
-    double logit;
+    double score;
 };
 
 // How a row's token is chosen.
@@ -27,40 +27,40 @@ struct Draw {
 
 // Where a row [n] is greatest: the first such place; the first of no number (nan), if there is one.
 int64_t place_of_best(const float* from, int64_t n) {
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    __m512i lane = numbers_to_15(), place = lane;
-    __mmask16 nan = 0;
+    Floats most = filled(-INFINITY);
+    Words lane = numbers_to_15(), place = lane;
+    Mask nan = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-        __mmask16 lanes = lanes_of(int(n - i));
-        __m512 x = _mm512_mask_loadu_ps(most, lanes, from + i);
-        nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        __mmask16 greater = _mm512_cmp_ps_mask(x, most, _CMP_GT_OQ);
-        most = _mm512_mask_mov_ps(most, greater, x);
-        place = _mm512_mask_mov_epi32(place, greater, _mm512_add_epi32(lane, _mm512_set1_epi32(int(i))));
+        Mask lanes = lanes_of(int(n - i));
+        Floats x = load(from + i, lanes, most);
+        nan |= is_nan(x);
+        Mask greater = is_greater(x, most);
+        most = picked(greater, x, most);
+        place = picked(greater, add_words(lane, filled_words(int(i))), place);
     }
     if (nan != 0) return std::find_if(from, from + n, [](float x) { return std::isnan(x); }) - from;
-    __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(equal, place);
+    Mask equal = is_equal(most, filled(greatest_of(most)));
+    return least_of(place, equal);
 }
 
 // -log(1 - u) for 0 < u < 1, to the last digits also near 0.
-__m512 clock_ps(__m512 u) {
-    const __m512 one = _mm512_set1_ps(1.f);
-    __m512 w = _mm512_sub_ps(one, u), lost = _mm512_sub_ps(_mm512_sub_ps(one, w), u);  // 1 - u = w + lost
-    __m512i bits = _mm512_castps_si512(w);  // w = 2^n * m, 0.75 <= m < 1.5
-    __m512i n = _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_castps_si512(_mm512_set1_ps(0.75f))), 23);
-    __m512 m = _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(n, 23))), f = _mm512_sub_ps(m, one);
-    __m512 s = _mm512_div_ps(f, _mm512_add_ps(m, one)), z = _mm512_mul_ps(s, s);  // log m = 2 artanh s
-    __m512 series = _mm512_set1_ps(2.f / 9);
-    for (float c : {2.f / 7, 2.f / 5, 2.f / 3}) series = _mm512_fmadd_ps(series, z, _mm512_set1_ps(c));
-    __m512 log = _mm512_fmadd_ps(_mm512_mul_ps(series, z), s, _mm512_add_ps(s, s));
-    log = _mm512_fmadd_ps(_mm512_cvtepi32_ps(n), _mm512_set1_ps(0.693147182f), log);
-    return _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(log, lost));
+Floats clock_ps(Floats u) {
+    const Floats one = filled(1.f);
+    Floats w = one - u, lost = one - w - u;  // 1 - u = w + lost
+    Words bits = as_words(w);  // w = 2^n * m, 0.75 <= m < 1.5
+    Words n = shift_right_signed<23>(subtract_words(bits, as_words(filled(0.75f))));
+    Floats m = as_floats(subtract_words(bits, shift_left<23>(n))), f = m - one;
+    Floats s = f / (m + one), z = s * s;  // log m = 2 artanh s
+    Floats series = filled(2.f / 9);
+    for (float c : {2.f / 7, 2.f / 5, 2.f / 3}) series = fmadd(series, z, filled(c));
+    Floats log = fmadd(series * z, s, s + s);
+    log = fmadd(converted(n), filled(0.693147182f), log);
+    return filled(0.f) - (log + lost);
 }
 
 // Chance of a row: a number in (0, 1) for each token.
 class Chance {
-    __m512i low, high;
+    Words low, high;
 
     static uint64_t split_mix(uint64_t state) {  // SplitMix64 (Steele, Lea, Flood 2014)
         state += 0x9E3779B97F4A7C15;
@@ -68,25 +68,25 @@ class Chance {
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB;
         return state ^ (state >> 31);
     }
-    static __m512i mix(__m512i bits) {  // the 32-bit finaliser of MurmurHash3 (Appleby 2011)
-        bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
-        bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(int(0x85EBCA6B)));
-        bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 13));
-        bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32(int(0xC2B2AE35)));
-        return _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+    static Words mix(Words bits) {  // the 32-bit finaliser of MurmurHash3 (Appleby 2011)
+        bits = xor_words(bits, shift_right<16>(bits));
+        bits = multiply_words(bits, filled_words(int(0x85EBCA6B)));
+        bits = xor_words(bits, shift_right<13>(bits));
+        bits = multiply_words(bits, filled_words(int(0xC2B2AE35)));
+        return xor_words(bits, shift_right<16>(bits));
     }
 
    public:
     Chance(uint64_t seed, int64_t position) {
         uint64_t key = split_mix(split_mix(seed) ^ uint64_t(position));
-        low = _mm512_set1_epi32(int(uint32_t(key)));
-        high = _mm512_set1_epi32(int(uint32_t(key >> 32)));
+        low = filled_words(int(uint32_t(key)));
+        high = filled_words(int(uint32_t(key >> 32)));
     }
-    __m512 of(__m512i tokens) const {
-        __m512i hashed = _mm512_add_epi32(_mm512_mullo_epi32(tokens, _mm512_set1_epi32(int(0x9E3779B9))), low);
-        hashed = _mm512_and_si512(mix(_mm512_add_epi32(mix(hashed), high)), _mm512_set1_epi32(0x7FFFFFFF));
-        __m512 u = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(hashed), _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-31f));
-        return _mm512_min_ps(u, _mm512_set1_ps(1.f - 0x1p-24f));
+    Floats of(Words tokens) const {
+        Words hashed = add_words(multiply_words(tokens, filled_words(int(0x9E3779B9))), low);
+        hashed = and_words(mix(add_words(mix(hashed), high)), filled_words(0x7FFFFFFF));
+        Floats u = (converted(hashed) + filled(0.5f)) * filled(0x1p-31f);
+        return minimum(u, filled(1.f - 0x1p-24f));
     }
 };
 
@@ -95,65 +95,87 @@ class Chance {
 class Race {
     static constexpr float FASTEST = 32.f;  // log2 of 1 / u
     const Chance chance;
-    float fastest = 0.f, bar = -INFINITY;   // the speed of the first one, and its log2 with some room for rounding
+    float bar = -INFINITY;  // log2 of the greatest speed, with some room for rounding
 
    public:
     int64_t winner;
+    float fastest = 0.f;  // the winner's speed
 
     Race(const Draw& how, int64_t position, int64_t best) : chance(how.seed, position), winner(best) {}
-    void run(__m512 away, __m512i tokens) {
-        __m512 log2 = _mm512_mul_ps(away, _mm512_set1_ps(-1.44269504f));
-        if (_mm512_cmp_ps_mask(log2, _mm512_set1_ps(bar - FASTEST), _CMP_GE_OQ) == 0) return;
-        __m512 u = chance.of(tokens);
-        if (_mm512_cmp_ps_mask(_mm512_sub_ps(log2, _mm512_getexp_ps(u)), _mm512_set1_ps(bar), _CMP_GE_OQ) == 0) return;
-        __m512 speed = _mm512_div_ps(chance_ps(_mm512_sub_ps(_mm512_setzero_ps(), away)), clock_ps(u));
-        float most = _mm512_reduce_max_ps(speed);
+    void run(Floats away, Words tokens) {
+        Floats log2 = away * filled(-1.44269504f);
+        if (is_at_least(log2, filled(bar - FASTEST)) == 0) return;
+        Floats u = chance.of(tokens);
+        if (is_at_least(log2 - exponents(u), filled(bar)) == 0) return;
+        Floats speed = chance_ps(filled(0.f) - away) / clock_ps(u);
+        float most = greatest_of(speed);
         if (!(most > fastest)) return;
-        __mmask16 first = _mm512_cmp_ps_mask(speed, _mm512_set1_ps(most), _CMP_EQ_OQ);
+        Mask first = is_equal(speed, filled(most));
         alignas(64) int32_t numbers[LANES];
-        _mm512_store_si512(numbers, tokens);
+        store(numbers, tokens);
         winner = numbers[__builtin_ctz(first)];
         fastest = most, bar = std::log2(most) - 0.01f;
     }
 };
 
+// A row of logits [n] of which one is drawn, the first one of token `first`.
+struct Drawn {
+    const float* logits;
+    const int64_t n, first, best = place_of_best(logits, n);
+    const float most = logits[best], colder, limit;
+
+    Drawn(const float* logits, int64_t n, int64_t first, const Draw& how)
+        : logits(logits), n(n), first(first), colder(std::min(1 / how.temperature, std::numeric_limits<float>::max())),
+          limit(how.min_p > 0 ? -std::log(how.min_p) : std::numeric_limits<float>::max()) {}
+
+    // Whether there is only one to choose; else the rest is finite.
+    bool is_clear(const Draw& how) const { return how.temperature <= 0 || !std::isfinite(most); }
+    // How far the tokens from number i on are from the most likely one, in nats; infinite where min-p leaves them out.
+    Floats at(int64_t i) const {
+        Floats x = load(logits + i, lanes_of(int(n - i)), filled(-INFINITY));
+        Floats away = (filled(most) - x) * filled(colder);
+        return picked(is_greater(away, filled(limit)), filled(INFINITY), away);
+    }
+    void run(Race& race) const {
+        for (int64_t i = 0; i < n; i += LANES) race.run(at(i), add_words(numbers_to_15(), filled_words(int(first + i))));
+    }
+};
+
 // The token of a row of logits [n] that is to stand at a position.
 int64_t drawn(const float* logits, int64_t n, const Draw& how, int64_t position) {
-    int64_t best = place_of_best(logits, n);
-    float most = logits[best];
-    if (how.temperature <= 0 || !std::isfinite(most)) return best;
-    const float colder = std::min(1 / how.temperature, std::numeric_limits<float>::max());
-    const float limit = how.min_p > 0 ? -std::log(how.min_p) : std::numeric_limits<float>::max();
-    auto at = [&](int64_t i) {
-        __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(int(n - i)), logits + i);
-        __m512 away = _mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(most), x), _mm512_set1_ps(colder));
-        return _mm512_mask_mov_ps(away, _mm512_cmp_ps_mask(away, _mm512_set1_ps(limit), _CMP_GT_OQ), _mm512_set1_ps(INFINITY));
-    };
-    Race race(how, position, best);
+    const Drawn row(logits, n, 0, how);
+    if (row.is_clear(how)) return row.best;
+    Race race(how, position, row.best);
     if (how.top_k > 0 || how.top_p < 1) {
         static thread_local Candidates candidates;
-        candidates.choose(n, how.top_k, how.top_p, at);
-        candidates.for_each([&](__m512 away, __m512i tokens) { race.run(away, tokens); });
+        candidates.choose(n, how.top_k, how.top_p, [&](int64_t i) { return row.at(i); });
+        candidates.for_each([&](Floats away, Words tokens) { race.run(away, tokens); });
     } else {
-        for (int64_t i = 0; i < n; i += LANES) race.run(at(i), _mm512_add_epi32(numbers_to_15(), _mm512_set1_epi32(int(i))));
+        row.run(race);
     }
     return race.winner;
 }
 
+// The same among those of one rank, the first one of token `first`, to be compared with those of the others; all take part.
+Best contestant(const float* logits, int64_t n, int64_t first, const Draw& how, int64_t position) {
+    const Drawn row(logits, n, first, how);
+    if (row.is_clear(how)) return {first + row.best, double(row.most)};
+    Race race(how, position, first + row.best);
+    row.run(race);
+    return {race.winner, double(row.most) * double(row.colder) + std::log(double(race.fastest))};
+}
+
 // out [selected] int64: the token of each row of in [selected, n], float. With AS_FLOAT out is [selected] of Best, and
-// column 0 is token a.
+// column 0 is token a; of draws, then, only those that all tokens take part in.
 void choose(const Operation& op, const Step& step, Work& work) {
     if (!step.choose) return;
     auto* draws = static_cast<const Draw*>(step.draws);
     work.for_each(step.selected, [&](int64_t row) {
         const float* from = static_cast<const float*>(op.in) + row * op.n;
-        if (draws != nullptr) {
-            static_cast<int64_t*>(op.out)[row] = drawn(from, op.n, draws[row], step.positions[step.chosen[row]] + 1);
-            return;
-        }
-        int64_t found = place_of_best(from, op.n);
-        if (op.flags & AS_FLOAT) static_cast<Best*>(op.out)[row] = {op.a + found, double(from[found])};
-        else static_cast<int64_t*>(op.out)[row] = found;
+        const Draw how = draws != nullptr ? draws[row] : Draw{};
+        const int64_t position = draws != nullptr ? step.positions[step.chosen[row]] + 1 : 0;
+        if (op.flags & AS_FLOAT) static_cast<Best*>(op.out)[row] = contestant(from, op.n, op.a, how, position);
+        else static_cast<int64_t*>(op.out)[row] = drawn(from, op.n, how, position);
     });
 }
 
@@ -165,8 +187,8 @@ void best_of_all(const Operation& op, const Step& step, Work& work) {
     work.for_each(step.selected, [&](int64_t row) {
         auto of = [&](int64_t rank) { return reinterpret_cast<const Best*>(exchange.arenas[rank] + op.a)[row]; };
         Best found = of(0);
-        for (int64_t rank = 1; rank < exchange.size && !std::isnan(found.logit); ++rank)
-            if (Best other = of(rank); other.logit > found.logit || std::isnan(other.logit)) found = other;
+        for (int64_t rank = 1; rank < exchange.size && !std::isnan(found.score); ++rank)
+            if (Best other = of(rank); other.score > found.score || std::isnan(other.score)) found = other;
         static_cast<int64_t*>(op.out)[row] = found.token;
     });
 }

@@ -73,22 +73,22 @@ template <class T>
 void route(const Operation& op, const Step& step, Work& work) {
     auto* ids = static_cast<int64_t*>(const_cast<void*>(op.extra));
     thread_local std::vector<float> line;
-    thread_local std::vector<__mmask16> left;  // experts not chosen yet, 16 by 16
+    thread_local std::vector<Mask> left;  // experts not chosen yet, 16 by 16
     int64_t parts = (op.n + LANES - 1) / LANES;
     line.resize(size_t(parts * LANES)), left.resize(size_t(parts));
-    auto values = [&](int64_t part) { return _mm512_loadu_ps(line.data() + part * LANES); };
+    auto values = [&](int64_t part) { return load(line.data() + part * LANES); };
     auto greatest = [&] {
-        __m512 most = _mm512_set1_ps(-INFINITY);
-        for (int64_t part = 0; part < parts; ++part) most = _mm512_mask_max_ps(most, left[part], most, values(part));
-        return _mm512_reduce_max_ps(most);
+        Floats most = filled(-INFINITY);
+        for (int64_t part = 0; part < parts; ++part) most = maximum(most, values(part), left[part]);
+        return greatest_of(most);
     };
     auto choose = [&](float value) {
         for (bool any : {false, true})  // any: where nothing is equal, for it is no number
             for (int64_t part = 0; part < parts; ++part) {
-                auto found = any ? left[part] : _mm512_mask_cmp_ps_mask(left[part], values(part), _mm512_set1_ps(value), _CMP_EQ_OQ);
+                auto found = any ? left[part] : Mask(left[part] & is_equal(values(part), filled(value)));
                 if (found == 0) continue;
                 int lane = __builtin_ctz(found);
-                left[part] = __mmask16(left[part] & ~(1u << lane));
+                left[part] = Mask(left[part] & ~(1u << lane));
                 return part * LANES + lane;
             }
         return int64_t(0);
@@ -98,12 +98,12 @@ void route(const Operation& op, const Step& step, Work& work) {
         for (int64_t part = 0; part < parts; ++part) {
             left[part] = lanes_of(int(op.n - part * LANES));
             const float* logits = static_cast<const float*>(op.in) + token * op.n + part * LANES;
-            _mm512_storeu_ps(line.data() + part * LANES, T::rounded(_mm512_maskz_loadu_ps(left[part], logits)));
+            store(line.data() + part * LANES, T::rounded(load(logits, left[part])));
         }
-        __m512 peak = _mm512_set1_ps(greatest()), sum = _mm512_setzero_ps();
+        Floats peak = filled(greatest()), sum = filled(0.f);
         for (int64_t part = 0; part < parts; ++part)
-            sum = _mm512_mask_add_ps(sum, left[part], sum, exp_ps(_mm512_sub_ps(values(part), peak)));
-        float total = _mm512_reduce_add_ps(sum);
+            sum = add(sum, exp_ps(values(part) - peak), left[part]);
+        float total = sum_of(sum);
         for (int64_t place = 0; place < op.k; ++place) {
             int64_t expert = choose(greatest());
             ids[token * op.k + place] = expert;
@@ -111,19 +111,19 @@ void route(const Operation& op, const Step& step, Work& work) {
         }
         auto for_weights = [&](auto change) {
             for (int64_t place = 0; place < op.k; place += LANES) {
-                __mmask16 lanes = lanes_of(int(op.k - place));
-                __m512 weight = _mm512_maskz_loadu_ps(lanes, weights + place);
-                _mm512_mask_storeu_ps(weights + place, lanes, change(weight, lanes));
+                Mask lanes = lanes_of(int(op.k - place));
+                Floats weight = load(weights + place, lanes);
+                store(weights + place, change(weight, lanes), lanes);
             }
         };
         float chosen = 0.f;
-        for_weights([&](__m512 weight, __mmask16 lanes) {
-            weight = _mm512_div_ps(exp_ps(_mm512_sub_ps(weight, peak)), _mm512_set1_ps(total));
-            chosen += _mm512_mask_reduce_add_ps(lanes, weight);
+        for_weights([&](Floats weight, Mask lanes) {
+            weight = exp_ps(weight - peak) / filled(total);
+            chosen += sum_of(weight, lanes);
             return weight;
         });
-        __m512 by = _mm512_set1_ps(op.flags & ADD ? chosen : 1.f);
-        for_weights([&](__m512 weight, __mmask16) { return T::rounded(_mm512_div_ps(weight, by)); });
+        Floats by = filled(op.flags & ADD ? chosen : 1.f);
+        for_weights([&](Floats weight, Mask) { return T::rounded(weight / by); });
     });
 }
 
@@ -226,10 +226,10 @@ void experts_down(const Operation& op, Work& work) {
     int64_t pairs = (op.n + 2 * LANES - 1) / (2 * LANES);
     struct Columns {
         E* out;
-        __mmask16 low, high;
+        Mask low, high;
     };
     auto place = [pitch = pitch_of<T>(op.n)](const Columns& to, int64_t row) { return to.out + row * pitch; };
-    auto products = products_into<T, Columns>([place](const Columns& to, int64_t row, __m512 one, __m512 two) {
+    auto products = products_into<T, Columns>([place](const Columns& to, int64_t row, Floats one, Floats two) {
         T::store(place(to, row), one, to.low);
         T::store(place(to, row) + LANES, two, to.high);
     }, place);
@@ -268,16 +268,16 @@ void combine(const Operation& op, const Step& step, Work& work) {
             rows[choice] = reinterpret_cast<const E*>(arena + exchange.results_at) + place * pitch;
         }
         for (int64_t i = 0; i < op.n; i += LANES) {
-            __mmask16 lanes = lanes_of(int(op.n - i));
-            __m512 sum = _mm512_setzero_ps();
+            Mask lanes = lanes_of(int(op.n - i));
+            Floats sum = filled(0.f);
             for (int64_t choice = 0; choice < op.k; ++choice)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
+                sum = fmadd(filled(weights[token * op.k + choice]), T::load(rows[choice] + i, lanes), sum);
             if (op.flags & AS_FLOAT) {
-                _mm512_mask_storeu_ps(static_cast<float*>(op.out) + token * op.n + i, lanes, sum);
+                store(static_cast<float*>(op.out) + token * op.n + i, sum, lanes);
                 continue;
             }
             E* to = static_cast<E*>(op.out) + token * pitch + i;
-            T::store(to, _mm512_add_ps(sum, T::load(to, lanes)), lanes);
+            T::store(to, sum + T::load(to, lanes), lanes);
         }
     });
 }

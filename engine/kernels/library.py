@@ -19,7 +19,7 @@ from parallel import compiler
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("step.cpp")
-NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+NEEDED_FLAGS = {"avx2", "fma"}
 FLAGS = (
     *("-fopenmp", "-mprefer-vector-width=512"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # said of gcc's own intrinsics
@@ -57,7 +57,9 @@ class Library:
         self._shape.argtypes = [address, number, number, address, number, number]
         self._logprobs = self._loaded.lockstep_logprobs
         self._logprobs.argtypes = [address, number, number, address, number, address, number]
-        self._draw.restype = self._shape.restype = self._logprobs.restype = None
+        self._contestants = self._loaded.lockstep_contestants
+        self._contestants.argtypes = [address, number, number, number, address, address, address, number]
+        self._draw.restype = self._contestants.restype = self._shape.restype = self._logprobs.restype = None
         self.compresses = bool(self._loaded.lockstep_can_compress())
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
@@ -84,6 +86,20 @@ class Library:
     ) -> None:
         """See :func:`engine.kernels.logits.draw`; addresses of arrays."""
         self._draw(logits, rows, width, draws, positions, out, threads)
+
+    def contestants(
+        self,
+        logits: int,
+        rows: int,
+        width: int,
+        first: int,
+        draws: int,
+        positions: int,
+        out: int,
+        threads: int,
+    ) -> None:
+        """See :func:`engine.kernels.logits.contestants`; addresses of arrays."""
+        self._contestants(logits, rows, width, first, draws, positions, out, threads)
 
     def shape(self, logits: int, width: int, first: int, shapes: int, count: int, threads: int) -> None:
         """See :func:`engine.kernels.logits.penalise`; addresses of arrays."""

@@ -33,6 +33,7 @@ SHAPE = np.dtype(
     [(name, np.int64) for name in ("row", "tokens", "num_tokens", "num_prompt", "mask")]
     + [(name, np.float32) for name in ("repetition", "presence", "frequency", "unused")]
 )
+_BEST = np.dtype([("token", np.int64), ("score", np.float64)])
 NO_DRAWS: Draws = np.empty(0, dtype=DRAW)
 """Each token is the most likely one."""
 _LARGEST = float(np.finfo(np.float32).max)
@@ -43,6 +44,9 @@ def draw_of(params: SamplingParams, seed: int) -> bytes:
     top_k = params.top_k if params.top_k > 0 else 0
     temperature = min(params.temperature, _LARGEST)
     return np.array((seed % (1 << 64), top_k, params.top_p, temperature, params.min_p), dtype=DRAW).tobytes()
+
+
+GREEDY = draw_of(SamplingParams(temperature=0.0), 0)
 
 
 def draws(rows: Sequence[bytes]) -> Draws:
@@ -64,6 +68,32 @@ def draw(library: Library, logits: torch.Tensor, how: Draws, positions: Int64s) 
         torch.get_num_threads(),
     )
     return found
+
+
+def can_contest(how: Draws) -> bool:
+    """Whether each rank can look for its best token by itself: all of them take part."""
+    wanted = (how["temperature"] == 0) | ((how["top_k"] == 0) & (how["top_p"] == 1) & (how["min_p"] == 0))
+    return bool(wanted.all())
+
+
+def contestants(
+    library: Library, logits: torch.Tensor, how: Draws, positions: Int64s, first: int
+) -> tuple[npt.NDArray[np.float64], Int64s]:
+    """Of a tensor-parallel rank, whose column 0 is token ``first``: for each row its best token, and the
+    score by which the best of all ranks is found."""
+    rows, columns = _size(logits)
+    found = np.empty(rows, dtype=_BEST)
+    library.contestants(
+        logits.data_ptr(),
+        rows,
+        columns,
+        first,
+        how.ctypes.data,
+        positions.ctypes.data,
+        found.ctypes.data,
+        torch.get_num_threads(),
+    )
+    return found["score"], found["token"]
 
 
 class History(NamedTuple):

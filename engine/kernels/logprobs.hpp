@@ -10,15 +10,15 @@ namespace {
 void logprobs(const float* logits, int64_t n, int64_t target, int64_t top, double* out) {
     int64_t best = place_of_best(logits, n);
     const float most = logits[best];
-    auto load = [&](int64_t i) { return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), lanes_of(int(n - i)), logits + i); };
-    auto at = [&](int64_t i) { return _mm512_sub_ps(_mm512_set1_ps(most), load(i)); };
-    __m512d total = _mm512_setzero_pd();
+    auto part = [&](int64_t i) { return load(logits + i, lanes_of(int(n - i)), filled(-INFINITY)); };
+    auto at = [&](int64_t i) { return filled(most) - part(i); };
+    Doubles total{};
     int64_t better = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-        total = plus(total, chance_ps(_mm512_sub_ps(_mm512_setzero_ps(), at(i))));
-        better += __builtin_popcount(_mm512_cmp_ps_mask(load(i), _mm512_set1_ps(logits[target]), _CMP_GT_OQ));
+        total = add(total, chance_ps(filled(0.f) - at(i)));
+        better += __builtin_popcount(is_greater(part(i), filled(logits[target])));
     }
-    const double log = std::log(_mm512_reduce_add_pd(total));
+    const double log = std::log(sum_of(total));
     auto of = [&](int64_t token) { return double(float(double(logits[token]) - double(most) - log)); };
     out[0] = double(target), out[1] = of(target), out[2] = double(better + 1);
     std::vector<int32_t> found;

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <utility>
+#include <vector>
 
 #include "compressed.hpp"
 #include "numbers.hpp"
@@ -24,28 +25,30 @@ struct Asked {
     const char *one = nullptr, *two = nullptr;
 };
 
+#if LOCKSTEP_AVX512
+
 // The products of rows with two panels; rows lie `pitch` bytes apart. ASKS: for how many panels to ask, the first or both. A few
 // rows go through their weights as fast as these come by themselves: asking then costs more than it brings.
 template <class T, int ROWS, int ASKS>
-void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
+void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
               Asked asked) {
     constexpr int GROUP = 3;                     // rows that share a pointer: for one each there are no registers left
     const char* from[(ROWS + GROUP - 1) / GROUP];
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row += GROUP) from[row / GROUP] = in + row * pitch;
-    __m512 first[ROWS], second[ROWS];            // of this function alone, so that they stay in registers
+    Floats first[ROWS], second[ROWS];            // of this function alone, so that they stay in registers
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) first[row] = second[row] = _mm512_setzero_ps();
+    for (int row = 0; row < ROWS; ++row) first[row] = second[row] = filled(0.f);
     auto* weights = reinterpret_cast<const char*>(a);
     const int64_t to_second = reinterpret_cast<const char*>(b) - weights;
     const char* end = weights + 4 * LANES * steps;
     do {
-        __m512i wa = _mm512_loadu_si512(weights), wb = _mm512_loadu_si512(weights + to_second);
+        Words wa = load_words(weights), wb = load_words(weights + to_second);
         if (ASKS >= 1 && ROWS >= 3) _mm_prefetch(asked.one, _MM_HINT_T1), asked.one += 64;
         if (ASKS == 2 && ROWS >= 3) _mm_prefetch(asked.two, _MM_HINT_T1), asked.two += 64;
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
-            uint32_t input = *reinterpret_cast<const uint32_t*>(from[row / GROUP] + row % GROUP * pitch);
+            Words input = filled_words(*reinterpret_cast<const int*>(from[row / GROUP] + row % GROUP * pitch));
             first[row] = T::madd(first[row], wa, input);
             second[row] = T::madd(second[row], wb, input);
         }
@@ -57,6 +60,60 @@ void multiply(__m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
     for (int row = 0; row < ROWS; ++row) sum[row][0] = first[row], sum[row][1] = second[row];
 }
 
+#else
+
+// One part of a word of PANELS panels' lines at the same step with that of all rows.
+template <class T, int PART, int ROWS, int PANELS, int GROUPS>
+inline void multiply_part(Floats (&sum)[ROWS][PANELS], const char* weights, int64_t to_second, const char* const (&from)[GROUPS],
+                          int64_t pitch) {
+    Floats lines[PANELS];
+    for (int panel = 0; panel < PANELS; ++panel) lines[panel] = T::template of<PART>(load_words(weights + panel * to_second));
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) {
+        Floats input = filled(*reinterpret_cast<const float*>(from[row / 3] + row % 3 * pitch + 4 * PART));
+        for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], input);
+    }
+    if constexpr (PART + 1 < T::PARTS) multiply_part<T, PART + 1>(sum, weights, to_second, from, pitch);
+}
+
+// The products of rows with PANELS panels, the second of which lies so many bytes behind the first.
+template <class T, int ROWS, int PANELS, bool ASKS>
+inline void multiply_panels(Floats (&sum)[ROWS][PANELS], const uint32_t* words, int64_t to_second, const char* in, int64_t pitch,
+                            int64_t steps, const char* asked) {
+    const char* from[(ROWS + 2) / 3];            // three rows share a pointer
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row += 3) from[row / 3] = in + row * pitch;
+    auto* weights = reinterpret_cast<const char*>(words);
+    const char* end = weights + 4 * LANES * steps;
+    do {
+        if (ASKS) _mm_prefetch(asked, _MM_HINT_T1), asked += 64;
+        multiply_part<T, 0>(sum, weights, to_second, from, pitch);
+#pragma GCC unroll 16
+        for (auto& pointer : from) pointer += 4 * T::PACK;
+        weights += 4 * LANES;
+    } while (weights != end);
+}
+
+// The products of rows, as floats, with two panels; rows lie `pitch` bytes apart. ASKS: for how many panels to ask, the first or both.
+// One or two rows go through both at once, so that no sum waits for itself; of more rows the sums of one panel fill the registers.
+template <class T, int ROWS, int ASKS>
+void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
+              Asked asked) {
+    if constexpr (ROWS <= 2) {
+        Floats both[ROWS][2] = {};
+        multiply_panels<T, ROWS, 2, false>(both, a, reinterpret_cast<const char*>(b) - reinterpret_cast<const char*>(a), in, pitch, steps, nullptr);
+        for (int row = 0; row < ROWS; ++row) sum[row][0] = both[row][0], sum[row][1] = both[row][1];
+    } else {
+        Floats one[ROWS][1] = {}, two[ROWS][1] = {};
+        multiply_panels<T, ROWS, 1, ASKS >= 1>(one, a, 0, in, pitch, steps, asked.one);
+        for (int row = 0; row < ROWS; ++row) sum[row][0] = one[row][0];
+        multiply_panels<T, ROWS, 1, ASKS == 2>(two, b, 0, in, pitch, steps, asked.two);
+        for (int row = 0; row < ROWS; ++row) sum[row][1] = two[row][0];
+    }
+}
+
+#endif
+
 // The function for each number of rows, from one on.
 template <class T, int ASKS, int... BEFORE>
 constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
@@ -64,7 +121,7 @@ constexpr auto multiply_of(std::integer_sequence<int, BEFORE...>) {
 }
 
 template <class T, int ASKS>
-void multiply(int rows, __m512 (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch,
+void multiply(int rows, Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch,
               int64_t steps, Asked asked = {}) {
     static constexpr auto of = multiply_of<T, ASKS>(std::make_integer_sequence<int, MAX_ROWS>());
     of[size_t(rows) - 1](sum, a, b, in, pitch, steps, asked);
@@ -185,6 +242,27 @@ bool tiles_allowed = false;
 template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
+// Rows as floats: those that were asked for last. They are many panels' inputs, one after the other.
+class Widened {
+    const void* rows = nullptr;
+    int64_t count = 0;
+
+   public:
+    // `wanted` rows of [wanted, k] from `in` on, which do not change while this lives; both lie as pitch_of says.
+    template <class T>
+    const float* of(const typename T::Element* in, int64_t k, int64_t wanted) {
+        static thread_local std::vector<float> room;
+        if (in == rows && count == wanted) return room.data();
+        int64_t pitch = pitch_of<Float>(k);
+        if (int64_t(room.size()) < wanted * pitch) room.resize(size_t(wanted * pitch));
+        for (int64_t row = 0; row < wanted; ++row)
+            for (int64_t i = 0; i < k; i += LANES)
+                store(room.data() + row * pitch + i, T::load(in + row * pitch_of<T>(k) + i, lanes_of(int(k - i))));
+        rows = in, count = wanted;
+        return room.data();
+    }
+};
+
 // Multiplies rows with pairs of panels; body(tag, row, one, two) gets each row's 16 + 16 sums, to be stored from place(tag, row)
 // on. With tiles that is while the next rows are multiplied: storing (and the activation) takes as many cycles as the tiles
 // do, and other units. The lines that are stored to are asked for one pass earlier: a store that waits for its line holds up all
@@ -199,11 +277,12 @@ class Products {
     int64_t first = 0;
     int side = 0, next = 0, count = 0;
     Wanted wanted;
+    Widened widened;
 
     void finish(int rows) {
         for (int stop = std::min(count, next + rows); next < stop; ++next) {
             const float* line = sums[side] + next / TILE * 2 * TILE * LANES + next % TILE * LANES;
-            body(waiting, first + next, _mm512_load_ps(line), _mm512_load_ps(line + TILE * LANES));
+            body(waiting, first + next, load(line), load(line + TILE * LANES));
         }
     }
 
@@ -256,11 +335,17 @@ class Products {
             a.words = words, b.words = words + steps * LANES;
         }
         int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
-        const int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E)), first_rows = (rows + passes - 1) / passes;
+        const char* inputs = reinterpret_cast<const char*>(in);
+        int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E));
+        if constexpr (WIDENS_INPUTS && T::PACK > 1) {
+            inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows));
+            pitch = pitch_of<Float>(k) * int64_t(sizeof(float));
+        }
+        const int64_t first_rows = (rows + passes - 1) / passes;
         for (int64_t begin = 0, now; begin < rows; begin += now) {
             now = (rows - begin + passes - 1) / passes, --passes;  // evenly: a row alone takes half as long as eight
-            auto* from = reinterpret_cast<const char*>(in) + begin * pitch;
-            __m512 sum[MAX_ROWS][2];
+            auto* from = inputs + begin * pitch;
+            Floats sum[MAX_ROWS][2];
             // What comes next is asked for in as many passes as it has panels: so memory and products have work all the time.
             const int pass = begin == 0 ? 0 : begin == first_rows ? 1 : 2;
             if (!cold || pass == 2) {
@@ -316,14 +401,14 @@ uint32_t* room_for(const Weights& weights, int64_t k, int64_t rows, int64_t pair
 template <class T>
 struct GatedColumns {
     typename T::Element* out;
-    __mmask16 lanes;
+    Mask lanes;
 };
 
 template <class T>
 auto gated_products(int64_t n) {
     auto place = [pitch = pitch_of<T>(n)](const GatedColumns<T>& to, int64_t row) { return to.out + row * pitch; };
-    return products_into<T, GatedColumns<T>>([place](const GatedColumns<T>& to, int64_t row, __m512 gate, __m512 up) {
-        T::store(place(to, row), _mm512_mul_ps(silu_ps(gate), up), to.lanes);
+    return products_into<T, GatedColumns<T>>([place](const GatedColumns<T>& to, int64_t row, Floats gate, Floats up) {
+        T::store(place(to, row), silu_ps(gate) * up, to.lanes);
     }, place);
 }
 

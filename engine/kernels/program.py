@@ -23,7 +23,7 @@ from engine.kernels.exchange import Alone, Exchange, Joined, Shape
 from engine.kernels.experts import NativeExperts
 from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Library
-from engine.kernels.logits import NO_DRAWS, Draws
+from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
 from engine.kernels.operations import Kind, StepArguments
 from engine.kernels.packing import Packer
@@ -93,12 +93,12 @@ class Program:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
     def can_choose(self, tokens: int, draws: Draws = NO_DRAWS) -> bool:
-        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or, where
-        none is drawn, the ranks that have it share memory."""
+        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or the ranks
+        that have it share memory, and each can choose among its own."""
         output = self._decoder.output
         if self._decoder.embedding is None or output is None:
             return False
-        return not output.is_partial or (not len(draws) and self._is_shared(tokens))
+        return not output.is_partial or (self._is_shared(tokens) and can_contest(draws))
 
     def use(self, cache: NativeCache) -> None:
         """Keep keys and values there from now on."""

@@ -28,7 +28,7 @@ void leave_out(float* logits, int64_t n, int64_t first, const uint8_t* mask) {
     for (; i + LANES <= n; i += LANES) {
         uint16_t bits;
         std::memcpy(&bits, mask + (first + i) / 8, sizeof bits);
-        _mm512_mask_storeu_ps(logits + i, __mmask16(~bits), _mm512_set1_ps(-INFINITY));
+        store(logits + i, filled(-INFINITY), Mask(~bits));
     }
     for (; i < n; ++i)
         if (!may(first + i)) logits[i] = -INFINITY;

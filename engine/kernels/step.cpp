@@ -33,9 +33,9 @@ void embed(const Operation& op, const Step& step, Work& work) {
             bool is_here = number >= 0 && number < op.n;
             const E* from = static_cast<const E*>(op.in) + (is_here ? number * op.k : 0);
             for (int64_t i = 0; i < op.k; i += LANES) {
-                __mmask16 lanes = lanes_of(int(op.k - i));
-                __m512 value = is_here ? T::load(from + i, lanes) : _mm512_setzero_ps();
-                _mm512_mask_storeu_ps(static_cast<float*>(op.out) + token * op.k + i, lanes, value);
+                Mask lanes = lanes_of(int(op.k - i));
+                Floats value = is_here ? T::load(from + i, lanes) : filled(0.f);
+                store(static_cast<float*>(op.out) + token * op.k + i, value, lanes);
             }
         });
         return;
@@ -77,19 +77,19 @@ void linear(const Operation& op, const Step& step, Work& work) {
     auto* bias = static_cast<const float*>(op.more);
     struct Columns {
         int64_t first, column;  // of rows and columns
-        __mmask16 low, high;
+        Mask low, high;
     };
-    auto put = [&](void* out, __m512 value, __mmask16 lanes, int64_t column) {
-        if (bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(lanes, bias + column));
-        if (op.flags & AS_FLOAT) return _mm512_mask_storeu_ps(static_cast<float*>(out) + column, lanes, value);
+    auto put = [&](void* out, Floats value, Mask lanes, int64_t column) {
+        if (bias) value = value + load(bias + column, lanes);
+        if (op.flags & AS_FLOAT) return store(static_cast<float*>(out) + column, value, lanes);
         E* to = static_cast<E*>(out) + column;
-        if (op.flags & ADD) value = _mm512_add_ps(value, T::load(to, lanes));
+        if (op.flags & ADD) value = value + T::load(to, lanes);
         T::store(to, value, lanes);
     };
     const int64_t size = op.flags & AS_FLOAT ? sizeof(float) : sizeof(E);
     auto line = [&](const Columns& to, int64_t row) { return static_cast<char*>(op.out) + (to.first + row) * pitch * size; };
     auto place = [&](const Columns& to, int64_t row) { return line(to, row) + to.column * size; };
-    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, __m512 one, __m512 two) {
+    auto products = products_into<T, Columns>([&](const Columns& to, int64_t row, Floats one, Floats two) {
         put(line(to, row), one, to.low, to.column);
         put(line(to, row), two, to.high, to.column + LANES);
     }, place);
@@ -147,15 +147,15 @@ void sum(const Operation& op, const Step& step, Work& work) {
     auto* bias = static_cast<const float*>(op.more);
     work.for_each(rows_of(op, step), [&](int64_t row) {
         for (int64_t i = 0; i < op.n; i += LANES) {
-            __mmask16 lanes = lanes_of(int(op.n - i));
-            __m512 total = _mm512_setzero_ps();
+            Mask lanes = lanes_of(int(op.n - i));
+            Floats total = filled(0.f);
             for (int64_t rank = 0; rank < exchange.size; ++rank) {
                 auto* given = reinterpret_cast<const float*>(exchange.arenas[rank] + op.a) + row * op.n + i;
-                total = rank == 0 ? _mm512_maskz_loadu_ps(lanes, given) : _mm512_add_ps(total, _mm512_maskz_loadu_ps(lanes, given));
+                total = rank == 0 ? load(given, lanes) : total + load(given, lanes);
             }
-            if (bias) total = _mm512_add_ps(total, _mm512_maskz_loadu_ps(lanes, bias + i));
+            if (bias) total = total + load(bias + i, lanes);
             E* to = static_cast<E*>(op.out) + row * pitch_of<T>(op.n) + i;
-            if (op.flags & ADD) total = _mm512_add_ps(total, T::load(to, lanes));
+            if (op.flags & ADD) total = total + T::load(to, lanes);
             T::store(to, total, lanes);
         }
     });
@@ -245,6 +245,15 @@ void lockstep_shape(void* logits, int64_t n, int64_t first, const void* shapes, 
         if (shape.mask != nullptr) leave_out(row, n, first, shape.mask);
         if (shape.num_tokens > 0) penalise(row, n, first, shape);
     }
+}
+
+// The best ones [rows] of a rank's rows of logits [rows, n], whose first column is token `first`.
+void lockstep_contestants(const void* logits, int64_t rows, int64_t n, int64_t first, const void* draws, const void* positions,
+                          void* out, int64_t threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(int(threads))
+    for (int64_t row = 0; row < rows; ++row)
+        static_cast<Best*>(out)[row] = contestant(static_cast<const float*>(logits) + row * n, n, first,
+                                                  static_cast<const Draw*>(draws)[row], static_cast<const int64_t*>(positions)[row]);
 }
 
 int64_t lockstep_shape_bytes() { return sizeof(Shape); }

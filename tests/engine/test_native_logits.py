@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels import library
 from engine.kernels import logits as native
-from engine.sampler import SampleRow, logprob_table, sample, shape_logits
+from engine.sampler import SampleRow, _contestants, logprob_table, sample, shape_logits
 from engine.sampling import SamplingParams
 from engine.token_rules import TokenRules
 
@@ -69,6 +69,30 @@ def test_a_large_vocabulary_with_all_kinds_at_once(monkeypatch: pytest.MonkeyPat
     rows = [row_of(SamplingParams(**kind), number) for number, kind in enumerate(KINDS)]
     found, expected = both(monkeypatch, lambda: sample(logits, rows))
     assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 1e-30}], ids=str
+)
+@pytest.mark.parametrize("sizes", [[150, 150], [1, 299], [75, 74, 76, 75]], ids=str)
+def test_the_best_of_the_ranks_is_that_of_one(
+    sizes: list[int], kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = random(200, sum(sizes), 3.0)
+    rows = [row_of(SamplingParams(**kind), number) for number in range(len(logits))]
+
+    def best() -> list[int]:
+        begins = np.cumsum([0, *sizes])
+        parts = [
+            _contestants(part, rows, int(first))
+            for part, first in zip(logits.split(sizes, dim=1), begins, strict=False)
+        ]
+        scores, tokens = (torch.stack(each, dim=1) for each in zip(*parts, strict=True))
+        found: list[int] = tokens.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0].tolist()
+        return found
+
+    expected = sample(logits, rows).tolist()
+    assert both(monkeypatch, best) == (expected, expected)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.executor.uni import UniExecutor
 from engine.kernels import library, make
+from engine.kernels import logits as native
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, recognise
 from engine.kernels.operations import AS_FLOAT, Kind, Operations, StepArguments
 from engine.kernels.program import Program
 from engine.kernels.sums import OwnSums, Sums
+from engine.sampling import SamplingParams
 from engine.shard import Shard
 from engine.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError, Communicator
@@ -321,10 +323,17 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
     assert best.tolist() == [token] * 3
 
 
+@pytest.mark.parametrize("temperatures", [[0.0], [0.7], [0.0, 1.0, 2.0]], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_choose_the_same_tokens_and_go_on(directory: Path, size: int) -> None:
-    """What argmax finds in all logits, in steps that are packed and in those that only go on."""
+def test_ranks_choose_the_same_tokens_and_go_on(
+    directory: Path, size: int, temperatures: list[float]
+) -> None:
+    """What would be chosen from all logits, in steps that are packed and in those that only go on."""
     members = thread_group(size)
+    kinds = [SamplingParams(temperature=each) for each in temperatures]
+
+    def draws_for(rows: int) -> native.Draws:
+        return native.draws([native.draw_of(kinds[row % len(kinds)], row) for row in range(rows)])
 
     def body(rank: int, group: Communicator) -> tuple[list[torch.Tensor], list[list[int]]]:
         one = Rank(directory, rank, members[rank], torch.float32).program
@@ -334,8 +343,9 @@ def test_ranks_choose_the_same_tokens_and_go_on(directory: Path, size: int) -> N
             for rows in SCENARIO:
                 packed, ids = packed_rows(rows)
                 logits.append(one.forward(packed, ids, packed.counts.cumsum() - 1).clone())
-                assert other.can_choose(len(ids))
-                chosen.append(other.choose(packed, ids, packed.counts.cumsum() - 1))
+                draws = draws_for(len(rows)) if any(temperatures) else native.NO_DRAWS
+                assert other.can_choose(len(ids), draws)
+                chosen.append(other.choose(packed, ids, packed.counts.cumsum() - 1, draws))
             rows = SCENARIO[-1]
             for _ in range(4):
                 rows = [(row, start + 1, 1) for row, start, _ in rows]
@@ -347,9 +357,25 @@ def test_ranks_choose_the_same_tokens_and_go_on(directory: Path, size: int) -> N
         return logits, chosen
 
     results = of_all(size, shared(size), body)
+    ends = [[start + count for _, start, count in rows] for rows in SCENARIO]
+    ends += [[end + more for end in ends[-1]] for more in range(1, 5)]
     for step, parts in enumerate(zip(*(logits for logits, _ in results), strict=True)):
-        expected = torch.cat(parts, dim=1).argmax(dim=1).tolist()
+        assert KERNELS is not None
+        logits = torch.cat(parts, dim=1)
+        expected = native.draw(KERNELS, logits, draws_for(len(logits)), np.array(ends[step])).tolist()
+        if not any(temperatures):
+            assert expected == logits.argmax(dim=1).tolist()
         assert [chosen[step] for _, chosen in results] == [expected] * size
+
+
+def test_ranks_do_not_choose_where_whole_rows_are_looked_at(directory: Path) -> None:
+    def body(rank: int, group: Communicator) -> list[bool]:
+        program = Rank(directory, rank, group, torch.float32).program
+        kinds = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.0, "top_k": 3}]
+        draws = [native.draws([native.draw_of(SamplingParams(**kind), 0)]) for kind in kinds]
+        return [program.can_choose(1, each) for each in draws]
+
+    assert of_all(2, shared(2), body) == [[True, False, False, False, True]] * 2
 
 
 def test_a_step_larger_than_the_arena_is_added_up_by_the_communicator(directory: Path) -> None:

@@ -1,0 +1,18 @@
+// Sixteen numbers at a time: what all kernels are written in, in the instructions of AVX-512 or of AVX2.
+//
+// Both headers give the same names: Floats, Words (of 32 bits), Doubles (eight with AVX-512, sums of sixteen floats in any case), and
+// functions of them. A Mask has a bit for each lane, the first one the lowest. Operators of Floats are those of the language.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define LOCKSTEP_AVX512 1
+#include "vectors_avx512.hpp"
+#else
+#define LOCKSTEP_AVX512 0
+#include "vectors_avx2.hpp"
+#endif
