@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "contract.hpp"
@@ -155,40 +156,58 @@ inline void fetch(const uint32_t* from, int64_t words) {
     for (int64_t i = 0; i < words; i += LANES) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
 }
 
-// The products of one part of a word of all rows with a line of each panel. Either the lines or the inputs stay in registers.
-template <class T, int PART, int ROWS, int PANELS>
-inline void multiply_part(Floats (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t at, const char* from,
-                          const int64_t (&behind)[ROWS]) {
-    auto line = [&](int panel) { return T::template of<PART>(load_words(panels[panel] + at)); };
-    auto input = [&](int row) {
-        return T::template of<PART>(filled_words(int(*reinterpret_cast<const uint32_t*>(from + behind[row]))));
-    };
-    if constexpr (ROWS <= PANELS) {
-        decltype(input(0)) inputs[ROWS];
-        for (int row = 0; row < ROWS; ++row) inputs[row] = input(row);
-        for (int panel = 0; panel < PANELS; ++panel) {
-            auto words = line(panel);
-            for (int row = 0; row < ROWS; ++row) sum[row][panel] = T::madd(sum[row][panel], words, inputs[row]);
-        }
-    } else {
-        decltype(line(0)) lines[PANELS];
-        for (int panel = 0; panel < PANELS; ++panel) lines[panel] = line(panel);
-        for (int row = 0; row < ROWS; ++row) {
-            auto word = input(row);
-            for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], word);
-        }
-    }
-    if constexpr (PART + 1 < T::PARTS) multiply_part<T, PART + 1>(sum, panels, at, from, behind);
-}
+// What rows of inputs are in attention: floats, if vectors cannot multiply pairs.
+template <class T>
+using Input = std::conditional_t<WIDENS_INPUTS, Float, T>;
 
 // Adds products of rows with panels: line `step` of a panel lies `next` words behind the one before it.
 template <class T, int ROWS, int PANELS>
 inline void multiply_beside(Floats (&sum)[ROWS][PANELS], const uint32_t* const (&panels)[PANELS], int64_t next,
                             const char* from, const int64_t (&behind)[ROWS], int64_t steps, Wanted& wanted) {
-    for (int64_t step = 0; step < steps; ++step, from += 4) {
+    using Operand = decltype(T::template of<0>(Words{}));
+    Floats sums[ROWS * PANELS];  // of this function alone, so that they stay in registers
+#pragma GCC unroll 32
+    for (int i = 0; i < ROWS * PANELS; ++i) sums[i] = sum[i / PANELS][i % PANELS];
+    for (int64_t step = 0; step < steps; ++step, from += 4 * T::PARTS) {
         wanted.ask();
-        multiply_part<T, 0>(sum, panels, step * next, from, behind);
+#pragma GCC unroll 2
+        for (int part = 0; part < T::PARTS; ++part) {
+            auto line = [&](int panel) {
+                Words words = load_words(panels[panel] + step * next);
+                return part == 0 ? T::template of<0>(words) : T::template of<T::PARTS - 1>(words);
+            };
+            auto input = [&](int row) {
+                return Input<T>::template of<0>(filled_words(*reinterpret_cast<const int*>(from + behind[row] + 4 * part)));
+            };
+            auto add = [&](int row, int panel, Operand words, Operand with) {
+                sums[row * PANELS + panel] = T::madd(sums[row * PANELS + panel], words, with);
+            };
+            // Either the inputs or the lines stay in registers.
+            if constexpr (ROWS <= PANELS) {
+                Operand inputs[ROWS];
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; ++row) inputs[row] = input(row);
+#pragma GCC unroll 16
+                for (int panel = 0; panel < PANELS; ++panel) {
+                    Operand words = line(panel);
+#pragma GCC unroll 16
+                    for (int row = 0; row < ROWS; ++row) add(row, panel, words, inputs[row]);
+                }
+            } else {
+                Operand lines[PANELS];
+#pragma GCC unroll 16
+                for (int panel = 0; panel < PANELS; ++panel) lines[panel] = line(panel);
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; ++row) {
+                    Operand with = input(row);
+#pragma GCC unroll 16
+                    for (int panel = 0; panel < PANELS; ++panel) add(row, panel, lines[panel], with);
+                }
+            }
+        }
     }
+#pragma GCC unroll 32
+    for (int i = 0; i < ROWS * PANELS; ++i) sum[i / PANELS][i % PANELS] = sums[i];
 }
 
 // One KV head against a few queries of one row: up to MOST query vectors at a time.
@@ -202,7 +221,7 @@ struct Attended {
     int64_t at[MOST];                    // positions of the queries
     float inverse[MOST];
     float* scores;                       // [MOST, length]
-    E* weights;                          // [MOST, length]
+    typename Input<T>::Element* weights; // [MOST, length]
     const int64_t* places;               // [blocks] where the words of each block begin
     const uint32_t *keys, *values;       // of the whole cache
     int64_t cold;                        // blocks from this one on have neither been seen nor asked for
@@ -217,11 +236,20 @@ struct Attended {
     }
 
     template <int ROWS>
-    void score_rows() {
+    void score_rows(Room& query_room) {
         constexpr int BESIDE = std::min(4, panels_beside(ROWS, 8));
         int64_t behind[ROWS];
         auto* first = reinterpret_cast<const char*>(queries[0]);
-        for (int i = 0; i < ROWS; ++i) behind[i] = reinterpret_cast<const char*>(queries[i]) - first;
+        if constexpr (sizeof(typename Input<T>::Element) == sizeof(E)) {
+            for (int i = 0; i < ROWS; ++i) behind[i] = reinterpret_cast<const char*>(queries[i]) - first;
+        } else {
+            auto* wide = reinterpret_cast<float*>(query_room.of(ROWS * dim));
+            first = reinterpret_cast<const char*>(wide);
+            for (int i = 0; i < ROWS; ++i) {
+                behind[i] = i * dim * int64_t(sizeof(float));
+                for (int64_t at = 0; at < dim; at += LANES) store(wide + i * dim + at, T::load(queries[i] + at, lanes_of(LANES)));
+            }
+        }
         for (int64_t block = 0; block < blocks; block += BESIDE) {
             const uint32_t* panels[BESIDE];
             for (int i = 0; i < BESIDE; ++i) panels[i] = keys + places[std::min(block + i, blocks - 1)];
@@ -238,7 +266,7 @@ struct Attended {
         for (int i = 0; i < count; ++i) {
             wanted->ask();
             float* line = scores + i * length;
-            E* weight_line = weights + i * length;
+            auto* weight_line = weights + i * length;
             int64_t seen = at[i] + 1 - begin, hidden = window > 0 ? std::max<int64_t>(0, at[i] - window + 1 - begin) : 0;
             Floats most = filled(-INFINITY), scale = filled(factor);
             auto visible = [&](int64_t key) {
@@ -246,8 +274,8 @@ struct Attended {
                 return key < hidden ? Mask(lanes & ~lanes_of(int(hidden - key))) : lanes;
             };
             int64_t end = std::min(length, (seen + LANES - 1) / LANES * LANES), key = hidden / LANES * LANES;
-            for (int64_t none = 0; none < key; none += LANES) T::store(weight_line + none, filled(0.f), 0xffff);
-            for (int64_t none = end; none < length; none += LANES) T::store(weight_line + none, filled(0.f), 0xffff);
+            for (int64_t none = 0; none < key; none += LANES) Input<T>::store(weight_line + none, filled(0.f), 0xffff);
+            for (int64_t none = end; none < length; none += LANES) Input<T>::store(weight_line + none, filled(0.f), 0xffff);
             for (int64_t k = key; k < end; k += LANES)
                 most = maximum(most, load(line + k) * scale, visible(k));
             Floats peak = filled(greatest_of(most)), total = filled(0.f);
@@ -255,7 +283,7 @@ struct Attended {
                 Floats weight = exp_ps(fmsub(load(line + k), scale, peak));
                 weight = only(visible(k), weight);
                 total = total + weight;
-                T::store(weight_line + k, weight, Mask(0xffff));
+                Input<T>::store(weight_line + k, weight, Mask(0xffff));
             }
             inverse[i] = 1.f / sum_of(total);
         }
@@ -265,7 +293,7 @@ struct Attended {
     template <int ROWS, int PANELS>
     void weigh_columns(int64_t column) {
         int64_t behind[ROWS];
-        for (int i = 0; i < ROWS; ++i) behind[i] = i * length * int64_t(sizeof(E));
+        for (int i = 0; i < ROWS; ++i) behind[i] = i * length * int64_t(sizeof(*weights));
         Floats sum[ROWS][PANELS] = {};
         for (int64_t block = 0; block < blocks; ++block) {
             const uint32_t* panels[PANELS];
@@ -302,9 +330,9 @@ struct Attended {
     static constexpr auto weighers(std::integer_sequence<int, BEFORE...>) {
         return std::array{&Attended::weigh_rows<BEFORE + 1>...};
     }
-    void score(Room&) {
+    void score(Room& query_room) {
         static constexpr auto of = scorers(std::make_integer_sequence<int, MOST>());
-        (this->*of[size_t(count) - 1])();
+        (this->*of[size_t(count) - 1])(query_room);
     }
     void weigh() {
         static constexpr auto of = weighers(std::make_integer_sequence<int, MOST>());
@@ -418,7 +446,7 @@ void attend_to(const Operation& op, const Step& step, const AttentionTask& task,
     tile.dim = dim, tile.begin = task.begin, tile.blocks = task.blocks(), tile.length = tile.blocks * LANES;
     tile.places = task.places.data(), tile.keys = static_cast<const uint32_t*>(op.extra), tile.values = op.weights;
     tile.scores = reinterpret_cast<float*>(score_room.of(2 * MOST * tile.length));
-    tile.weights = reinterpret_cast<E*>(tile.scores + MOST * tile.length);
+    tile.weights = reinterpret_cast<typename Input<T>::Element*>(tile.scores + MOST * tile.length);
     tile.wanted = &wanted;
     wanted.clear();
     int64_t cached = next.queries == 0 || next.same_keys(task) ? 0

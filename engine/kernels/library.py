@@ -25,7 +25,9 @@ FLAGS = (
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # said of gcc's own intrinsics
 )
 OFF = "LOCKSTEP_NATIVE_KERNELS"
-"""Environment variable: 0 keeps to torch's own operators, avx512 does without AMX."""
+"""Environment variable: 0 keeps to torch's own operators, avx512 does without AMX, avx2 without both."""
+BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16": "-mno-amx-bf16"}
+"""What a CPU may have, and the option of the compiler that does without."""
 
 
 class Library:
@@ -60,10 +62,12 @@ class Library:
         self._contestants = self._loaded.lockstep_contestants
         self._contestants.argtypes = [address, number, number, number, address, address, address, number]
         self._draw.restype = self._contestants.restype = self._shape.restype = self._logprobs.restype = None
+        self.has_avx512 = bool(self._loaded.lockstep_has_avx512())
+        """Whether vectors are those of AVX-512, which multiplies bfloat16, or of AVX2."""
         self.compresses = bool(self._loaded.lockstep_can_compress())
         """Whether this CPU has the instructions for weights in 12 bits."""
         self.has_tiles = False
-        self.use_tiles(os.environ.get(OFF) != "avx512")
+        self.use_tiles(os.environ.get(OFF) not in ("avx512", "avx2"))
         self.key = f"{path.stem} {self.has_tiles}"
         """Names the source and the kind of CPU: instances with the same compute the same bits."""
 
@@ -139,6 +143,18 @@ def loaded() -> Library | None:
     return _loaded
 
 
+def compiled(*, avx2: bool = False) -> Path:
+    """The kernels for this CPU, or for AVX2 alone.
+
+    Raises:
+        OSError: there is no compiler, or no room for the result.
+        subprocess.SubprocessError: the compiler fails, or takes too long.
+    """
+    headers = [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
+    without = [option for flag, option in BEYOND_AVX2.items() if avx2 and flag in compiler.cpu_flags()]
+    return compiler.compiled(SOURCE, headers, [*FLAGS, *without])
+
+
 @cache
 def _load() -> Library | None:
     if os.environ.get(OFF) == "0":
@@ -149,8 +165,7 @@ def _load() -> Library | None:
         logger.info("native kernels: off, this CPU lacks %s", ", ".join(sorted(missing)))
         return None
     try:
-        headers = [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
-        return Library(compiler.compiled(SOURCE, headers, FLAGS))
+        return Library(compiled(avx2=os.environ.get(OFF) == "avx2"))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("native kernels: off, %s; steps run on torch's own operators", compiler.reason(error))
         return None

@@ -62,36 +62,45 @@ void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, 
 
 #else
 
-// One part of a word of PANELS panels' lines at the same step with that of all rows.
-template <class T, int PART, int ROWS, int PANELS, int GROUPS>
-inline void multiply_part(Floats (&sum)[ROWS][PANELS], const char* weights, int64_t to_second, const char* const (&from)[GROUPS],
-                          int64_t pitch) {
-    Floats lines[PANELS];
-    for (int panel = 0; panel < PANELS; ++panel) lines[panel] = T::template of<PART>(load_words(weights + panel * to_second));
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) {
-        Floats input = filled(*reinterpret_cast<const float*>(from[row / 3] + row % 3 * pitch + 4 * PART));
-        for (int panel = 0; panel < PANELS; ++panel) sum[row][panel] = T::madd(sum[row][panel], lines[panel], input);
-    }
-    if constexpr (PART + 1 < T::PARTS) multiply_part<T, PART + 1>(sum, weights, to_second, from, pitch);
-}
-
-// The products of rows with PANELS panels, the second of which lies so many bytes behind the first.
+// The products of rows with PANELS panels, the second of which lies so many bytes behind the first, into column `column` of the sums.
 template <class T, int ROWS, int PANELS, bool ASKS>
-inline void multiply_panels(Floats (&sum)[ROWS][PANELS], const uint32_t* words, int64_t to_second, const char* in, int64_t pitch,
-                            int64_t steps, const char* asked) {
-    const char* from[(ROWS + 2) / 3];            // three rows share a pointer
+inline void multiply_panels(Floats (&result)[MAX_ROWS][2], int column, const uint32_t* words, int64_t to_second, const char* in,
+                            int64_t pitch, int64_t steps, const char* asked) {
+    constexpr int GROUP = 3;                     // rows that share a pointer
+    const char* from[(ROWS + GROUP - 1) / GROUP];
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row += 3) from[row / 3] = in + row * pitch;
+    for (int row = 0; row < ROWS; row += GROUP) from[row / GROUP] = in + row * pitch;
+    Floats sum[ROWS * PANELS];                   // of this function alone, so that they stay in registers
+#pragma GCC unroll 16
+    for (auto& each : sum) each = filled(0.f);
     auto* weights = reinterpret_cast<const char*>(words);
     const char* end = weights + 4 * LANES * steps;
     do {
         if (ASKS) _mm_prefetch(asked, _MM_HINT_T1), asked += 64;
-        multiply_part<T, 0>(sum, weights, to_second, from, pitch);
+#pragma GCC unroll 2
+        for (int part = 0; part < T::PARTS; ++part) {
+            Floats lines[PANELS];
+#pragma GCC unroll 2
+            for (int panel = 0; panel < PANELS; ++panel) {
+                Words line = load_words(weights + panel * to_second);
+                lines[panel] = part == 0 ? T::template of<0>(line) : T::template of<1>(line);
+            }
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; ++row) {
+                Floats input = filled(*reinterpret_cast<const float*>(from[row / GROUP] + row % GROUP * pitch + 4 * part));
+#pragma GCC unroll 2
+                for (int panel = 0; panel < PANELS; ++panel)
+                    sum[row * PANELS + panel] = T::madd(sum[row * PANELS + panel], lines[panel], input);
+            }
+        }
 #pragma GCC unroll 16
         for (auto& pointer : from) pointer += 4 * T::PACK;
         weights += 4 * LANES;
     } while (weights != end);
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int panel = 0; panel < PANELS; ++panel) result[row][column + panel] = sum[row * PANELS + panel];
 }
 
 // The products of rows, as floats, with two panels; rows lie `pitch` bytes apart. ASKS: for how many panels to ask, the first or both.
@@ -100,15 +109,11 @@ template <class T, int ROWS, int ASKS>
 void multiply(Floats (&sum)[MAX_ROWS][2], const uint32_t* a, const uint32_t* b, const char* in, int64_t pitch, int64_t steps,
               Asked asked) {
     if constexpr (ROWS <= 2) {
-        Floats both[ROWS][2] = {};
-        multiply_panels<T, ROWS, 2, false>(both, a, reinterpret_cast<const char*>(b) - reinterpret_cast<const char*>(a), in, pitch, steps, nullptr);
-        for (int row = 0; row < ROWS; ++row) sum[row][0] = both[row][0], sum[row][1] = both[row][1];
+        const int64_t to_second = reinterpret_cast<const char*>(b) - reinterpret_cast<const char*>(a);
+        multiply_panels<T, ROWS, 2, false>(sum, 0, a, to_second, in, pitch, steps, nullptr);
     } else {
-        Floats one[ROWS][1] = {}, two[ROWS][1] = {};
-        multiply_panels<T, ROWS, 1, ASKS >= 1>(one, a, 0, in, pitch, steps, asked.one);
-        for (int row = 0; row < ROWS; ++row) sum[row][0] = one[row][0];
-        multiply_panels<T, ROWS, 1, ASKS == 2>(two, b, 0, in, pitch, steps, asked.two);
-        for (int row = 0; row < ROWS; ++row) sum[row][1] = two[row][0];
+        multiply_panels<T, ROWS, 1, ASKS >= 1>(sum, 0, a, 0, in, pitch, steps, asked.one);
+        multiply_panels<T, ROWS, 1, ASKS == 2>(sum, 1, b, 0, in, pitch, steps, asked.two);
     }
 }
 

@@ -40,7 +40,7 @@ from tests.engine.tiny_models import make_tiny_model
 from tests.parallel.thread_group import thread_group
 
 KERNELS = library.load()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX-512 with bfloat16, or no C++ compiler, here")
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
 BLOCK_SIZE = 16
 PATIENCE = 60.0

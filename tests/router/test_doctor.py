@@ -152,6 +152,7 @@ def test_a_good_machine_has_no_problem() -> None:
         ({"environment": {"OMP_NUM_THREADS": "4,2"}}, Level.OK, "OMP_NUM_THREADS=4,2"),
         ({"environment": {"OMP_WAIT_POLICY": "ACTIVE"}}, Level.WARNING, "OMP_WAIT_POLICY=ACTIVE"),
         ({"features": ("avx2",)}, Level.NOTE, "no bfloat16 arithmetic"),
+        ({"features": ("avx2", "fma")}, Level.OK, "multiplied as float32"),
         ({"features": ("avx2",), "has_gpu": True}, Level.OK, "avx2"),
         ({"free_memory": GIB}, Level.WARNING, "1.0 GiB free of 64.0 GiB, which is little"),
         ({"open_files": 1024}, Level.WARNING, "1024 open files"),
