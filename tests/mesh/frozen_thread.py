@@ -54,6 +54,8 @@ class FrozenThread:
         self._stands.set()
         if self._problem is None:
             _, status = os.waitpid(self._pid, WALL)  # its parent hears of its end when we have
+            while os.WIFSTOPPED(status):  # a signal, or the beginning of its end
+                _, status = os.waitpid(self._pid, WALL)
             self._status = os.waitstatus_to_exitcode(status)
 
     def _freeze(self) -> None:

@@ -226,9 +226,9 @@ def test_scaling_and_draining_under_load_cost_no_token(operated: Operated) -> No
         assert given_up.returncode == 1
         assert "lockstep drain: error: not done after 0." in given_up.stderr
         assert "instance 2 is " in given_up.stderr
-        drained = operated.lockstep("drain", "2", "--timeout", "0")
-        assert drained.returncode == 0, drained.stderr
-        outputs.append(drained.stdout)
+        drained = operated.lockstep("drain", "2", "--timeout", "0")  # unless it has left meanwhile
+        assert drained.returncode == 0 or "there is no instance 2" in drained.stderr, drained.stderr
+        outputs.append(given_up.stdout + drained.stdout)
         status, answer = operated.ask("scale", {"n": 1})
         assert (status, answer["text"]) == (202, "draining instance 1")
         wait_until(lambda: operated.ready_ranks() == [0], 20)
