@@ -176,8 +176,12 @@ def _contestants(
         numbers = torch.arange(first, first + entered.shape[1], dtype=torch.int32, device=shaped.device)[None]
         speeds, winners = _speeds(_scale(entered, entrants), numbers, entrants).max(dim=-1)
         colder = 1.0 / _temperatures(shaped.device, entrants)[:, 0].double()
-        values.index_copy_(0, places, entered.amax(dim=-1).double() * colder + speeds.double().log())
-        tokens.index_copy_(0, places, winners + first)
+        best = values.index_select(0, places)
+        raced = best.isfinite()  # where no token of this rank may come, nor win, there is no race either
+        scores = torch.where(raced, best * colder + speeds.double().log(), best)
+        winners = torch.where(raced, winners + first, tokens.index_select(0, places))
+        values.index_copy_(0, places, scores)
+        tokens.index_copy_(0, places, winners)
     return values, tokens
 
 

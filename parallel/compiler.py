@@ -6,6 +6,7 @@ Nothing that is compiled is needed to serve: whoever asks has another way, and s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -30,6 +31,7 @@ INCLUDE = Path(__file__).parent / "communicators" / "native"
 
 def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -> Path:
     """The shared object of a source file on this kind of CPU; ``headers`` are all that it includes from here.
+    One in the cache that cannot be loaded (a full disk or a crash cut it short) is made anew.
 
     Raises:
         OSError: there is no compiler, or no room for the result.
@@ -42,21 +44,37 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
     directory = cache_directory("kernels")
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{source.stem}-{key.hexdigest()[:16]}.so"
-    if path.exists():
+    if _can_be_loaded(path):
         return path
     with (directory / "lock").open("w") as lock:  # several processes start at once; one compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not _can_be_loaded(path):
             logger.info("compiling %s (once, a few seconds)", source.name)
             fresh = path.with_suffix(f".{os.getpid()}")
-            subprocess.run(
-                [*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
-                check=True,
-                capture_output=True,
-                timeout=TIMEOUT,
-            )
-            fresh.rename(path)
+            try:
+                subprocess.run(
+                    [*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
+                    check=True,
+                    capture_output=True,
+                    timeout=TIMEOUT,
+                )
+                with fresh.open("rb") as made:
+                    os.fsync(made.fileno())  # or the name may outlive a crash, and what it names not
+                fresh.rename(path)
+            finally:
+                fresh.unlink(missing_ok=True)
     return path
+
+
+def _can_be_loaded(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("%s cannot be loaded and is made anew: %s", path, error)
+        return False
+    return True
 
 
 def _compiler() -> list[str]:
@@ -93,5 +111,6 @@ def reason(error: Exception) -> str:
     """Why :func:`compiled` gave up, in one line."""
     if isinstance(error, subprocess.CalledProcessError):
         said: bytes = error.stderr
-        return "the compiler failed: " + said.decode(errors="replace").strip().split("\n")[0][:200]
+        first = said.decode(errors="replace").strip().split("\n")[0][:200]
+        return "the compiler failed: " + (first or f"exit status {error.returncode}")
     return str(error)

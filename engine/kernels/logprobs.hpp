@@ -27,8 +27,9 @@ void logprobs(const float* logits, int64_t n, int64_t target, int64_t top, doubl
         candidates.choose(n, top, 1.0, at);
         found = candidates.sorted();
     }
-    for (int64_t token = 0; int64_t(found.size()) < top; ++token)  // impossible ones, or all is lost
-        if (!std::isfinite(most) || !std::isfinite(logits[token])) found.push_back(int32_t(token));
+    const auto left_out = [&](int64_t token) { return !(std::isfinite(most) && most - logits[token] <= std::numeric_limits<float>::max()); };
+    for (int64_t token = 0; token < n && int64_t(found.size()) < top; ++token)  // impossible ones, or all is lost
+        if (left_out(token)) found.push_back(int32_t(token));
     for (int64_t i = 0; i < top; ++i) out[3 + i] = found[size_t(i)], out[3 + top + i] = of(found[size_t(i)]);
 }
 

@@ -247,6 +247,11 @@ bool tiles_allowed = false;
 template <class T>
 bool use_tiles() { return T::PACK == 2 && tiles_allowed; }
 
+template <class T>
+constexpr bool widens() { return WIDENS_INPUTS && T::PACK > 1; }
+
+constexpr int64_t WIDENED_ROWS = 16 * MAX_ROWS;   // at most, at a time: each thread keeps room for them
+
 // Rows as floats: those that were asked for last. They are many panels' inputs, one after the other.
 class Widened {
     const void* rows = nullptr;
@@ -342,7 +347,7 @@ class Products {
         int64_t passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
         const char* inputs = reinterpret_cast<const char*>(in);
         int64_t pitch = pitch_of<T>(k) * int64_t(sizeof(E));
-        if constexpr (WIDENS_INPUTS && T::PACK > 1) {
+        if constexpr (widens<T>()) {
             inputs = reinterpret_cast<const char*>(widened.of<T>(in, k, rows));
             pitch = pitch_of<Float>(k) * int64_t(sizeof(float));
         }
@@ -389,10 +394,11 @@ int64_t warm_tiles(int64_t k, int64_t rows) {
     return std::max<int64_t>(0, (rows - 1) / (2 * TILE)) * (k / T::PACK / TILE);
 }
 
-// Calls body(first, count) for blocks of rows, or once for all where a row's inputs are read by vectors.
+// Calls body(first, count) for blocks of rows: of as many as tiles take, or as each thread has room for where rows are widened, or
+// once for all.
 template <class T, class Body>
 inline void row_blocks(int64_t k, int64_t rows, Body body) {
-    int64_t block = use_tiles<T>() && k / T::PACK % TILE == 0 ? 2 * TILE : rows;
+    int64_t block = use_tiles<T>() && k / T::PACK % TILE == 0 ? 2 * TILE : widens<T>() ? WIDENED_ROWS : rows;
     for (int64_t first = 0; first < rows; first += block) body(first, std::min(block, rows - first));
 }
 

@@ -163,7 +163,7 @@ def test_a_pinned_request_goes_to_its_rank_or_nowhere(url: str) -> None:
     assert "no instance with data-parallel rank 7" in answer["error"]["message"]
 
     async def fill() -> list[int]:
-        tasks = [post(url, [5, 6], 60, rank=1) for _ in range(SLOTS + QUEUE + 3)]
+        tasks = [post(url, [5, 6], 1000, rank=1) for _ in range(SLOTS + QUEUE + 3)]
         return sorted(status for status, _, _ in await asyncio.gather(*tasks))
 
     statuses = asyncio.run(fill())

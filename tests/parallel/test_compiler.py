@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,24 @@ def test_without_any_the_one_that_was_asked_for_is_named(
     monkeypatch.setenv("CXX", "ccache g++")
     with pytest.raises(OSError, match=r"no C\+\+ compiler was found \(nor CXX=ccache g\+\+\): install g\+\+"):
         compiler.compiled(source, [])
+
+
+def test_a_file_that_was_cut_short_is_made_anew(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = compiler.compiled(source, [], ["-DNUMBER=7"])
+    path.write_bytes(b"")
+    assert compiler.compiled(source, [], ["-DNUMBER=7"]) == path
+    assert ctypes.CDLL(str(path)).seven() == 7
+    assert f"{path} cannot be loaded and is made anew: " in caplog.text
+
+
+def test_a_compiler_that_is_killed_is_told_and_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    killed.write_text('#!/bin/sh\nfor last; do :; done\necho half >"$last"\nkill -9 $$\n')
+    killed.chmod(0o755)
+    monkeypatch.setenv("CXX", str(killed))
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        compiler.compiled(source, [])
+    assert compiler.reason(caught.value) == "the compiler failed: exit status -9"
+    assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] == ["lock"]
