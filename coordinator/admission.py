@@ -47,11 +47,6 @@ def problem_with(
         )
     if settings is None:
         return None
-    others = sum(rank != message.rank for rank in ranks)
-    each = settings.tensor_parallel_size
-    if settings.enable_expert_parallel and 0 < settings.num_experts < (others + 1) * each:
-        spread = "as many instances" if each == 1 else f"{others} instances of {each} ranks each"
-        return f"the model's {settings.num_experts} experts are spread over {spread}: one more gets none"
     if message.settings is None:
         return None
     unknown = NEEDS_SIZE if message.size is None else frozenset[str]()
@@ -59,6 +54,18 @@ def problem_with(
     if not differences:
         return None
     return "this instance differs from the mesh: " + "; ".join(differences)
+
+
+def crowd_for(message: Register, settings: Settings | None, ranks: Collection[int]) -> str | None:
+    """Why an instance has to stay away while those of these ranks live: it would be one too many for the
+    experts. None if it would not."""
+    if settings is None or not settings.enable_expert_parallel:
+        return None
+    others, each = sum(rank != message.rank for rank in ranks), settings.tensor_parallel_size
+    if not 0 < settings.num_experts < (others + 1) * each:
+        return None
+    spread = "as many instances" if each == 1 else f"{others} instances of {each} ranks each"
+    return f"the model's {settings.num_experts} experts are spread over {spread}: one more gets none"
 
 
 def differences_of(theirs: Settings, ours: Settings, who: str, unknown: Set[str] = frozenset()) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from coordinator.admission import problem_with
+from coordinator.admission import crowd_for, problem_with
 from coordinator.epochs import Epochs
 from coordinator.messages import (
     Answer,
@@ -44,6 +44,8 @@ from coordinator.records import Instruction, Note, Peer, Record, Records, Rules,
 from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
+ALIVE_INTERVALS = 1.2
+"""Of heartbeats: who was heard of within so many lives."""
 
 
 class Membership:
@@ -143,8 +145,12 @@ class Membership:
         if self._settings is None and message.settings is None:
             yield Send(peer, Wait("no instance has brought a model yet"))
             return
+        crowd = crowd_for(message, self._settings, self._records)
+        if crowd is not None:
+            yield from self._turn_away(peer, message, crowd, now)
+            return
         wanted = message.rank
-        if wanted in self._records and message.epoch > 0:
+        if wanted in self._records and (message.epoch > 0 or message.rank_was_given):
             # It was here before, and somebody took its place meanwhile, perhaps by being the first to find a
             # coordinator that was started again: any other will do.
             wanted = None
@@ -162,6 +168,16 @@ class Membership:
         yield Note(f"instance {rank} registered from {message.host} (pid {message.pid})")
         yield Send(peer, self._welcome(record, message))
         yield from self._publish()
+
+    def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
+        """One instance more than there are experts for. Who was here before, or comes in the place of one
+        that may be dead, waits for a place; others need not."""
+        alive = self._rules.heartbeat_interval * ALIVE_INTERVALS
+        if message.epoch > 0 or any(now - record.heard_at > alive for record in self._records.values()):
+            yield Send(peer, Wait(crowd))
+            return
+        yield Note(f"refused an instance of {message.host} (pid {message.pid}): {crowd}", warning=True)
+        yield Send(peer, Refused(crowd))
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;
@@ -368,10 +384,9 @@ class Membership:
             for rank, record in sorted(self._records.items())
             if record.state in (State.LOADING, State.LOADED)
         ]
-        missing = self._size - len(self._records) - len(self._left)
-        if missing > 0:
-            taken = {*self._records, *self._left}
-            absent = [str(rank) for rank in range(self._size) if rank not in taken]
+        absent = [rank for rank in range(self._size) if rank not in self._records and rank not in self._left]
+        if absent:
             more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-            parts.append(f"rank{'s' * (missing > 1)} {', '.join(absent[:8])}{more} to register")
+            ranks = ", ".join(map(str, absent[:8]))
+            parts.append(f"rank{'s' * (len(absent) > 1)} {ranks}{more} to register")
         return "; ".join(parts)

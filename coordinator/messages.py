@@ -101,6 +101,8 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     """Random name of this process; a restarted process has another."""
     rank: int | None
     """None for any free one."""
+    rank_was_given: bool = False
+    """By a coordinator, to an instance that had asked for none: any other will do as well."""
     size: int | None
     """``-dp`` as given to this instance, if it was."""
     settings: Settings | None

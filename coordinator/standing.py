@@ -116,7 +116,11 @@ class Standing:
     def _welcomed(self, message: Welcome) -> None:
         self.welcome, self.epoch = message, max(self.epoch, message.epoch)
         self.register = msgspec.structs.replace(
-            self.register, rank=message.rank, settings=message.settings, size=None
+            self.register,
+            rank=message.rank,
+            rank_was_given=self.register.rank_was_given or self.register.rank is None,
+            settings=message.settings,
+            size=None,
         )
         if message.fenced and (self._group is not None or self.form is not None):
             self._group = self.form = self._lost = None

@@ -223,7 +223,7 @@ class Scheduler:
         most_rows = self._rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
         rows = self._no_rows(somebody_decodes=not all(needs_more))
-        preempted = False
+        lacking = False  # blocks, somebody who runs: nobody who comes later gets any before
         drafts = self._drafts(most_rows)
         for request in self._decodes_then_prefills() if any(needs_more) else self._running[:]:
             if len(rows) == most_rows or rows.budget <= 0:
@@ -240,11 +240,11 @@ class Scheduler:
             new_blocks: list[int] | None = []
             if request.num_computed + count > len(request.blocks) * block_size:
                 new_blocks, victims = self._grow(request, request.num_computed + count, rows)
-                preempted |= victims > 0
+                lacking |= victims > 0 or new_blocks is None
             if new_blocks is None:
                 continue
             self._fill(rows, request, count, new_blocks)
-        admits = [] if preempted else self._admit_waiting(rows, most_rows)
+        admits = [] if lacking else self._admit_waiting(rows, most_rows)
         if not rows:
             return None
         step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
@@ -436,13 +436,23 @@ class Scheduler:
         request.num_named = num_full
 
     def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
-        """Waiting requests that fit, in order; the first that does not fit ends it. Those who lack no
-        more than room for the log-probabilities of their prompts are passed over."""
+        """Waiting requests that fit, in order; the first that does not fit ends it. Those who lack no more
+        than room for the log-probabilities of their prompts are passed over, and, if there are any whose
+        output has begun, also those who lack no more than a share of the step: their slots and blocks stay
+        for them."""
         admits: list[Admit] = []
-        place = 0
-        while len(self._waiting) > place and self._free_slots and rows.budget > 0 and len(rows) < most_rows:
+        place = slots_kept = blocks_kept = 0
+        while len(self._waiting) > place and len(self._free_slots) > slots_kept:
+            if rows.budget <= 0 or len(rows) == most_rows:
+                break
             request = self._waiting[place]
-            if rows.is_full_for(request):
+            lacks_share = rows.prompt_budget <= 0 and not request.num_output
+            if lacks_share and not self._waiting.num_begun:
+                break
+            if lacks_share or rows.is_full_for(request):
+                if lacks_share:
+                    slots_kept += 1
+                    blocks_kept += self._blocks_for(len(request.token_ids))
                 place += 1
                 if place == MOST_PASSED_OVER:
                     break
@@ -451,7 +461,7 @@ class Scheduler:
             request.num_computed = len(known) * self._rules.block_size
             count = self._chunk(request, rows)
             in_all = self._blocks_for(len(request.token_ids))
-            if count == 0 or self._pool.num_free_beside(known) < in_all - len(known):
+            if count == 0 or self._pool.num_free_beside(known) < in_all - len(known) + blocks_kept:
                 request.num_computed = 0
                 break
             self._pool.hold(known)

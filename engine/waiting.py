@@ -21,6 +21,8 @@ class WaitingQueue:
         self.num_uncached = 0
         """Tokens without those that the prefix cache is expected to have."""
         self.num_blocks = 0
+        self.num_begun = 0
+        """Those that have some of their output: moved from another instance, or preempted."""
 
     def __repr__(self) -> str:
         return f"<WaitingQueue of {len(self._requests)}, {self.num_tokens} tokens>"
@@ -43,5 +45,6 @@ class WaitingQueue:
     def _count(self, request: Request, sign: int) -> None:
         num_tokens = len(request.token_ids)
         self.num_tokens += sign * num_tokens
+        self.num_begun += sign * (request.num_output > 0)
         self.num_uncached += sign * request.num_expected
         self.num_blocks += sign * -(-num_tokens // self._block_size)

@@ -76,7 +76,11 @@ class Chooser:
         limit = policy.longest(found)
         if limit is not None and entry.most >= limit and entry.prompt.asked and not entry.owed:
             raise _too_long(entry.prompt, limit)
-        holding = policy.that_hold(able, entry.most) or policy.that_hold(able, entry.work)
+        holding = (
+            policy.that_hold(able, entry.most)  # or one that failed, rather than end before all is said
+            or policy.that_hold(policy.eligible(found), entry.most)
+            or policy.that_hold(able, entry.work)
+        )
         if holding:
             able = holding
         elif entry.owed:  # else the instance says what is wrong with it

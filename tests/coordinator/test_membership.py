@@ -10,6 +10,7 @@ from coordinator.admission import problem_with
 from coordinator.membership import Membership
 from coordinator.messages import (
     Beat,
+    Exited,
     FromCoordinator,
     Heartbeat,
     Leave,
@@ -25,6 +26,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.records import Instruction, Note, Rules, Send
+from coordinator.standing import Standing
 
 SETTINGS = Settings(
     model="m",
@@ -190,6 +192,32 @@ def test_a_contest_that_was_abandoned_is_none() -> None:
         membership.tick(now)
     membership.tick(64.1)
     assert joined(membership, "c", 0, now=64.2) == 0
+
+
+def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> None:
+    """It is still loading when the coordinator is started again, and a newcomer finds that first."""
+    standing = Standing(register("a"))
+    standing.take(to(b"a", Membership(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
+    assert standing.register.rank == 0
+    restarted = Membership(Rules(size=2))
+    assert joined(restarted, "newcomer") == 0
+    standing.take(Unknown())
+    (welcome,) = to(b"a", restarted.handle(b"a", standing.register, 0.1))
+    standing.take(welcome)
+    assert standing.register.rank == 1
+    standing.take(Unknown())
+    assert standing.register.rank_was_given, "nor does it ask for this one"
+
+
+def test_a_rank_that_is_missing_is_named_though_another_has_left() -> None:
+    membership = Membership(Rules(size=2))
+    for name, rank in (("a", 0), ("b", 1), ("c", 2)):
+        joined(membership, name, rank)
+        membership.handle(name.encode(), heartbeat(name), 0.1)
+    membership.handle(b"c", heartbeat("c", State.DRAINING), 0.2)
+    membership.handle(b"c", Leave("c"), 0.3)
+    membership.handle(b"serve", Exited(instance="b", how="was killed"), 0.4)
+    assert membership.view().waiting_for == "rank 1 to register"
 
 
 def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:

@@ -373,8 +373,21 @@ def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
     mesh.begin("ab")
     settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
     message = register("c", None, settings=settings)
+    why = "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
+    assert to(b"c", mesh.membership.handle(b"c", message, mesh.now)) == [Refused(why)]
+    back = msgspec.structs.replace(message, epoch=1)
+    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [Wait(why)], "it may serve elsewhere"
+
+
+def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
+    mesh = Mesh(size=2, ranks=3)
+    mesh.begin("ab")
+    settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
+    message = register("c", None, settings=settings)
+    mesh.wait(1.0, "a")
     (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
-    assert isinstance(answer, Refused)
-    assert answer.reason == (
-        "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
-    )
+    assert isinstance(answer, Wait), "b is silent"
+    mesh.wait(5.0, "a")
+    (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
+    assert isinstance(answer, Welcome)
+    assert answer.rank == 1

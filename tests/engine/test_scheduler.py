@@ -339,6 +339,22 @@ def test_a_prompt_under_way_takes_no_blocks_from_those_before_it(micro_batches: 
     assert bench.outputs[late] == expected_output(tokens(2, 31), 2)
 
 
+def test_nobody_comes_in_between_a_prompt_and_the_blocks_that_it_lacks() -> None:
+    """Small requests would take what is free, again and again, and a part of a prompt would wait for ever."""
+    bench = Bench(num_blocks=16, budget=16)
+    first = bench.add(tokens(1, 31), max_tokens=9)
+    assert [bench.step() for _ in range(2)] == [16, 15]
+    long = bench.add(tokens(2, 32), max_tokens=3)
+    assert [bench.step() for _ in range(3)] == [1 + 15, 1, 1], "it lacks one block of four"
+    small = [bench.add(tokens(seed, 3), max_tokens=2) for seed in range(3, 8)]
+    while bench.requests[first].status is Status.RUNNING:
+        assert bench.step() == 1
+    assert not any(bench.outputs[number] for number in (long, *small))
+    assert [bench.step(), bench.step()] == [17, 1 + 3 * 5], "with a crumb beyond the budget"
+    assert all(bench.outputs[number] for number in (long, *small))
+    bench.finish()
+
+
 def test_the_answer_for_an_aborted_request_is_not_given_to_the_one_that_has_its_slot() -> None:
     bench = Bench(micro_batches=2, max_seqs=1)
     gone = bench.add(tokens(1, 6), max_tokens=5)
@@ -478,6 +494,23 @@ def test_who_is_in_the_middle_of_an_answer_goes_before_who_has_not_begun() -> No
     assert bench.requests[waits].status is Status.WAITING
     bench.finish()
     assert bench.outputs[moved] == expected_output(tokens(2, 4), 5)[2:]
+
+
+@pytest.mark.parametrize("room", [{}, {"max_seqs": 4}, {"num_blocks": 1 + 2 + 2 * 4 + 6}])
+def test_one_of_lower_priority_that_has_begun_does_not_wait_for_their_share(room: dict[str, int]) -> None:
+    """It takes what those before it may not have, but neither a slot nor blocks that they will need."""
+    bench = Bench(budget=64, prompt_tokens_beside_decodes=6, **room)
+    bench.add(tokens(1, 2), max_tokens=2)
+    bench.step()
+    fresh = [bench.add(tokens(seed, 15), max_tokens=2) for seed in (2, 3, 4)]
+    moved = bench.add(tokens(5, 24), output_ids=expected_output(tokens(5, 24), 2), priority=1)
+    assert bench.step() == (1 + 6 + 26 if not room else 1 + 6)
+    assert len(bench.outputs[moved]) == (not room)
+    assert bench.scheduler.num_waiting == (2 if not room else 3)
+    bench.finish()
+    assert bench.outputs[moved] == expected_output(tokens(5, 24), 5)[2:]
+    for seed, number in zip((2, 3, 4), fresh, strict=True):
+        assert bench.outputs[number] == expected_output(tokens(seed, 15), 2)
 
 
 def test_without_chunked_prefill_prompts_run_whole() -> None:

@@ -187,8 +187,13 @@ def test_who_holds_all_that_was_asked_for_comes_first() -> None:
         assert chooser.choose(entry([number] * 100), 0.0) is small, "it named no number"
         assert chooser.choose(entry([number] * 100, asked=60), 0.0) is small
         assert chooser.choose(entry([number] * 100, asked=61), 0.0) is large
+    lost = entry([1] * 100, asked=61)
+    lost.owed = True
+    lost.failed_at(large.rank)
+    assert chooser.choose(lost, 0.0) is large, "it is there again, and the small one would end the answer"
     large.attached = False
     assert chooser.choose(entry([1] * 100, asked=61), 0.0) is small, "better than nobody"
+    assert chooser.choose(lost, 0.0) is small
 
 
 def test_more_than_anybody_holds_is_refused_in_the_words_for_it() -> None:
