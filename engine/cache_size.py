@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine.config import EngineConfig
-from engine.memory import most_memory
+from engine.config import CacheConfig, EngineConfig
+from engine.memory import available_memory, most_memory
 from engine.step import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,16 @@ def size_cache(
         useful = -(-asked_len // cache.block_size) * config.scheduler.max_num_seqs
         num_blocks = min(memory // block_bytes, useful)
         if num_blocks < 1:
+            utilization = "" if facts.device == "cpu" else " or --gpu-memory-utilization"
             raise TooLittleMemory(
                 f"{_bytes(memory)} for the KV cache is too little for one block of "
                 f"{cache.block_size} tokens ({_bytes(block_bytes)}): raise "
-                "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size"
+                f"--kv-cache-memory-bytes{utilization}, or lower --block-size"
             )
-    if facts.device == "cpu" and not config.workers_elsewhere and num_blocks * block_bytes > most_memory():
-        raise TooLittleMemory(
-            f"{num_blocks} KV blocks of {cache.block_size} tokens would take "
-            f"{_bytes(num_blocks * block_bytes)}, and all memory here is {_bytes(most_memory())}: lower "
-            "--num-gpu-blocks-override or --kv-cache-memory-bytes, or leave them out"
-        )
+    if facts.device == "cpu" and not config.workers_elsewhere:
+        _check_memory(num_blocks, cache, num_blocks * block_bytes * config.num_local_workers, neighbours)
+    if facts.device == "cpu" and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     capacity = num_blocks * cache.block_size
     logger.info(
         "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",
@@ -69,6 +68,26 @@ def size_cache(
             capacity, asked_len,
         )  # fmt: skip
     return num_blocks, min(asked_len, capacity)
+
+
+def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbours: int) -> None:
+    """``num_bytes`` are those of one instance.
+
+    Raises:
+        TooLittleMemory: so much as ``neighbours`` of them take is not there at all.
+    """
+    blocks = f"{num_blocks} KV blocks of {cache.block_size} tokens would take {_bytes(num_bytes)}"
+    each = f" for each of {neighbours} instances" * (neighbours > 1)
+    if num_bytes * neighbours > most_memory():
+        raise TooLittleMemory(
+            f"{blocks}{each}, and all memory here is {_bytes(most_memory())}: lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes, or leave them out"
+        )
+    if num_bytes > (free := available_memory()):
+        logger.warning(
+            "%s, and %s are free: the kernel ends processes when memory runs out; lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes", blocks, _bytes(free),
+        )  # fmt: skip
 
 
 def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -22,7 +23,7 @@ from coordinator.config import endpoint
 from coordinator.keys import MeshKeys
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.tracing import Tracing, TracingMissing
-from engine import deferred
+from engine import deferred, memory
 from engine.cache_size import TooLittleMemory, size_cache
 from engine.checkpoint import ModelInfo
 from engine.config import InstanceConfig
@@ -174,9 +175,10 @@ class Instance:
             with deferred.no_garbage(leaves=True):
                 facts = executor.load(lambda phase: membership.update(phase=phase))
             self._check_stopped()
-            num_blocks, max_model_len = self._size_cache(executor, facts, membership.neighbours)
             membership.update(phase="kv cache")
-            executor.allocate(num_blocks)
+            with memory.turn() if facts.device == "cpu" else nullcontext():
+                num_blocks, max_model_len = self._size_cache(executor, facts, self._neighbours(membership))
+                executor.allocate(num_blocks)
             core = EngineCore(
                 self._config,
                 info,
@@ -278,14 +280,18 @@ class Instance:
         except TooLittleMemory as error:
             raise Ended(process.EXIT_FAILED, str(error)) from error
 
+    def _neighbours(self, membership: Membership) -> int:
+        """Instances on this host, this one included."""
+        if self._server is not None or not self._config.num_local_workers:
+            return membership.neighbours
+        return max(membership.neighbours, self._mesh.instances_here)  # some may not have registered yet
+
     def _share_cores(self, membership: Membership) -> None:
         """Take as many threads as are this instance's by now: others come and go."""
         config = self._config
         if not config.num_local_workers:
             return  # Ray's nodes have cores of their own
-        sharers = membership.neighbours
-        if self._server is None:  # others may not have registered yet
-            sharers = max(sharers, self._mesh.instances_here)
+        sharers = self._neighbours(membership)
         share = share_of_cores(config.num_local_workers, config.device.cpu_threads, sharers)
         if share == self._share:
             return

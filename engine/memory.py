@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 from engine.step import Step
+from parallel.control_groups import memory_limits
 
-CGROUP = Path("/sys/fs/cgroup")
+logger = logging.getLogger(__name__)
+
+TURN_TIMEOUT = 120.0
+"""Seconds: laying out the weights of a large model takes a while."""
 
 MARGIN = 0.1
 """Of the memory that is free, what is left alone when more experts are loaded."""
@@ -24,15 +34,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and is_torchs
 
 
-def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that can be taken without swapping: what the machine has, or what the container's limit leaves.
-    File pages that can be dropped count as free."""
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: what the machine has, or what the limits of its container
+    leave. File pages that can be dropped count as free."""
     available = int(psutil.virtual_memory().available)
-    limit = _number(cgroup / "memory.max")
-    used = _number(cgroup / "memory.current")
-    if limit is None or used is None:
-        return available
-    return max(0, min(available, limit - used + _files(cgroup / "memory.stat")))
+    left = [limit.most - limit.used + limit.files for limit in memory_limits()]
+    return max(0, min([available, *left]))
+
+
+@contextlib.contextmanager
+def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
+    """One process of this host at a time looks at what is free and takes it: instances that start together
+    would see the same memory. Who has waited for ``patience`` seconds goes on all the same."""
+    with Path(__file__).open("rb") as file:  # of this installation; the kernel lets go of it with the process
+        until = time.monotonic() + patience
+        while not _locks(file):
+            if time.monotonic() > until:
+                logger.warning(
+                    "another instance of this host has taken memory for %.0f s; going on", patience
+                )
+                break
+            time.sleep(0.02)
+        yield
+
+
+def _locks(file: BinaryIO) -> bool:
+    """Whether this process has the lock now, or there can be none (some network file systems)."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
 
 
 class Untouched:
@@ -63,27 +95,6 @@ def spare_memory(cache: Untouched) -> int:
     return int((available_memory() - cache.num_bytes) * (1 - MARGIN))
 
 
-def most_memory(cgroup: Path = CGROUP) -> int:
+def most_memory() -> int:
     """Bytes that there are in all, free or not."""
-    total = int(psutil.virtual_memory().total)
-    limit = _number(cgroup / "memory.max")
-    return total if limit is None else min(total, limit)
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no such file, or no number (``max``: no limit)."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _files(path: Path) -> int:
-    """Bytes of file pages, which can be dropped: weights that are mapped, above all, however lately they were
-    read."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    counts = dict(line.split() for line in lines)
-    return int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
+    return min([int(psutil.virtual_memory().total), *(limit.most for limit in memory_limits())])

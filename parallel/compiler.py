@@ -5,6 +5,7 @@ Nothing that is compiled is needed to serve: whoever asks has another way, and s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -13,6 +14,8 @@ import logging
 import os
 import shlex
 import shutil
+import signal
+import struct
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -23,6 +26,8 @@ from parallel.caches import cache_directory
 logger = logging.getLogger(__name__)
 
 COMPILE = ("-O3", "-std=c++17", "-fPIC", "-shared", "-march=native")
+ELF_HEADER = 64
+"""Bytes."""
 TIMEOUT = 120.0
 """Seconds; it takes a few."""
 INCLUDE = Path(__file__).parent / "communicators" / "native"
@@ -50,14 +55,11 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _can_be_loaded(path):
             logger.info("compiling %s (once, a few seconds)", source.name)
+            for left in directory.glob("*.[0-9]*"):  # by processes that were killed
+                left.unlink(missing_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}")
             try:
-                subprocess.run(
-                    [*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)],
-                    check=True,
-                    capture_output=True,
-                    timeout=TIMEOUT,
-                )
+                _run([*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)])
                 with fresh.open("rb") as made:
                     os.fsync(made.fileno())  # or the name may outlive a crash, and what it names not
                 fresh.rename(path)
@@ -66,15 +68,48 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
     return path
 
 
+def _run(command: list[str]) -> None:
+    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as running:
+
+        def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGTERM)  # at which it removes its temporary files
+
+        atexit.register(end)
+        try:
+            _, said = running.communicate(timeout=TIMEOUT)
+        finally:
+            atexit.unregister(end)
+            if running.poll() is None:
+                end()
+    if running.returncode != 0:
+        raise subprocess.CalledProcessError(running.returncode, command, stderr=said)
+
+
 def _can_be_loaded(path: Path) -> bool:
     if not path.exists():
         return False
     try:
+        if not _is_whole(path):  # else to load it may end this process
+            raise OSError("a part of it is missing")
         ctypes.CDLL(str(path))
     except OSError as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
         return False
     return True
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file goes as far as its ELF header says: the table of sections, which comes last."""
+    with path.open("rb") as file:
+        header = file.read(ELF_HEADER)
+    if len(header) < ELF_HEADER:
+        return False
+    (table,), (size, number) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return bool(table + size * number <= path.stat().st_size)
 
 
 def _compiler() -> list[str]:
@@ -111,6 +146,7 @@ def reason(error: Exception) -> str:
     """Why :func:`compiled` gave up, in one line."""
     if isinstance(error, subprocess.CalledProcessError):
         said: bytes = error.stderr
-        first = said.decode(errors="replace").strip().split("\n")[0][:200]
+        lines = said.decode(errors="replace").strip().split("\n")
+        first = next((line for line in lines if "error" in line), lines[0])[:200]
         return "the compiler failed: " + (first or f"exit status {error.returncode}")
     return str(error)

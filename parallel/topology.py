@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from parallel.control_groups import cpu_quota
+
 
 class CannotCut(ValueError):
     """A model that cannot be cut in this way. The message says what is in the way and what to do."""
@@ -24,8 +26,11 @@ def workers_of_node(workers: int, node: int, nnodes: int) -> range:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (affinity and cpusets included)."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may run on (affinity and cpusets included), or of whose time its control groups
+    let it use so much: threads beyond a quota would be stopped in the middle of steps."""
+    quota = cpu_quota()
+    cores = len(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cuda_devices() -> tuple[str, ...]:

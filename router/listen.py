@@ -40,7 +40,6 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
             errno.EADDRNOTAVAIL: f"is no address of this machine: check {flag.replace('port', 'host')}",
         }.get(error.errno or 0, f"cannot be bound: {error}")
         raise OSError(error.errno, f"port {port} on {host} {reason}") from error
-    listener.set_inheritable(True)
     return listener
 
 

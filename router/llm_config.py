@@ -7,6 +7,8 @@ import os
 import re
 from typing import Any
 
+import msgspec
+
 from coordinator.config import MeshConfig
 from coordinator.flags import FlagError, fields_of, from_flat
 from engine.config import EngineConfig
@@ -18,6 +20,10 @@ OF_TEXT = ("tokenizer", "chat_template", "generation_config", "seed", "max_logpr
 KNOWN = frozenset(OF_TEXT) | {
     field.key for config in (MeshConfig, EngineConfig) for field in fields_of(config)
 }
+
+_BUILT = msgspec.json.Decoder(ServeConfig)
+"""So that all types are known before programs make an LLM in several threads: msgspec (0.22) looks at a type
+when it is first used, and two threads that do at once crash."""
 
 LONG_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 

@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
-
 from coordinator.flags import changed
 from coordinator.tracing import TracingMissing, check_installed
 from engine.checkpoint import CheckpointError
@@ -16,6 +14,7 @@ from parallel.topology import usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.sampling_defaults import sampling_defaults
 from router.scaling import Machine, Refused, check_cores
+from router.tokens import TokenizerError, load_tokenizer
 
 OF_FRONT_ENDS = ("http", "api_server_count")
 """In ``ServeConfig``."""
@@ -63,12 +62,6 @@ def machine_of(config: ServeConfig) -> Machine:
     )
 
 
-class _TokenizerFile(msgspec.Struct):
-    """As much of a tokenizer.json as tells a whole one from a broken one. All of it is read by the router."""
-
-    model: msgspec.Raw
-
-
 def text_problem(config: ServeConfig, model_directory: str) -> str | None:
     """Why the router could not make tokens and sampling parameters of a request, None if it can."""
     if config.mesh.headless or config.engine.nodes.node_rank:
@@ -104,16 +97,8 @@ def template_problem(config: HttpConfig) -> str | None:
 
 def _tokenizer_problem(config: ServeConfig, model_directory: str) -> str | None:
     directory = Path(config.http.tokenizer or model_directory).expanduser()
-    file = directory / "tokenizer.json"
     try:
-        msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
-        return None
-    except msgspec.DecodeError as error:
-        return f"{file} is broken ({error}): get it again, or name another directory with --tokenizer"
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            return f"{file} cannot be read: {error.strerror}"
-    return (
-        f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write one "
-        "with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-    )
+        load_tokenizer(directory)
+    except TokenizerError as error:
+        return str(error)
+    return None

@@ -147,12 +147,11 @@ def _run(
 
 
 def secret_file(config: ServeConfig) -> int | None:
-    """API keys for routers to read, in a file that only who inherits its descriptor has; None without any."""
+    """API keys for routers to read, in a file that only who is handed its descriptor has, if any."""
     secrets = secrets_of(config)
     if not secrets:
         return None
     descriptor = os.memfd_create("lockstep-secrets")
-    os.set_inheritable(descriptor, True)
     os.write(descriptor, msgspec.json.encode(secrets))
     return descriptor
 

@@ -180,7 +180,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more special
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
+        raise TokenizerError(
+            f"{path} cannot be used ({error}): get it again, or name another directory with --tokenizer"
+        ) from error
     return Tokenizer(backend, read_tokenizer_config(directory))
 
 

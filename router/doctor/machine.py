@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 
-from parallel.topology import usable_cores
+from engine.memory import available_memory, most_memory
+from parallel.control_groups import cpu_quota
 from router.doctor.findings import Finding, broken, note, ok, warning
 
 AREA = "machine"
@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...]
     environment: Mapping[str, str]
     memory: int
-    """Of the host, or the limit of the control group if that is less."""
+    """Of the host, or the limit of a control group if that is less."""
     free_memory: int
     open_files: int
     has_gpu: bool
@@ -41,20 +41,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_machine() -> Machine:
     """As this process sees it."""
-    memory = psutil.virtual_memory()
-    limit = _cgroup_number("memory.max")
-    total = min(memory.total, limit or memory.total)
-    used = _cgroup_number("memory.current") if limit else None
     name, flags = _cpu()
     return Machine(
-        cores=usable_cores(),
+        cores=len(os.sched_getaffinity(0)),
         cores_of_host=os.cpu_count() or 1,
-        quota=_cpu_quota(),
+        quota=cpu_quota(),
         cpu=name,
         features=tuple(each for each in CPU_FEATURES if each in flags),
         environment=dict(os.environ),
-        memory=total,
-        free_memory=min(memory.available, total - used) if used is not None else memory.available,
+        memory=most_memory(),
+        free_memory=available_memory(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the processes take what they may
         has_gpu=Path("/dev/nvidia0").exists(),
     )
@@ -76,12 +72,12 @@ def _cores(machine: Machine) -> Finding:
     text = f"{machine.cores} of {machine.cores_of_host} cores"
     if machine.quota is not None and machine.quota < machine.cores:
         threads = max(1, int(machine.quota))
-        return warning(
+        return note(
             AREA,
             "cores",
-            f"{text}, but the control group grants the time of {machine.quota:.1f}: threads would be stopped "
-            "in the middle of steps",
-            f"give --cpu-threads {threads} in all, or pin the container to whole cores (cpuset)",
+            f"{text}, of which the control group grants the time of {machine.quota:.1f}: instances compute "
+            f"with {threads} thread{'s' * (threads > 1)} in all",
+            "whole cores (cpuset) are better than a quota, which stops threads in the middle of steps",
         )
     return ok(AREA, "cores", f"{text}; {machine.cpu}")
 
@@ -154,26 +150,3 @@ def _cpu() -> tuple[str, set[str]]:
         elif key.strip() in ("flags", "Features"):
             return name, set(value.split())
     return name, flags
-
-
-def _cpu_quota() -> float | None:
-    """Cores' worth of time, by control groups version 2 or 1."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return quota_us / period_us if quota_us > 0 and period_us > 0 else None
-
-
-def _cgroup_number(name: str) -> int | None:
-    try:
-        return int((Path("/sys/fs/cgroup") / name).read_text())
-    except (OSError, ValueError):  # none, or "max"
-        return None

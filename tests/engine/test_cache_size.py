@@ -34,14 +34,30 @@ def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:
 
 def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than by an allocation that fails, or later by the kernel's choice of a process to kill."""
-    monkeypatch.setattr(cache_size, "most_memory", lambda: 200 * BLOCK)
+    monkeypatch.setattr(cache_size, "most_memory", lambda: 400 * BLOCK)
     assert sized(num_gpu_blocks_override=200) == (200, 2048)
     with pytest.raises(
-        TooLittleMemory, match=r"201 KV blocks of 16 tokens .* lower --num-gpu-blocks-override"
+        TooLittleMemory,
+        match=r"201 KV blocks of 16 tokens .* for each of 2 instances.* lower --num-gpu-blocks-override",
     ):
         sized(num_gpu_blocks_override=201)
     with pytest.raises(TooLittleMemory, match="too little for one block"):
         sized(kv_cache_memory_bytes=1)
+
+
+def test_more_than_is_free_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cache_size, "available_memory", lambda: 30 * BLOCK)
+    sized(num_gpu_blocks_override=30)
+    assert "are free" not in caplog.text
+    sized(num_gpu_blocks_override=31)
+    assert "31 KV blocks of 16 tokens would take 31.0 KiB, and 30.0 KiB are free" in caplog.text
+
+
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    sized()
+    assert "ignored" not in caplog.text
+    sized(gpu_memory_utilization=0.5)
+    assert "--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes" in caplog.text
 
 
 @pytest.mark.parametrize(

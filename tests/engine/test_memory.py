@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -9,31 +12,52 @@ import pytest
 from engine import memory
 from engine.__main__ import main
 from engine.blocks import BlockPool
-from engine.memory import Untouched, available_memory, is_out_of_memory, spare_memory
+from engine.memory import (
+    Untouched,
+    available_memory,
+    is_out_of_memory,
+    most_memory,
+    spare_memory,
+    turn,
+)
 from engine.step import Step
+from parallel.control_groups import MemoryLimit
+
+ROOT = Path(__file__).parents[2]
 
 
-def cgroup(directory: Path, **files: str) -> Path:
-    for name, content in files.items():
-        (directory / f"memory.{name}").write_text(content)
-    return directory
+def test_a_container_leaves_what_its_limits_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [MemoryLimit(1_000_000, 900_000, 200_000), MemoryLimit(2_000_000, 1_800_000, 0)]
+    monkeypatch.setattr(memory, "memory_limits", lambda: limits)
+    assert (available_memory(), most_memory()) == (200_000, 1_000_000)
+    limits[0] = MemoryLimit(1_000_000, 2_000_000, 0)
+    assert available_memory() == 0
 
 
-def test_a_container_leaves_what_its_limit_leaves(tmp_path: Path) -> None:
-    limited = cgroup(
-        tmp_path,
-        max="1000000\n",
-        current="900000\n",
-        stat="anon 700000\ninactive_file 150000\nactive_file 50000\n",
-    )
-    assert available_memory(limited) == 300_000
-    assert available_memory(cgroup(tmp_path, current="2000000\n")) == 0
-
-
-def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_a_limit_it_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     most = psutil.virtual_memory().total
-    for directory in (tmp_path, cgroup(tmp_path, max="max\n", current="5\n"), cgroup(tmp_path, max="9" * 18)):
-        assert 0 < available_memory(directory) <= most
+    for limits in ([], [MemoryLimit(10**18, 5, 0)]):
+        monkeypatch.setattr(memory, "memory_limits", lambda limits=limits: limits)
+        assert 0 < available_memory() <= most_memory() == most
+
+
+def test_processes_take_memory_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    """However the one before ends."""
+    holds = (
+        "import os; from engine.memory import turn\nwith turn(): print(1, flush=True); input(); os._exit(0)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with turn(patience=0.1):
+            assert "another instance of this host has taken memory for 0 s; going on" in caplog.text
+        caplog.clear()
+        threading.Timer(0.2, other.kill).start()
+        with turn(patience=60.0):
+            assert other.wait(10) < 0
+            assert caplog.text == ""
 
 
 def test_a_cache_that_fills_takes_nothing_from_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:

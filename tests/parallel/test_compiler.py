@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from parallel import compiler
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here")
 
@@ -67,9 +72,14 @@ def test_without_any_the_one_that_was_asked_for_is_named(
         compiler.compiled(source, [])
 
 
-def test_a_file_that_was_cut_short_is_made_anew(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_made_anew(
+    share: float, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = compiler.compiled(source, [], ["-DNUMBER=7"])
-    path.write_bytes(b"")
+    content = path.read_bytes()
+    path.unlink()  # what is loaded stays whole
+    path.write_bytes(content[: int(share * len(content))])
     assert compiler.compiled(source, [], ["-DNUMBER=7"]) == path
     assert ctypes.CDLL(str(path)).seven() == 7
     assert f"{path} cannot be loaded and is made anew: " in caplog.text
@@ -85,4 +95,42 @@ def test_a_compiler_that_is_killed_is_told_and_leaves_nothing(
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compiler.compiled(source, [])
     assert compiler.reason(caught.value) == "the compiler failed: exit status -9"
+    left = tmp_path / "cache" / "lockstep" / "kernels" / "seven-0.123"
+    left.write_text("half")  # by one that was killed together with its compiler
+    with pytest.raises(subprocess.CalledProcessError):
+        compiler.compiled(source, [])
     assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] == ["lock"]
+
+
+def test_the_line_that_says_what_is_wrong_is_told(source: Path) -> None:
+    source.write_text('#include "missing.hpp"\n')
+    source.with_name("missing.hpp").write_text("#include <nowhere>\n")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        compiler.compiled(source, [])
+    assert "fatal error: nowhere: No such file" in compiler.reason(caught.value)
+
+
+def test_a_compiler_does_not_outlive_its_process(source: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(
+        f'#!/bin/sh\nsleep 60 &\necho $! >"{tmp_path}/new"\nmv "{tmp_path}/new" "{tmp_path}/pid"\nwait\n'
+    )
+    slow.chmod(0o755)
+    program = (
+        "import atexit, threading; from pathlib import Path; from parallel import compiler\n"
+        f"source, pid = Path({str(source)!r}), Path({str(tmp_path / 'pid')!r})\n"
+        "before = atexit._ncallbacks()\n"
+        "threading.Thread(target=compiler.compiled, args=(source, []), daemon=True).start()\n"
+        "while not pid.exists() or atexit._ncallbacks() == before: pass\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, "CXX": str(slow)},
+    )
+    child = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 10.0
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < until, "what the compiler had started goes on"

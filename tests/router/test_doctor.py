@@ -146,7 +146,11 @@ def test_a_good_machine_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "level", "text"),
     [
-        ({"quota": 2.0}, Level.WARNING, "the control group grants the time of 2.0"),
+        (
+            {"quota": 2.5},
+            Level.NOTE,
+            "the control group grants the time of 2.5: instances compute with 2 threads",
+        ),
         ({"quota": 8.0}, Level.OK, "8 of 8 cores"),
         ({"environment": {"OMP_NUM_THREADS": "16"}}, Level.WARNING, "OMP_NUM_THREADS=16 on 8 cores"),
         ({"environment": {"OMP_NUM_THREADS": "4,2"}}, Level.OK, "OMP_NUM_THREADS=4,2"),
