@@ -15,6 +15,8 @@ import zmq
 
 MOST_AT_ONCE = 16
 """Messages received before others get their turn: a peer that sends without end does not stop the loop."""
+MOST_WAITING = 4096
+"""Messages received at once from a peer that is gone."""
 
 _POLLIN = int(zmq.POLLIN)  # an enum's operators take longer than all the rest
 _EVENTS = int(zmq.EVENTS)
@@ -66,6 +68,12 @@ class Arrivals:
             self._some.set()
         else:
             self._look_again()  # not now: a receiver may be what sends
+
+    def take_all(self) -> None:
+        """Receive what is there now, rather than when its turn comes."""
+        for _ in range(MOST_WAITING):
+            if self._loop is None or self._receive is None or not self._receive():
+                return
 
     def are_there(self) -> bool:
         """Whether there is something to receive."""

@@ -373,6 +373,12 @@ class AsyncConnection(Generic[In, Out]):
         finally:
             self._arrivals.close()
 
+    def take_waiting(self) -> None:
+        """Let :meth:`receive_all` take what has arrived, before something is made of the news that the
+        connection broke: that comes another way, and may come first."""
+        if not self._socket.closed:
+            self._arrivals.take_all()
+
     def _read(self, frame: zmq.Frame) -> In | None:
         """The message that begins with a frame; None if it is none.
 

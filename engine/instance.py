@@ -212,6 +212,10 @@ class Instance:
             self._check_stopped()
             try:
                 self._server.run(lambda: self._on_step(membership))
+                if not self._server.leaves_requests:
+                    membership.leave()
+                    self._server.await_readers()
+                self._server.close()
                 self._write_trace(executor)
             except NoGroup as error:
                 raise Ended(process.EXIT_FAILED, str(error)) from error

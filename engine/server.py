@@ -43,6 +43,8 @@ MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
 ROUTER_TIMEOUT = 10.0
 """A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
+FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
+"""Seconds that an instance which leaves waits for its routers at most, and between two looks at them."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is told."""
 NOTHING = Handout()
@@ -121,6 +123,8 @@ class Server:
         self._drain_until = 0.0
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
+        self.leaves_requests = False
+        """Whether :meth:`run` ended with some that others have to finish."""
         self.turn = 0
         """Of the step loop, for whoever watches that it goes on."""
 
@@ -169,7 +173,14 @@ class Server:
                     self._listener.wait(IDLE_WAIT)
         finally:
             self._hand_out()
-        self.close()
+
+    def await_readers(self, patience: float = FAREWELL) -> None:
+        """After :meth:`run`, and once routers can hear from the coordinator that this instance leaves: wait until
+        they have hung up, which they do when they have read all. What they have not read when the connection
+        breaks is lost to them (ZeroMQ drops it), and they would have it computed again elsewhere."""
+        until = time.monotonic() + patience
+        while time.monotonic() < until and any(self._listener.send(peer, Tokens()) for peer in self._routers):
+            time.sleep(FAREWELL_INTERVAL)
 
     def close(self) -> None:
         """Hang up. Routers take a broken connection for what it is, at once."""
@@ -350,6 +361,7 @@ class Server:
         if time.monotonic() < self._drain_until:
             return False
         logger.warning("the drain deadline is over: %r is left to the routers", self._core)
+        self.leaves_requests = True
         for peer in list(self._routers):
             self._core.abort_all(peer)
         return True

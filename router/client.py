@@ -359,6 +359,8 @@ class MeshClient:
 
     def _disconnect(self, instance: Instance) -> None:
         logger.info("instance %d left the mesh", instance.rank)
+        if instance.name in self._links:
+            self._links[instance.name].take_waiting()
         self._lost(instance)
         self._move_requests(instance, "removed" if instance.member.state is State.READY else "drained")
         link = self._links.pop(instance.name, None)

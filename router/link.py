@@ -68,6 +68,10 @@ class Link:
         """False if there is no connection, or the instance does not read what was sent before."""
         return self._connection.send(message)
 
+    def take_waiting(self) -> None:
+        """Hand on what has arrived: the last tokens of an instance that has left, above all."""
+        self._connection.take_waiting()
+
     def ask_for_blocks(self) -> None:
         """Some of what the instance told of its prefix cache was missed."""
         self.send(Attach(self._attach.router, True, True))

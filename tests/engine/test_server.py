@@ -375,3 +375,39 @@ def test_whose_last_request_was_aborted_is_not_late(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "monotonic", lambda: later)
     load = router.server.progress.load()
     assert (load.running, load.waiting, load.stalled_for) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_who_leaves_waits_until_its_routers_have_read_all(
+    hangs_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hang up when the coordinator has told them, but not for ever."""
+    events: list[str] = []
+    router = Router(Watched(events, computes_apart=False), events)
+    router.say(Attach("r"), submit(1, 3))
+    run_until_idle(router)
+    assert not router.server.leaves_requests
+    looks = 0
+
+    def sleep(_seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3 and hangs_up:
+            assert router.tokens() == {1: expected_output(PROMPT, 3)}
+            router._socket.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.server.time.sleep", sleep)
+        began = time.monotonic()
+        router.server.await_readers(patience=30.0 if hangs_up else 0.2)
+    assert looks > 3
+    assert time.monotonic() - began < 20.0
+    router.close()
+
+
+def test_who_has_no_time_left_says_so_and_waits_for_nobody() -> None:
+    router = Router(Watched([], computes_apart=False), [])
+    router.say(Attach("r"), submit(1, 40))
+    run_until_idle(router, stop_early=True)
+    assert router.server.leaves_requests
+    router.close()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from coordinator.arrivals import is_readable
 from coordinator.rpc import AsyncListener
 from engine.messages import (
     Attach,
     Attached,
     Capacity,
     Counters,
+    Delta,
+    FinishReason,
     Report,
     Submit,
     ToInstance,
@@ -26,6 +30,7 @@ from engine.messages import (
 from engine.sampling import SamplingParams
 from router import client, link
 from router.client import MeshClient
+from router.faults import Event
 from router.link import Link
 from router.mesh import Prompt
 from router.pool import Instance
@@ -218,3 +223,29 @@ def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pyte
 
 def _fail(*_: object) -> None:
     raise RuntimeError("ours")
+
+
+def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() -> None:
+    """Else its requests would be computed again elsewhere for a token that is here."""
+
+    async def serve() -> None:
+        async with listening("a") as first, listening("b") as second, routing() as mesh:
+            world = view(member("a", 0, address=first.endpoint), member("b", 1, address=second.endpoint))
+            mesh._on_view(world)
+            peer = await answer(first, "a")
+            await answer(second, "b")
+            await until_async(lambda: mesh.num_ready == 2)
+            stream = mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0, rank=0))
+            number = (await submitted(first)).request
+            assert first.send(peer, Tokens([Delta(number, [7], FinishReason.LENGTH)]))
+            socket = mesh._links["a"]._connection._socket
+            for _ in range(5000):  # without a turn for those who would read it
+                if is_readable(socket):
+                    break
+                time.sleep(0.001)
+            mesh._on_view(view(world.members[1]))
+            async with asyncio.timeout(10):
+                assert [delta.token_ids async for delta in stream] == [[7]]
+            assert not mesh.faults.counts.get(Event.RESUME), "it was not moved"
+
+    asyncio.run(serve())
