@@ -29,6 +29,9 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         str | None,
         flag(help="Where to send OpenTelemetry traces (OTLP/HTTP): http://127.0.0.1:4318; extra: otel."),
     ] = None
+    disable_log_stats: Annotated[
+        bool, flag(help="No line about throughput and load in instances' logs every ten seconds.")
+    ] = False
 
     def __post_init__(self) -> None:
         wanted = self.otlp_traces_endpoint

@@ -34,6 +34,7 @@ from engine.executor.base import Executor, WorkerLost
 from engine.pace import NoGroup
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
+from engine.stats_line import StatsLine
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
 from engine.trace import write_chrome_trace
@@ -70,6 +71,7 @@ class Instance:
         self._spread: Spread | None = None
         self._watch: StepWatch | None = None
         """Where nobody else would miss the result of a step."""
+        self._stats: StatsLine | None = None
         self._step_thread = threading.get_ident()
         self._serving = False
         self._settings: Settings | None = None
@@ -208,10 +210,12 @@ class Instance:
                 device = self._config.device
                 limit = device.step_timeout if place is None else device.lockstep_timeout
                 self._watch = StepWatch(limit, self._mesh.startup_timeout)
+            if not self._mesh.observability.disable_log_stats:
+                self._stats = StatsLine(num_blocks, time.monotonic())
             self._serving = True
             self._check_stopped()
             try:
-                self._server.run(lambda: self._on_step(membership))
+                self._server.run(lambda: self._on_step(membership, core))
                 if not self._server.leaves_requests:
                     membership.leave()
                     self._server.await_readers()
@@ -263,9 +267,13 @@ class Instance:
             keys=self._keys,
         )
 
-    def _on_step(self, membership: Membership) -> None:
+    def _on_step(self, membership: Membership, core: EngineCore) -> None:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
         self._share_cores(membership)
+        if self._stats is not None and self._stats.is_due(now := time.monotonic()):
+            line = self._stats.line(core.scheduler.counters(), core.standing, now)
+            if line is not None:
+                logger.info("%s", line)
         if self._spread is not None:
             self._spread.drains = self._drains
             self._spread.look()

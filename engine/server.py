@@ -175,9 +175,9 @@ class Server:
             self._hand_out()
 
     def await_readers(self, patience: float = FAREWELL) -> None:
-        """After :meth:`run`, and once routers can hear from the coordinator that this instance leaves: wait until
-        they have hung up, which they do when they have read all. What they have not read when the connection
-        breaks is lost to them (ZeroMQ drops it), and they would have it computed again elsewhere."""
+        """After :meth:`run`, and once routers can hear from the coordinator that this instance leaves: wait
+        until they have hung up, which they do when they have read all. What they have not read when the
+        connection breaks is lost to them (ZeroMQ drops it): they would have it computed again elsewhere."""
         until = time.monotonic() + patience
         while time.monotonic() < until and any(self._listener.send(peer, Tokens()) for peer in self._routers):
             time.sleep(FAREWELL_INTERVAL)

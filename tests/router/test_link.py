@@ -242,7 +242,7 @@ def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() 
             for _ in range(5000):  # without a turn for those who would read it
                 if is_readable(socket):
                     break
-                time.sleep(0.001)
+                time.sleep(0.001)  # noqa: ASYNC251 (nobody gets a turn)
             mesh._on_view(view(world.members[1]))
             async with asyncio.timeout(10):
                 assert [delta.token_ids async for delta in stream] == [[7]]

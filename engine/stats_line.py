@@ -1,0 +1,45 @@
+"""A line of the log about what an instance does, every ten seconds while it does something (pure)."""
+
+from __future__ import annotations
+
+from engine.messages import Counters
+from engine.news import Standing
+
+INTERVAL = 10.0
+"""Seconds."""
+
+
+class StatsLine:
+    """In the words of vLLM's, for whoever reads or parses those."""
+
+    def __init__(self, num_blocks: int, now: float) -> None:
+        self._num_blocks = num_blocks
+        self._at = now
+        self._told = Counters()
+        self._was_busy = False
+
+    def __repr__(self) -> str:
+        return f"<StatsLine since {self._at}>"
+
+    def is_due(self, now: float) -> bool:
+        return now - self._at >= INTERVAL
+
+    def line(self, counters: Counters, standing: Standing, now: float) -> str | None:
+        """What was done since the last time; None if that was nothing, and the time before it, too."""
+        before, seconds = self._told, now - self._at
+        self._told, self._at = counters, now
+        is_busy = counters.steps > before.steps or standing.running + standing.waiting > 0
+        was_busy, self._was_busy = self._was_busy, is_busy
+        if not (is_busy or was_busy):
+            return None
+        prompts = (counters.prompt_tokens - before.prompt_tokens) / seconds
+        output = (counters.generation_tokens - before.generation_tokens) / seconds
+        looked_up = counters.prefix_cache_queries - before.prefix_cache_queries
+        found = counters.prefix_cache_hits - before.prefix_cache_hits
+        return (
+            f"Avg prompt throughput: {prompts:.1f} tokens/s, "
+            f"Avg generation throughput: {output:.1f} tokens/s, "
+            f"Running: {standing.running} reqs, Waiting: {standing.waiting} reqs, "
+            f"KV cache usage: {standing.blocks_used / self._num_blocks:.1%}, "
+            f"Prefix cache hit rate: {found / looked_up if looked_up else 0.0:.1%}"
+        )
