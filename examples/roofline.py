@@ -5,7 +5,8 @@
     python examples/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
 
 Loads a model into this process and runs its steps with the native kernels, without any server: decode of
-so many sequences with 160 tokens of context each, and prompts. Printed for each step:
+so many sequences with 160 tokens of context each, prompts, and decode with a piece of a prompt beside it.
+Printed for each step:
 
     ms          median of the steps' wall time
     bytes       weights and cached keys and values that the step must read, each once; weights as they are
@@ -133,6 +134,12 @@ def measure(
     }
 
 
+def beside(text: str) -> tuple[int, int]:
+    """``31:64``: rows that decode, and tokens of a prompt."""
+    rows, _, tokens = text.partition(":")
+    return int(rows), int(tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -141,6 +148,8 @@ def main() -> None:
     add("--threads", type=int, default=1, help="(default: %(default)s)")
     add("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="of decode (default: %(default)s)")
     add("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="lengths (default: %(default)s)")
+    add("--beside", type=beside, nargs="*", default=[(31, 64)], metavar="ROWS:TOKENS",
+        help="decode of so many, with so many tokens of a prompt (default: 31:64)")  # fmt: skip
     add("--times", type=int, default=20, help="of each step (default: %(default)s)")
     add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
     args = parser.parse_args()
@@ -154,6 +163,10 @@ def main() -> None:
     program = Program(kernels, decoder)
     steps: dict[str, Rows] = {f"decode, batch {batch}": [(CONTEXT, 1)] * batch for batch in args.batches}
     steps |= {f"prompt of {length}": [(0, length)] for length in args.prompts}
+    steps |= {
+        f"decode of {rows}, {tokens} of a prompt": [(CONTEXT, 1)] * rows + [(tokens, tokens)]
+        for rows, tokens in args.beside
+    }
     blocks = max(
         sum((start + count) // BLOCK + 1 for start, count in rows) + len(rows) for rows in steps.values()
     )
