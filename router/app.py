@@ -28,6 +28,7 @@ from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
 from router.openapi import document
+from router.paths import not_there
 from router.quotas import Quotas
 from router.text_models import TextModels
 
@@ -132,10 +133,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
     if error.status_code == 404:
-        message = (
-            f"This server has no {request.url.path}: it serves a model that generates text. "
-            "GET /openapi.json lists what it has."
-        )
+        message = not_there(request.url.path)
     return error_response(
         ApiError(error.status_code, message, headers=dict(error.headers or {})), request.url.path
     )

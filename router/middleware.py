@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, browsers of other sites, a proxy's prefix, request ids."""
+"""What stands before every endpoint: slashes, keys, other sites, a proxy's prefix, request ids."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
 from router.dashboard.page import open_paths
 from router.errors import ApiError
+from router.paths import without_slash
 from router.rules import usable_id
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
@@ -31,7 +32,7 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 def middleware(config: HttpConfig) -> list[Middleware]:
     """From the outside in: a browser asks what it may do before it presents a key."""
-    found = []
+    found = [Middleware(Slashes)]
     if config.enable_request_id_headers:
         found.append(Middleware(RequestIds))
     if config.allowed_origins:
@@ -89,6 +90,19 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (path := without_prefix(scope["path"], self._prefix)) != scope["path"]:
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
+class Slashes:
+    """Serves a path with a slash at its end like the one without. A redirect would lead to a scheme and
+    a host that a proxy in front may not have, and many clients do not follow it with a POST."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := without_slash(scope["path"])) != scope["path"]:
             scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 

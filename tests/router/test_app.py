@@ -52,10 +52,6 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("x")
 
 
-def test_models_without_a_name(server: Server) -> None:
-    assert server.client.get("/v1/models/").status_code == 404
-
-
 def test_names_of_the_model(server: Server) -> None:
     for given, told in (("other/name", "other/name"), (None, "tiny"), ("", "tiny")):
         body = {"prompt": "a", "model": given}
@@ -136,8 +132,7 @@ def test_open_paths(server: Server) -> None:
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
         ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
-        ("POST", "/v1/chat/completions/", 404, "NotFoundError"),
-        ("GET", "/health/", 404, "NotFoundError"),
+        ("GET", "/v1/chat/completions//", 404, "NotFoundError"),
     ],
 )
 def test_other_paths_and_methods(server: Server, method: str, path: str, status: int, kind: str) -> None:
@@ -146,7 +141,51 @@ def test_other_paths_and_methods(server: Server, method: str, path: str, status:
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == (kind, status)
     assert ("allow" in answer.headers) == (status == 405)
-    assert (f"has no {path}" in error["message"]) == (status == 404)
+    assert (f"has no {path.removesuffix('/')}" in error["message"]) == (status == 404)
+
+
+def test_a_slash_at_the_end(server: Server) -> None:
+    answer = server.post("/v1/chat/completions/", {"messages": USER})
+    assert answer.json()["choices"][0]["message"]["content"] == " Hello world!"
+    for path in ("/v1/models", "/v1/models/other/name", "/health"):
+        assert server.client.get(path + "/").content == server.client.get(path).content
+        assert server.client.get(path + "/").status_code == 200
+
+
+def test_a_slash_behind_an_open_path(served: ServedModel) -> None:
+    with serving(FakeMesh(served, saying([70])), HttpConfig(api_key=("one",))) as server:
+        assert server.client.get("/health/").status_code == 200
+        assert server.client.get("/v1/models/").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/Models", "/v1/models"),
+        ("/messages", "/v1/messages"),
+    ],
+)
+def test_slips_of_the_path(server: Server, path: str, meant: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"This server has no {path}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/score", "/rerank", "/v1/audio/speech"])
+def test_paths_of_what_is_not_built(server: Server, path: str) -> None:
+    message = server.post(path, {}).json()["error"]["message"]
+    assert message.startswith(f"This server has no {path}: it serves a model that generates text.")
+
+
+@pytest.mark.parametrize("path", ["/favicon.ico", "/foo", "/" + "v1/models" * 5000])
+def test_paths_of_nothing(server: Server, path: str) -> None:
+    message = server.client.get(path).json()["error"]["message"]
+    assert message == f"This server has no {path}. GET /openapi.json lists what it has."
 
 
 def test_no_model_yet() -> None:
