@@ -30,6 +30,7 @@ from router.middleware import error_response, middleware
 from router.openapi import document
 from router.paths import not_there
 from router.quotas import Quotas
+from router.refusals import Refusals
 from router.text_models import TextModels
 
 
@@ -47,6 +48,7 @@ def make_app(
     models = TextModels(mesh, config)
     generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
     endpoints = Endpoints(config, metrics, models)
+    refusals = Refusals()
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if mesh.healthy else 503)
@@ -89,9 +91,10 @@ def make_app(
             Route("/metrics", exposition, methods=["GET"]),
             *(dashboard.routes() if dashboard is not None else ()),
         ],
-        middleware=middleware(config),
+        middleware=middleware(config, refusals),
         exception_handlers=exception_handlers(),
     )
+    app.state.refusals = refusals
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 
@@ -116,12 +119,12 @@ class _NoAnswer(Response):
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error, request.url.path)
+    return _refused(request, error)
 
 
 async def _on_mesh_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MeshError)
-    return error_response(from_mesh(error), request.url.path)
+    return _refused(request, from_mesh(error))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -134,13 +137,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}."
     if error.status_code == 404:
         message = not_there(request.url.path)
-    return error_response(
-        ApiError(error.status_code, message, headers=dict(error.headers or {})), request.url.path
-    )
+    return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    return error_response(unexpected(), request.url.path)
+    return _refused(request, unexpected())
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.scope, request.app.state.refusals)
 
 
 def _version() -> str:

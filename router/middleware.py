@@ -22,6 +22,7 @@ from router.config import HttpConfig
 from router.dashboard.page import open_paths
 from router.errors import ApiError
 from router.paths import without_slash
+from router.refusals import Refusals
 from router.rules import usable_id
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
@@ -30,7 +31,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/o
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
-def middleware(config: HttpConfig) -> list[Middleware]:
+def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
     """From the outside in: a browser asks what it may do before it presents a key."""
     found = [Middleware(Slashes)]
     if config.enable_request_id_headers:
@@ -45,10 +46,11 @@ def middleware(config: HttpConfig) -> list[Middleware]:
                 allow_credentials=config.allow_credentials,
             )
         )
+    opened = open_paths() if config.dashboard else ()
     if keys := config.keys:
-        found.append(Middleware(KeyCheck, keys=keys, open_paths=open_paths() if config.dashboard else ()))
+        found.append(Middleware(KeyCheck, keys=keys, refusals=refusals, open_paths=opened))
     elif is_loopback(config.host):
-        found.append(Middleware(HostCheck))
+        found.append(Middleware(HostCheck, refusals=refusals))
     return found
 
 
@@ -110,9 +112,12 @@ class Slashes:
 class KeyCheck:
     """Lets requests in that present one of the keys, as ``Authorization: Bearer <key>`` or ``X-Api-Key``."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], refusals: Refusals, open_paths: Collection[str] = ()
+    ) -> None:
         """``open_paths`` need no key, besides :data:`OPEN_PATHS`."""
         self._app = app
+        self._refusals = refusals
         self._open = OPEN_PATHS.union(open_paths)
         self._keys = [key.encode() for key in keys]
 
@@ -127,7 +132,7 @@ class KeyCheck:
         error = ApiError(
             401, "Give a valid API key (Authorization: Bearer ...).", headers={"www-authenticate": "Bearer"}
         )
-        await error_response(error, scope["path"])(scope, receive, send)
+        await error_response(error, scope, self._refusals)(scope, receive, send)
 
     def _number(self, scope: Scope) -> int | None:
         """Which of the keys was presented; all are compared, so that the time says nothing."""
@@ -144,8 +149,9 @@ class KeyCheck:
 class HostCheck:
     """For loopback without keys: lets in who asks for this machine, and not for some site."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refusals: Refusals) -> None:
         self._app = app
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -154,7 +160,7 @@ class HostCheck:
                 f"Without --api-key this server answers for localhost and for addresses, not for {host!r}: "
                 "give it a key, or have the proxy in front of it say Host: localhost."
             )
-            app = error_response(ApiError(421, message), scope["path"])
+            app = error_response(ApiError(421, message), scope, self._refusals)
         await app(scope, receive, send)
 
 
@@ -186,8 +192,10 @@ def _is_here(value: bytes) -> bool:
     return True
 
 
-def error_response(error: ApiError, path: str) -> Response:
-    """In the words of the API that a path belongs to."""
+def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Response:
+    """In the words of the API that a request's path belongs to. The log has it, too."""
+    path = scope["path"]
+    refusals.add(scope["method"], path, error)
     if path.startswith(anthropic_errors.PREFIX):
         return anthropic_errors.error_response(error)
     return errors.error_response(error)
