@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
 from router.errors import ApiError, ClientGone, from_mesh, unexpected
 from router.generating import Generating
+from router.http_counts import Counting, Handlers
 from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
@@ -66,32 +68,36 @@ def make_app(
     async def not_kept(request: Request) -> Response:
         raise ApiError(404, "Answers are not kept: take them from the request that makes them.")
 
+    routes = [
+        Route("/v1/completions", generating.completions, methods=["POST"]),
+        Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/v1/responses", generating.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
+        Route("/v1/messages", generating.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/v1/loads", endpoints.loads, methods=["GET"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/load", endpoints.load, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/metrics", exposition, methods=["GET"]),
+        *(dashboard.routes() if dashboard is not None else ()),
+    ]
     app = Starlette(
-        routes=[
-            Route("/v1/completions", generating.completions, methods=["POST"]),
-            Route("/v1/chat/completions", generating.chat, methods=["POST"]),
-            Route("/v1/responses", generating.responses, methods=["POST"]),
-            Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
-            Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
-            Route("/v1/messages", generating.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
-            Route("/v1/loads", endpoints.loads, methods=["GET"]),
-            Route("/v1/models", endpoints.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
-            Route("/load", endpoints.load, methods=["GET"]),
-            Route("/health", health, methods=["GET"]),
-            Route("/ping", health, methods=["GET", "POST"]),
-            Route("/version", version, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
-            Route("/metrics", exposition, methods=["GET"]),
-            *(dashboard.routes() if dashboard is not None else ()),
+        routes=routes,
+        middleware=[
+            Middleware(Counting, counts=metrics.http, handlers=Handlers(routes)),
+            *middleware(config, refusals),
         ],
-        middleware=middleware(config, refusals),
         exception_handlers=exception_handlers(),
     )
     app.state.refusals = refusals
