@@ -36,11 +36,12 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
     """The whole body; ``request.state.arrival`` is when it was complete.
 
     Raises:
-        ApiError: it is no JSON (400), too large (413) or too slow (408).
+        ApiError: it is no JSON (400), compressed (415), too large (413) or too slow (408).
         ClientGone: the client hung up while sending.
     """
     max_bytes, timeout = config.max_request_bytes, config.request_timeout
     _check_type(request.headers)
+    _check_encoding(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         waits_for_us = request.headers.get("expect", "").lower() == "100-continue"
@@ -92,6 +93,17 @@ def _check_type(headers: Headers) -> None:
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         refuse(f"The body must be JSON (Content-Type: application/json), not {media_type!r}.", "Content-Type")
+
+
+def _check_encoding(headers: Headers) -> None:
+    encoding = headers.get("content-encoding", "").strip()
+    if encoding and encoding.lower() != "identity":
+        raise ApiError(
+            415,
+            f"Compressed bodies are not read (Content-Encoding: {encoding[:40]}): send it as it is.",
+            param="Content-Encoding",
+            headers={"accept-encoding": "identity"},
+        )
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -30,6 +30,7 @@ class Kind(enum.StrEnum):
     METHOD_NOT_ALLOWED = "MethodNotAllowedError"
     REQUEST_TIMEOUT = "RequestTimeoutError"
     REQUEST_TOO_LARGE = "RequestTooLargeError"
+    UNSUPPORTED_MEDIA_TYPE = "UnsupportedMediaTypeError"
     INTERNAL = "InternalServerError"
     UNAVAILABLE = "ServiceUnavailableError"
     TOO_LATE = "TimeoutError"
@@ -43,6 +44,7 @@ KIND_OF_STATUS = {
     405: Kind.METHOD_NOT_ALLOWED,
     408: Kind.REQUEST_TIMEOUT,
     413: Kind.REQUEST_TOO_LARGE,
+    415: Kind.UNSUPPORTED_MEDIA_TYPE,
     429: Kind.RATE_LIMIT,
     500: Kind.INTERNAL,
     503: Kind.UNAVAILABLE,

@@ -11,9 +11,6 @@ from engine import sampling
 from engine.sampling import BadParameter
 from router.openai_api import CompletionRequest
 
-UNBOUNDED = 2**62
-"""Stands for what only the model knows, until it is asked."""
-
 FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
 
@@ -86,7 +83,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 prompt_logprobs=self.prompt_logprobs,
                 logit_bias=self.logit_bias or {},
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            ).check(vocab_size=UNBOUNDED, max_logprobs=UNBOUNDED)
+            ).check(vocab_size=sampling.UNBOUNDED, max_logprobs=sampling.UNBOUNDED)
         except BadParameter as error:
             raise ValueError(str(error)) from error
         if stops and not self.detokenize:

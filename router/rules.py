@@ -126,6 +126,16 @@ def _check_tools(request: ChatRequest) -> None:
     if choice == "auto":
         return
     if isinstance(choice, dict):
+        kind = choice.get("type", "function")
+        if kind == "allowed_tools":
+            refuse(
+                "tool_choice of type allowed_tools is not supported: leave the others out of tools.",
+                "tool_choice",
+            )
+        if kind != "function":
+            refuse(
+                f"tool_choice of type {_shortened(str(kind))} is not supported, only function.", "tool_choice"
+            )
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if name not in [tool["function"]["name"] for tool in request.tools]:

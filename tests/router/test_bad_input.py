@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -232,11 +233,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"max_tokens": 0}, "at least one token", "max_tokens"),
     ({"max_completion_tokens": 0, "max_tokens": 5}, "at least one token", "max_completion_tokens"),
-    ({"max_completion_tokens": -5}, "must be at least 0", "max_completion_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens must be at least 0", "max_completion_tokens"),
     ({"logprobs": 1}, "Expected `bool | null`", "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": False}, "top_logprobs needs logprobs", "top_logprobs"),
-    ({"top_logprobs": 21, "logprobs": True}, "between 0 and 20", "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be between 0 and 20", "top_logprobs"),
     ({"top_logprobs": -1, "logprobs": True}, "between 0 and 20", "top_logprobs"),
     (
         {"add_generation_prompt": True, "continue_final_message": True},
@@ -273,6 +274,16 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "names no function of tools",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+        "tool_choice of type allowed_tools is not supported: leave the others out of tools",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice of type 'custom' is not supported, only function",
         "tool_choice",
     ),
     ({"tools": [TOOL], "tool_choice": {"function": 1}}, "names no function of tools", "tool_choice"),
@@ -384,6 +395,18 @@ def test_content_types_that_are_json(server: Server) -> None:
     ):
         answer = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
         assert answer.status_code == 200
+
+
+def test_compressed_bodies(server: Server) -> None:
+    body = json.dumps({"prompt": "a"}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = server.client.post("/v1/completions", content=gzip.compress(body), headers=headers)
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("UnsupportedMediaTypeError", "Content-Encoding")
+    assert error["message"].startswith("Compressed bodies are not read (Content-Encoding: gzip)")
+    plain = headers | {"content-encoding": "identity"}
+    assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
 
 
 @pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])
