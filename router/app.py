@@ -5,7 +5,6 @@ Knows the mesh as :class:`router.mesh.Mesh` only; :mod:`router.server` gives it 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from coordinator.messages import Settings
 from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
@@ -33,6 +33,7 @@ from router.openapi import document
 from router.paths import not_there
 from router.quotas import Quotas
 from router.refusals import Refusals
+from router.server_info import Sleeping, server_info, version_of
 from router.text_models import TextModels
 
 
@@ -43,9 +44,11 @@ def make_app(
     quotas: Quotas | None = None,
     dashboard: Dashboard | None = None,
     tracing: Tracing | None = None,
+    settings: Callable[[], Settings | None] = lambda: None,
 ) -> Starlette:
     """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
-    shared with other front ends; without a ``dashboard`` there is no page."""
+    shared with other front ends; without a ``dashboard`` there is no page. ``settings`` are those of the
+    mesh, as far as they are known."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
@@ -56,10 +59,17 @@ def make_app(
         return Response(status_code=200 if mesh.healthy else 503)
 
     async def version(request: Request) -> Response:
-        return json_response(msgspec.json.encode({"version": _version()}))
+        return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
+
+    async def info(request: Request) -> Response:
+        told = server_info(mesh.model, settings(), len(metrics.reports()), config)
+        return json_response(msgspec.json.encode(told))
+
+    async def is_sleeping(request: Request) -> Response:
+        return json_response(msgspec.json.encode(Sleeping()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(document(_version(), with_keys=bool(config.keys)))
+        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys)))
 
     async def exposition(request: Request) -> Response:
         page, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -88,6 +98,8 @@ def make_app(
         Route("/health", health, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
+        Route("/server_info", info, methods=["GET"]),
+        Route("/is_sleeping", is_sleeping, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", exposition, methods=["GET"]),
         *(dashboard.routes() if dashboard is not None else ()),
@@ -152,10 +164,3 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
 
 def _refused(request: Request, error: ApiError) -> Response:
     return error_response(error, request.scope, request.app.state.refusals)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lockstep")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -25,7 +25,7 @@ from router.paths import without_slash
 from router.refusals import Refusals
 from router.rules import usable_id
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"})
 """What needs no key: nothing there costs or changes anything."""
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")

@@ -14,9 +14,11 @@ import openai
 import pytest
 import uvloop
 
+from coordinator.messages import Settings
 from engine.messages import Delta
 from router.config import HttpConfig
 from router.mesh import MeshError, ServedModel
+from router.server_info import server_info
 from router.tokens import Tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
@@ -186,6 +188,34 @@ def test_paths_of_what_is_not_built(server: Server, path: str) -> None:
 def test_paths_of_nothing(server: Server, path: str) -> None:
     message = server.client.get(path).json()["error"]["message"]
     assert message == f"This server has no {path}. GET /openapi.json lists what it has."
+
+
+def test_server_info(served: ServedModel) -> None:
+    config = HttpConfig(api_key=("secret",), admin_api_key=("secret",), max_logprobs=7)
+    with serving(FakeMesh(served, saying([70])), config) as server:
+        assert server.client.get("/server_info").status_code == 401
+        answer = server.client.get("/server_info", headers={"x-api-key": "secret"})
+    info = answer.json()
+    assert "secret" not in answer.text
+    assert (info["served_model_name"], info["model_path"]) == ("tiny", served.directory)
+    assert (info["max_model_len"], info["dp_size"], info["settings"]) == (MAX_MODEL_LEN, 0, None)
+    assert info["flags"] == {"max_logprobs": 7}
+    assert info["versions"]["msgspec"]
+
+
+def test_server_info_knows_the_settings_of_the_mesh(served: ServedModel) -> None:
+    settings = Settings(
+        model="/m", revision=None, served_model_name=("tiny",), fingerprint="", dtype="float32", max_model_len=9,
+        block_size=16, vocab_size=9, tensor_parallel_size=2, pipeline_parallel_size=3, enable_expert_parallel=False,
+        expert_placement_strategy="linear", all2all_backend="tcp", data_parallel_size=0,
+        max_num_batched_tokens=9, max_num_seqs=9,
+    )  # fmt: skip
+    info = server_info(served, settings, 4, HttpConfig())
+    assert (info.tp_size, info.pp_size, info.dp_size, info.flags) == (2, 3, 4, {})
+
+
+def test_it_never_sleeps(server: Server) -> None:
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
 def test_no_model_yet() -> None:
