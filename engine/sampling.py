@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MOST_BIAS = 100.0
 """Of a token, and its negative the least."""
+UNBOUNDED = 2**62
+"""Stands for a limit that only the model knows, until it is asked."""
 MAX_BAD_WORDS = 1024
 """Sequences of tokens: most words are two, with and without a blank before them."""
 MAX_GRAMMAR_BYTES = 512 * 1024
@@ -136,7 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         self._check_stops(vocab_size)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and not 0 <= count <= max_logprobs:
-                raise BadParameter(name, f"{name} must be between 0 and {max_logprobs}, got {count}.")
+                bound = "at least 0" if max_logprobs >= UNBOUNDED else f"between 0 and {max_logprobs}"
+                raise BadParameter(name, f"{name} must be {bound}, got {count}.")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise BadParameter("logit_bias", f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.")
         for token, bias in self.logit_bias.items():
@@ -181,6 +184,5 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 def _check_token(param: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
-        raise BadParameter(
-            param, f"{param} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}."
-        )
+        ids = "from 0 on" if vocab_size >= UNBOUNDED else f"0 to {vocab_size - 1}"
+        raise BadParameter(param, f"{param} names token {token}, but the vocabulary has ids {ids}.")

@@ -29,6 +29,7 @@ from router.faults import Event, Fault, Faults
 from router.ledger import Flight
 from router.middleware import OPEN_PATHS, KeyCheck, foreign_host
 from router.pool import Standing
+from router.refusals import Refusals
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
 """Of commands."""
@@ -174,6 +175,7 @@ def make_admin_app(
         ],
         exception_handlers=exception_handlers(),
     )
+    app.state.refusals = Refusals()
     app.router.redirect_slashes = False
     return app
 
@@ -188,8 +190,9 @@ class AdminGate:
     def __init__(self, endpoint: ASGIApp, admin: ASGIApp, *, port: int | None, keys: Sequence[str]) -> None:
         self._endpoint = endpoint
         self._admin = admin
-        self._checked = KeyCheck(admin, keys) if keys else None
         self._port = port
+        self._refusals = Refusals()
+        self._checked = KeyCheck(admin, keys, self._refusals) if keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._choose(scope)(scope, receive, send)
@@ -201,17 +204,22 @@ class AdminGate:
         is_admin = path == "/admin" or path.startswith("/admin/")
         on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
         if not is_admin:
-            return _not_found(path) if on_admin_port and path not in OPEN_PATHS else self._endpoint
+            if on_admin_port and path not in OPEN_PATHS:
+                return self._refused(scope, ApiError(404, f"{path} is not on the admin port."))
+            return self._endpoint
         if self._checked is not None:
             return self._checked
         if not on_admin_port:
             return self._endpoint  # which knows no such path
         # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
         if any(name == b"origin" for name, _ in scope["headers"]) or foreign_host(scope) is not None:
-            return error_response(
-                ApiError(403, "Web pages, and other sites, may use the admin API only with --admin-api-key.")
-            )
+            message = "Web pages, and other sites, may use the admin API only with --admin-api-key."
+            return self._refused(scope, ApiError(403, message))
         return self._admin
+
+    def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
+        self._refusals.add(scope["method"], scope["path"], error)
+        return error_response(error)
 
 
 def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
@@ -250,7 +258,3 @@ def _json(answer: msgspec.Struct, status: int = 200) -> Response:
 
 def _unavailable(message: str) -> ApiError:
     return ApiError(503, message, headers={"retry-after": RETRY_AFTER})
-
-
-def _not_found(path: str) -> ASGIApp:
-    return error_response(ApiError(404, f"{path} is not on the admin port."))

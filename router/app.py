@@ -5,18 +5,19 @@ Knows the mesh as :class:`router.mesh.Mesh` only; :mod:`router.server` gives it 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from coordinator.messages import Settings
 from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
@@ -24,11 +25,15 @@ from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
 from router.errors import ApiError, ClientGone, from_mesh, unexpected
 from router.generating import Generating
+from router.http_counts import Counting, Handlers
 from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
 from router.openapi import document
+from router.paths import not_there
 from router.quotas import Quotas
+from router.refusals import Refusals
+from router.server_info import Sleeping, server_info, version_of
 from router.text_models import TextModels
 
 
@@ -39,22 +44,32 @@ def make_app(
     quotas: Quotas | None = None,
     dashboard: Dashboard | None = None,
     tracing: Tracing | None = None,
+    settings: Callable[[], Settings | None] = lambda: None,
 ) -> Starlette:
     """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
-    shared with other front ends; without a ``dashboard`` there is no page."""
+    shared with other front ends; without a ``dashboard`` there is no page. ``settings`` are those of the
+    mesh, as far as they are known."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
     endpoints = Endpoints(config, metrics, models)
+    refusals = Refusals()
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if mesh.healthy else 503)
 
     async def version(request: Request) -> Response:
-        return json_response(msgspec.json.encode({"version": _version()}))
+        return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
+
+    async def info(request: Request) -> Response:
+        told = server_info(mesh.model, settings(), len(metrics.reports()), config)
+        return json_response(msgspec.json.encode(told))
+
+    async def is_sleeping(request: Request) -> Response:
+        return json_response(msgspec.json.encode(Sleeping()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(document(_version(), with_keys=bool(config.keys)))
+        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys)))
 
     async def exposition(request: Request) -> Response:
         page, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -63,34 +78,41 @@ def make_app(
     async def not_kept(request: Request) -> Response:
         raise ApiError(404, "Answers are not kept: take them from the request that makes them.")
 
+    routes = [
+        Route("/v1/completions", generating.completions, methods=["POST"]),
+        Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/v1/responses", generating.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
+        Route("/v1/messages", generating.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/v1/loads", endpoints.loads, methods=["GET"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/load", endpoints.load, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/server_info", info, methods=["GET"]),
+        Route("/is_sleeping", is_sleeping, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/metrics", exposition, methods=["GET"]),
+        *(dashboard.routes() if dashboard is not None else ()),
+    ]
     app = Starlette(
-        routes=[
-            Route("/v1/completions", generating.completions, methods=["POST"]),
-            Route("/v1/chat/completions", generating.chat, methods=["POST"]),
-            Route("/v1/responses", generating.responses, methods=["POST"]),
-            Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
-            Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
-            Route("/v1/messages", generating.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
-            Route("/v1/loads", endpoints.loads, methods=["GET"]),
-            Route("/v1/models", endpoints.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
-            Route("/load", endpoints.load, methods=["GET"]),
-            Route("/health", health, methods=["GET"]),
-            Route("/ping", health, methods=["GET", "POST"]),
-            Route("/version", version, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
-            Route("/metrics", exposition, methods=["GET"]),
-            *(dashboard.routes() if dashboard is not None else ()),
+        routes=routes,
+        middleware=[
+            Middleware(Counting, counts=metrics.http, handlers=Handlers(routes)),
+            *middleware(config, refusals),
         ],
-        middleware=middleware(config),
         exception_handlers=exception_handlers(),
     )
+    app.state.refusals = refusals
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 
@@ -115,12 +137,12 @@ class _NoAnswer(Response):
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error, request.url.path)
+    return _refused(request, error)
 
 
 async def _on_mesh_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MeshError)
-    return error_response(from_mesh(error), request.url.path)
+    return _refused(request, from_mesh(error))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -132,21 +154,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}."
     if error.status_code == 404:
-        message = (
-            f"This server has no {request.url.path}: it serves a model that generates text. "
-            "GET /openapi.json lists what it has."
-        )
-    return error_response(
-        ApiError(error.status_code, message, headers=dict(error.headers or {})), request.url.path
-    )
+        message = not_there(request.url.path)
+    return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    return error_response(unexpected(), request.url.path)
+    return _refused(request, unexpected())
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lockstep")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+def _refused(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.scope, request.app.state.refusals)

@@ -45,7 +45,12 @@ Message = dict[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """Messages that make no prompt with this template, or no template that works."""
+    """Messages that make no prompt with this template, or no template that works. ``logged`` stands in the
+    log in place of words that may quote the messages."""
+
+    def __init__(self, message: str, logged: str | None = None) -> None:
+        super().__init__(message)
+        self.logged = logged
 
     def __str__(self) -> str:
         return super().__str__()[:MAX_ERROR]
@@ -127,7 +132,8 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # whatever it is, the messages brought it about
-            raise ChatTemplateError(f"The chat template cannot render these messages: {error}") from error
+            problem = "The chat template cannot render these messages"
+            raise ChatTemplateError(f"{problem}: {error}", f"{problem}.") from error
         return "".join(written)
 
     def _shape(self, index: int, message: Message) -> Message:

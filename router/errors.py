@@ -30,6 +30,7 @@ class Kind(enum.StrEnum):
     METHOD_NOT_ALLOWED = "MethodNotAllowedError"
     REQUEST_TIMEOUT = "RequestTimeoutError"
     REQUEST_TOO_LARGE = "RequestTooLargeError"
+    UNSUPPORTED_MEDIA_TYPE = "UnsupportedMediaTypeError"
     INTERNAL = "InternalServerError"
     UNAVAILABLE = "ServiceUnavailableError"
     TOO_LATE = "TimeoutError"
@@ -43,6 +44,7 @@ KIND_OF_STATUS = {
     405: Kind.METHOD_NOT_ALLOWED,
     408: Kind.REQUEST_TIMEOUT,
     413: Kind.REQUEST_TOO_LARGE,
+    415: Kind.UNSUPPORTED_MEDIA_TYPE,
     429: Kind.RATE_LIMIT,
     500: Kind.INTERNAL,
     503: Kind.UNAVAILABLE,
@@ -51,7 +53,8 @@ KIND_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the field at fault as the client spells it."""
+    """An answer other than 200. ``param`` names the field at fault as the client spells it; ``logged`` stands
+    in the log in place of a message that may quote the prompt."""
 
     def __init__(
         self,
@@ -61,11 +64,13 @@ class ApiError(Exception):
         kind: str | None = None,
         param: str | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind or KIND_OF_STATUS.get(status) or HTTPStatus(status).phrase
         self.param = param
+        self.logged = logged
         self.headers = headers or {}
         if "retry-after" in self.headers:
             self.headers.setdefault("x-should-retry", "true")
@@ -95,7 +100,14 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
     except ApiError as error:
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         param = names.get(error.param, error.param) if error.param else None
-        raise ApiError(error.status, message, kind=error.kind, param=param, headers=error.headers) from error
+        raise ApiError(
+            error.status,
+            message,
+            kind=error.kind,
+            param=param,
+            headers=error.headers,
+            logged=error.logged,
+        ) from error
 
 
 def from_mesh(error: MeshError) -> ApiError:

@@ -158,6 +158,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs in the order of the prompts.
@@ -165,11 +166,13 @@ class LLM:
         ``prompts``: a text, a list of token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` (both
         with an optional ``cache_salt``), or a list of any of those. ``sampling_params``: one for all, or one
         per prompt; None: the model's defaults. ``use_tqdm``: a progress bar, or a class that makes one.
+        ``lora_request`` must be None, as in :meth:`chat`: adapters are not supported.
 
         Raises:
             ValueError, TypeError: a prompt or parameter that cannot be used; nothing has been generated then.
             GenerationError, EngineDeadError: the mesh could not finish.
         """
+        _check_adapters(lora_request)
         given = as_prompts(prompts)
         params = self._params_of(sampling_params, len(given))
         priorities = one_per_prompt(0 if priority is None else priority, len(given), "priority")
@@ -185,6 +188,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -196,6 +200,7 @@ class LLM:
 
         ``chat_template``: a Jinja file, or the template itself, instead of the model's.
         """
+        _check_adapters(lora_request)
         conversations = as_conversations(messages)
         params = self._params_of(sampling_params, len(conversations))
         maker = self._maker(self._model if chat_template is None else self._with_template(chat_template))
@@ -288,6 +293,12 @@ class LLM:
     def _close(self, *, waits_for_others: bool) -> None:
         self._finalizer.detach()
         self._mesh.close(waits_for_others=waits_for_others)
+
+
+def _check_adapters(given: object) -> None:
+    """vLLM takes one adapter for all prompts, or a list with one or None for each."""
+    if given is not None and not (isinstance(given, Sequence) and all(each is None for each in given)):
+        raise ValueError("lora_request is not supported: merge the adapter into the model's weights.")
 
 
 def _served(settings: Settings, directory: str) -> ServedModel:

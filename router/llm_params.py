@@ -11,8 +11,10 @@ from engine import sampling
 from engine.sampling import BadParameter
 from router.openai_api import CompletionRequest
 
-UNBOUNDED = 2**62
-"""Stands for what only the model knows, until it is asked."""
+WHOLE_OUTPUTS = (None, 0, 2)
+"""Values of vLLM's ``RequestOutputKind`` but for DELTA (1)."""
+OFFLINE_ONLY = ("detokenize", "extra_args", "output_kind")
+"""What no request has."""
 
 FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
@@ -58,6 +60,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words: list[str] | None = None
     structured_outputs: Any = None
     """``StructuredOutputsParams``, or a dictionary of its fields: what the output must look like."""
+    output_kind: Any = None
+    """vLLM's ``RequestOutputKind``: outputs are whole, so only its DELTA asks for something else."""
+    extra_args: Any = None
+    """vLLM's way to plug-ins, which are none here: must be empty."""
 
     def __post_init__(self) -> None:
         if self.seed == -1:
@@ -86,9 +92,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 prompt_logprobs=self.prompt_logprobs,
                 logit_bias=self.logit_bias or {},
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            ).check(vocab_size=UNBOUNDED, max_logprobs=UNBOUNDED)
+            ).check(vocab_size=sampling.UNBOUNDED, max_logprobs=sampling.UNBOUNDED)
         except BadParameter as error:
             raise ValueError(str(error)) from error
+        if getattr(self.output_kind, "value", self.output_kind) not in WHOLE_OUTPUTS:
+            raise ValueError(
+                "output_kind must be CUMULATIVE or FINAL_ONLY: outputs come when they are whole."
+            )
+        if self.extra_args:
+            raise ValueError("extra_args are not supported: nothing here reads them; leave them out.")
         if stops and not self.detokenize:
             raise ValueError("stop needs detokenize: without text no stop string is found.")
 
@@ -103,8 +115,8 @@ def request_of(params: SamplingParams) -> CompletionRequest:
     Raises:
         ValueError: a value of the wrong type.
     """
-    fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
-    del fields["detokenize"]
+    names = (name for name in SamplingParams.__struct_fields__ if name not in OFFLINE_ONLY)
+    fields = {name: getattr(params, name) for name in names}
     try:
         return msgspec.convert(fields, CompletionRequest)
     except msgspec.ValidationError as error:

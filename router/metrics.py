@@ -19,6 +19,7 @@ from engine.messages import FinishReason, Report
 from router.choice_counts import ChoiceCounts
 from router.faults import KINDS, Faults
 from router.histograms import Histogram
+from router.http_counts import HttpCounts
 from router.mesh import Mesh
 from router.report_metrics import LABELS, of_reports
 from router.shelf import Shelf, Snapshot, is_alive
@@ -78,6 +79,7 @@ class Metrics:
         self._shelf = shelf
         self._choices = ChoiceCounts(choices)
         self.faults = Faults() if faults is None else faults
+        self.http = HttpCounts()
         self.in_flight = 0
         self.ttft = Histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS
@@ -157,6 +159,7 @@ class Metrics:
             success.add_metric((model, engine, reason), count)
         yield success
         yield from of_reports(model, reports, self._block_size())
+        yield from self.http.families(other.http for other in others)
         yield from self._of_mesh(others)
 
     def snapshot(self) -> Snapshot:
@@ -171,6 +174,7 @@ class Metrics:
             success=success,
             faults=self.faults,
             choices=self._choices.total(),
+            http=self.http.totals(),
         )
 
     def faults_of_all(self) -> Faults:
@@ -192,6 +196,7 @@ class Metrics:
             for reason, count in reasons.items()
         }
         self._choices.go_on_from(left.choices)
+        self.http.add(left.http)
         self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
 
     def _success_of_all(self, others: Sequence[Snapshot]) -> dict[tuple[str, str], int]:

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, browsers of other sites, a proxy's prefix, request ids."""
+"""What stands before every endpoint: slashes, keys, other sites, a proxy's prefix, request ids."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
 from router.dashboard.page import open_paths
 from router.errors import ApiError
+from router.paths import without_slash
+from router.refusals import Refusals
 from router.rules import usable_id
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"})
 """What needs no key: nothing there costs or changes anything."""
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
-def middleware(config: HttpConfig) -> list[Middleware]:
+def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
     """From the outside in: a browser asks what it may do before it presents a key."""
-    found = []
+    found = [Middleware(Slashes)]
     if config.enable_request_id_headers:
         found.append(Middleware(RequestIds))
     if config.allowed_origins:
@@ -44,10 +46,11 @@ def middleware(config: HttpConfig) -> list[Middleware]:
                 allow_credentials=config.allow_credentials,
             )
         )
+    opened = open_paths() if config.dashboard else ()
     if keys := config.keys:
-        found.append(Middleware(KeyCheck, keys=keys, open_paths=open_paths() if config.dashboard else ()))
+        found.append(Middleware(KeyCheck, keys=keys, refusals=refusals, open_paths=opened))
     elif is_loopback(config.host):
-        found.append(Middleware(HostCheck))
+        found.append(Middleware(HostCheck, refusals=refusals))
     return found
 
 
@@ -93,12 +96,28 @@ class RootPath:
         await self._app(scope, receive, send)
 
 
+class Slashes:
+    """Serves a path with a slash at its end like the one without. A redirect would lead to a scheme and
+    a host that a proxy in front may not have, and many clients do not follow it with a POST."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := without_slash(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
 class KeyCheck:
     """Lets requests in that present one of the keys, as ``Authorization: Bearer <key>`` or ``X-Api-Key``."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], refusals: Refusals, open_paths: Collection[str] = ()
+    ) -> None:
         """``open_paths`` need no key, besides :data:`OPEN_PATHS`."""
         self._app = app
+        self._refusals = refusals
         self._open = OPEN_PATHS.union(open_paths)
         self._keys = [key.encode() for key in keys]
 
@@ -113,7 +132,7 @@ class KeyCheck:
         error = ApiError(
             401, "Give a valid API key (Authorization: Bearer ...).", headers={"www-authenticate": "Bearer"}
         )
-        await error_response(error, scope["path"])(scope, receive, send)
+        await error_response(error, scope, self._refusals)(scope, receive, send)
 
     def _number(self, scope: Scope) -> int | None:
         """Which of the keys was presented; all are compared, so that the time says nothing."""
@@ -130,8 +149,9 @@ class KeyCheck:
 class HostCheck:
     """For loopback without keys: lets in who asks for this machine, and not for some site."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refusals: Refusals) -> None:
         self._app = app
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -140,7 +160,7 @@ class HostCheck:
                 f"Without --api-key this server answers for localhost and for addresses, not for {host!r}: "
                 "give it a key, or have the proxy in front of it say Host: localhost."
             )
-            app = error_response(ApiError(421, message), scope["path"])
+            app = error_response(ApiError(421, message), scope, self._refusals)
         await app(scope, receive, send)
 
 
@@ -172,8 +192,10 @@ def _is_here(value: bytes) -> bool:
     return True
 
 
-def error_response(error: ApiError, path: str) -> Response:
-    """In the words of the API that a path belongs to."""
+def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Response:
+    """In the words of the API that a request's path belongs to. The log has it, too."""
+    path = scope["path"]
+    refusals.add(scope["method"], path, error)
     if path.startswith(anthropic_errors.PREFIX):
         return anthropic_errors.error_response(error)
     return errors.error_response(error)

@@ -88,6 +88,13 @@ class MoreFields(msgspec.Struct, kw_only=True):
     repetition_detection: Any = None
     vllm_xargs: Any = None
     custom_logit_processor: Any = None
+    stop_regex: Any = None
+    """SGLang's names, as the next five."""
+    no_stop_trim: Any = None
+    min_new_tokens: Any = None
+    input_ids: Any = None
+    lora_path: Any = None
+    return_hidden_states: Any = None
 
 
 class GenerationRequest(MoreFields, kw_only=True):
@@ -135,7 +142,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     functions: Any = None
-    """What tools were before; refused."""
+    """What tools were before; refused, as the next three where they ask for more than text."""
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

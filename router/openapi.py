@@ -23,6 +23,7 @@ from router.openai_api import (
     TokenizeRequest,
 )
 from router.responses.wire import InputTokens, ResponseObject, ResponsesRequest
+from router.server_info import ServerInfo, Sleeping
 
 Struct = type[msgspec.Struct]
 
@@ -70,6 +71,8 @@ OPERATIONS = [
     Operation("get", "/ping", "The same", is_open=True),
     Operation("post", "/ping", "The same", is_open=True),
     Operation("get", "/version", "The version of Lockstep", is_open=True),
+    Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
+    Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
     Operation("get", "/metrics", "For Prometheus", is_open=True),
     Operation("get", "/openapi.json", "This document", is_open=True),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.sampling import MAX_BAD_WORDS, MOST_BIAS, BadParameter, SamplingParams
-from router.errors import bad_request, refuse
+from router.errors import bad_request, in_terms_of, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.prompts import PromptText, too_long
 from router.rules import name_of_max_tokens, wanted_tokens
@@ -59,11 +59,12 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
     )
-    try:
-        params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
-    except BadParameter as error:
-        renamed = {"logprobs": "top_logprobs", "max_tokens": name_of_max_tokens(request)} if is_chat else {}
-        raise bad_request(str(error), renamed.get(error.param, error.param)) from error
+    renamed = {"logprobs": "top_logprobs", "max_tokens": name_of_max_tokens(request)} if is_chat else {}
+    with in_terms_of(renamed):
+        try:
+            params.check(vocab_size=vocab_size, max_logprobs=max_logprobs)
+        except BadParameter as error:
+            raise bad_request(str(error), error.param) from error
     if sum(map(len, stop)) > MAX_STOP_CHARACTERS:
         refuse(f"stop strings may have at most {MAX_STOP_CHARACTERS} characters together.", "stop")
     if params.max_tokens == 0 and params.min_tokens:

@@ -115,7 +115,7 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
             variables=variables,
         )
     except ChatTemplateError as error:
-        raise bad_request(str(error), "messages") from error
+        raise ApiError(400, str(error), param="messages", logged=error.logged) from error
 
 
 def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, bool]:

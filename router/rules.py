@@ -14,17 +14,24 @@ from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest,
 MAX_ID_LENGTH = 256
 MAX_TIMEOUT = 7 * 86400.0
 
-UNSUPPORTED = (
-    "logprob_token_ids",
-    "use_beam_search",
-    "kv_transfer_params",
-    "repetition_detection",
-    "vllm_xargs",
-    "custom_logit_processor",
-    "suffix",
-    "prompt_embeds",
-)
-"""Refused when set to anything that would matter."""
+UNSUPPORTED = {
+    "logprob_token_ids": "",
+    "use_beam_search": "",
+    "kv_transfer_params": "",
+    "repetition_detection": "",
+    "vllm_xargs": "",
+    "custom_logit_processor": "",
+    "suffix": "",
+    "prompt_embeds": "",
+    "stop_regex": "use stop, or structured_outputs with a regex",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "min_new_tokens": "use min_tokens",
+    "input_ids": "send token ids as the prompt of /v1/completions",
+    "lora_path": "",
+    "return_hidden_states": "",
+    "audio": "answers are text",
+}
+"""Refused when set to anything that would matter, with what to use instead."""
 
 
 def check_completion(request: CompletionRequest) -> None:
@@ -53,6 +60,10 @@ def check_chat(request: ChatRequest) -> None:
         refuse("at least one token must be generated.", name_of_max_tokens(request))
     if request.functions:
         refuse("functions is not supported: name them in tools.", "functions")
+    if request.modalities not in (None, [], ["text"]):
+        refuse("modalities other than text are not supported.", "modalities")
+    if request.web_search_options not in (None, False):  # an empty object switches the search on
+        refuse("web_search_options is not supported: offer a tool that searches.", "web_search_options")
     check_messages(request.messages)
     check_template_fields(request)
     _check_tools(request)
@@ -61,9 +72,9 @@ def check_chat(request: ChatRequest) -> None:
 def _check_common(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         refuse("stream_options needs stream to be true.", "stream_options")
-    for name in UNSUPPORTED:
+    for name, instead in UNSUPPORTED.items():
         if getattr(request, name, None):
-            refuse(f"{name} is not supported yet.", name)
+            refuse(f"{name} is not supported{f': {instead}' if instead else ' yet'}.", name)
     if request.best_of not in (None, 1, request.n):
         refuse("best_of is not supported: ask for n answers and choose.", "best_of")
     if request.request_id is not None and not usable_id(request.request_id):
@@ -126,6 +137,16 @@ def _check_tools(request: ChatRequest) -> None:
     if choice == "auto":
         return
     if isinstance(choice, dict):
+        kind = choice.get("type", "function")
+        if kind == "allowed_tools":
+            refuse(
+                "tool_choice of type allowed_tools is not supported: leave the others out of tools.",
+                "tool_choice",
+            )
+        if kind != "function":
+            refuse(
+                f"tool_choice of type {_shortened(str(kind))} is not supported, only function.", "tool_choice"
+            )
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if name not in [tool["function"]["name"] for tool in request.tools]:

@@ -24,7 +24,7 @@ from coordinator.commands import ask
 from coordinator.config import url
 from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
-from coordinator.messages import Answer, Drain, Scale
+from coordinator.messages import Answer, Drain, Scale, Settings
 from coordinator.tracing import Tracing, TracingMissing
 from router.accept import Acceptor, Tally
 from router.admin import AdminGate, make_admin_app
@@ -239,7 +239,11 @@ def _app(
     keys: MeshKeys | None,
 ) -> ASGIApp:
     """The endpoint, and the admin API beside it."""
-    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing)
+
+    def settings() -> Settings | None:
+        return None if mesh.view is None else mesh.view.settings
+
+    endpoint = make_app(mesh, config.http, metrics, _quotas(config), dashboard, tracing, settings)
     port = listeners[1].getsockname()[1] if len(listeners) > 1 else None
 
     async def command(wish: Drain | Scale) -> Answer:

@@ -32,6 +32,16 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     total: float
 
 
+class HttpTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Answers to HTTP requests of one method, by one handler."""
+
+    method: str
+    handler: str
+    statuses: dict[str, int]
+    """By group, as "2xx"."""
+    seconds: Totals
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has counted since the mesh started."""
 
@@ -44,6 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     faults: Faults = msgspec.field(default_factory=Faults)
     choices: dict[str, int] = {}
     """By outcome: see :mod:`router.choice_counts`."""
+    http: list[HttpTotals] = []
 
 
 class Shelf:

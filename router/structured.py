@@ -15,6 +15,7 @@ import msgspec
 
 from router.errors import refuse
 from router.openai_api import GenerationRequest, StructuredOutputs
+from router.schema_formats import without_unknown_formats
 from router.structured_config import StructuredOutputsConfig
 
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
@@ -86,6 +87,7 @@ def json_body(schema: Any, config: StructuredOutputsConfig, whitespace: str | No
     """JSON by a schema: an object, or a boolean."""
     if config.disable_additional_properties:
         schema = _closed(schema)
+    schema = without_unknown_formats(schema)
     options: dict[str, Any] = {"whitespace_flexible": False}
     if not config.disable_any_whitespace:
         options = {"whitespace_pattern": whitespace or WHITESPACE}

@@ -120,6 +120,7 @@ class TurnFormat:
             max_calls=self._max_calls,
             hides_reasoning=self._hides_reasoning,
             names_tool=self._names_tool,
+            must_call=bool(self._asked_for),
         )
 
 

@@ -25,14 +25,17 @@ class TurnReader:
         max_calls: int = 0,
         hides_reasoning: bool = False,
         names_tool: bool = False,
+        must_call: bool = False,
     ) -> None:
         """``max_calls``: drop calls beyond so many; 0 keeps all. ``names_tool``: the client named the one to
-        be called."""
+        be called. ``must_call``: a grammar lets nothing stand in the answer but calls, so what is no call at
+        its end is one that was cut before its name was there."""
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
         self._hides_reasoning = hides_reasoning
         self.names_tool = names_tool
+        self._must_call = must_call
         self.num_calls = 0
         self.num_reasoning_tokens = 0
 
@@ -74,7 +77,10 @@ class TurnReader:
             else:
                 yield event
         if ended:
-            yield from self._counted(self._tools.flush())
+            rest = self._tools.flush()
+            if self._must_call:
+                rest = [event for event in rest if not isinstance(event, Content)]
+            yield from self._counted(rest)
 
     def _counted(self, events: Iterable[Parsed]) -> Iterable[Parsed]:
         for event in events:

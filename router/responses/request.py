@@ -121,7 +121,7 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and "name" in choice:
+    if isinstance(choice, dict) and choice.get("type", "function") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
 

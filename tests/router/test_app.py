@@ -14,9 +14,11 @@ import openai
 import pytest
 import uvloop
 
+from coordinator.messages import Settings
 from engine.messages import Delta
 from router.config import HttpConfig
 from router.mesh import MeshError, ServedModel
+from router.server_info import server_info
 from router.tokens import Tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
@@ -50,10 +52,6 @@ def test_models(client: openai.OpenAI) -> None:
     assert model.model_dump()["max_model_len"] == MAX_MODEL_LEN
     with pytest.raises(openai.NotFoundError, match="The model `x` does not exist"):
         client.models.retrieve("x")
-
-
-def test_models_without_a_name(server: Server) -> None:
-    assert server.client.get("/v1/models/").status_code == 404
 
 
 def test_names_of_the_model(server: Server) -> None:
@@ -136,8 +134,7 @@ def test_open_paths(server: Server) -> None:
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
         ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
-        ("POST", "/v1/chat/completions/", 404, "NotFoundError"),
-        ("GET", "/health/", 404, "NotFoundError"),
+        ("GET", "/v1/chat/completions//", 404, "NotFoundError"),
     ],
 )
 def test_other_paths_and_methods(server: Server, method: str, path: str, status: int, kind: str) -> None:
@@ -146,7 +143,79 @@ def test_other_paths_and_methods(server: Server, method: str, path: str, status:
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == (kind, status)
     assert ("allow" in answer.headers) == (status == 405)
-    assert (f"has no {path}" in error["message"]) == (status == 404)
+    assert (f"has no {path.removesuffix('/')}" in error["message"]) == (status == 404)
+
+
+def test_a_slash_at_the_end(server: Server) -> None:
+    answer = server.post("/v1/chat/completions/", {"messages": USER})
+    assert answer.json()["choices"][0]["message"]["content"] == " Hello world!"
+    for path in ("/v1/models", "/v1/models/other/name", "/health"):
+        assert server.client.get(path + "/").content == server.client.get(path).content
+        assert server.client.get(path + "/").status_code == 200
+
+
+def test_a_slash_behind_an_open_path(served: ServedModel) -> None:
+    with serving(FakeMesh(served, saying([70])), HttpConfig(api_key=("one",))) as server:
+        assert server.client.get("/health/").status_code == 200
+        assert server.client.get("/v1/models/").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/Models", "/v1/models"),
+        ("/messages", "/v1/messages"),
+    ],
+)
+def test_slips_of_the_path(server: Server, path: str, meant: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"This server has no {path}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/score", "/rerank", "/v1/audio/speech"])
+def test_paths_of_what_is_not_built(server: Server, path: str) -> None:
+    message = server.post(path, {}).json()["error"]["message"]
+    assert message.startswith(f"This server has no {path}: it serves a model that generates text.")
+
+
+@pytest.mark.parametrize("path", ["/favicon.ico", "/foo", "/" + "v1/models" * 5000])
+def test_paths_of_nothing(server: Server, path: str) -> None:
+    message = server.client.get(path).json()["error"]["message"]
+    assert message == f"This server has no {path}. GET /openapi.json lists what it has."
+
+
+def test_server_info(served: ServedModel) -> None:
+    config = HttpConfig(api_key=("secret",), admin_api_key=("secret",), max_logprobs=7)
+    with serving(FakeMesh(served, saying([70])), config) as server:
+        assert server.client.get("/server_info").status_code == 401
+        answer = server.client.get("/server_info", headers={"x-api-key": "secret"})
+    info = answer.json()
+    assert "secret" not in answer.text
+    assert (info["served_model_name"], info["model_path"]) == ("tiny", served.directory)
+    assert (info["max_model_len"], info["dp_size"], info["settings"]) == (MAX_MODEL_LEN, 0, None)
+    assert info["flags"] == {"max_logprobs": 7}
+    assert info["versions"]["msgspec"]
+
+
+def test_server_info_knows_the_settings_of_the_mesh(served: ServedModel) -> None:
+    settings = Settings(
+        model="/m", revision=None, served_model_name=("tiny",), fingerprint="", dtype="float32", max_model_len=9,
+        block_size=16, vocab_size=9, tensor_parallel_size=2, pipeline_parallel_size=3, enable_expert_parallel=False,
+        expert_placement_strategy="linear", all2all_backend="tcp", data_parallel_size=0,
+        max_num_batched_tokens=9, max_num_seqs=9,
+    )  # fmt: skip
+    info = server_info(served, settings, 4, HttpConfig())
+    assert (info.tp_size, info.pp_size, info.dp_size, info.flags) == (2, 3, 4, {})
+
+
+def test_it_never_sleeps(server: Server) -> None:
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
 def test_no_model_yet() -> None:

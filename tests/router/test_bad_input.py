@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -164,6 +165,12 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking_token_budget": True}, "got `bool`", "thinking_token_budget"),
     ({"thinking_token_budget": 0}, "thinking_token_budget ", "thinking_token_budget"),
     ({"custom_logit_processor": "x"}, "is not supported yet", "custom_logit_processor"),
+    ({"stop_regex": "a+"}, "stop_regex is not supported: use stop, or", "stop_regex"),
+    ({"no_stop_trim": True}, "not supported: use include_stop_str_in_output", "no_stop_trim"),
+    ({"min_new_tokens": 5}, "not supported: use min_tokens", "min_new_tokens"),
+    ({"input_ids": [1], "prompt": None}, "send token ids as the prompt", "input_ids"),
+    ({"lora_path": "a"}, "lora_path is not supported yet", "lora_path"),
+    ({"return_hidden_states": True}, "return_hidden_states is not supported yet", "return_hidden_states"),
     ({"best_of": 3}, "best_of is not supported: ask for n", "best_of"),
     ({"regex": "(", "best_of": 1}, "unclosed group", "regex"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other", "ebnf"),
@@ -232,11 +239,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"max_tokens": 0}, "at least one token", "max_tokens"),
     ({"max_completion_tokens": 0, "max_tokens": 5}, "at least one token", "max_completion_tokens"),
-    ({"max_completion_tokens": -5}, "must be at least 0", "max_completion_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens must be at least 0", "max_completion_tokens"),
     ({"logprobs": 1}, "Expected `bool | null`", "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": False}, "top_logprobs needs logprobs", "top_logprobs"),
-    ({"top_logprobs": 21, "logprobs": True}, "between 0 and 20", "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be between 0 and 20", "top_logprobs"),
     ({"top_logprobs": -1, "logprobs": True}, "between 0 and 20", "top_logprobs"),
     (
         {"add_generation_prompt": True, "continue_final_message": True},
@@ -244,6 +251,9 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "continue_final_message",
     ),
     ({"tools": []}, "tools must not be an empty list", "tools"),
+    ({"modalities": ["text", "audio"]}, "modalities other than text are not supported", "modalities"),
+    ({"audio": {"voice": "a"}}, "audio is not supported: answers are text", "audio"),
+    ({"web_search_options": {}}, "web_search_options is not supported: offer a tool", "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions is not supported: name them in tools", "functions"),
     ({"tools": [{}]}, "tools[0].function must be an object with a name", "tools"),
     ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type must be 'function'", "tools"),
@@ -273,6 +283,16 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "names no function of tools",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+        "tool_choice of type allowed_tools is not supported: leave the others out of tools",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice of type 'custom' is not supported, only function",
         "tool_choice",
     ),
     ({"tools": [TOOL], "tool_choice": {"function": 1}}, "names no function of tools", "tool_choice"),
@@ -384,6 +404,18 @@ def test_content_types_that_are_json(server: Server) -> None:
     ):
         answer = server.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
         assert answer.status_code == 200
+
+
+def test_compressed_bodies(server: Server) -> None:
+    body = json.dumps({"prompt": "a"}).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = server.client.post("/v1/completions", content=gzip.compress(body), headers=headers)
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("UnsupportedMediaTypeError", "Content-Encoding")
+    assert error["message"].startswith("Compressed bodies are not read (Content-Encoding: gzip)")
+    plain = headers | {"content-encoding": "identity"}
+    assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
 
 
 @pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])

@@ -174,3 +174,38 @@ def test_usage_in_streams(server: Server) -> None:
     *rest, last = usages(include_usage=True, continuous_usage_stats=True)
     assert [usage["completion_tokens"] for usage in rest] == list(range(1, total + 1))
     assert last["completion_tokens"] == total
+
+
+def test_whole_numbers_with_a_point(server: Server) -> None:
+    body = {
+        "prompt": [5.0, 6],
+        "max_tokens": 2.0,
+        "seed": 3.0,
+        "top_k": 4.0,
+        "n": 1.0,
+        "logit_bias": {"7": 1.0},
+    }
+    answer = server.post("/v1/completions", body | {"stop_token_ids": [9.0], "temperature": 1.0})
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    prompt = server.mesh.prompts[-1]
+    assert (prompt.prompt_ids, prompt.seed, prompt.params.max_tokens, prompt.params.top_k) == (
+        [5, 6],
+        3,
+        2,
+        4,
+    )
+    assert (prompt.params.stop_token_ids, prompt.params.logit_bias) == ((9,), {7: 1.0})
+    assert type(prompt.params.max_tokens) is int
+
+
+def test_other_numbers_with_a_point(server: Server) -> None:
+    for body, param in (
+        ({"max_tokens": 5.0, "top_k": 1.5}, "top_k"),
+        ({"max_tokens": 1e19}, "max_tokens"),
+        ({"stop_token_ids": [1.0, 2.5]}, "stop_token_ids"),
+        ({"user": 5.0}, "user"),
+    ):
+        answer = server.post("/v1/completions", {"prompt": "a"} | body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert server.client.post("/v1/completions", content=b"5.0").status_code == 400
+    assert server.client.post("/v1/completions", content=b"[5.0]").status_code == 400

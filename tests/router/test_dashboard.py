@@ -152,7 +152,7 @@ def test_who_asks_for_the_head_of_the_feed_only_gets_it(served: ServedModel) -> 
 
 def test_paths_that_are_almost_those_of_files(served: ServedModel) -> None:
     with dashboard_served(served) as (client, _):
-        for path in ("/%0A", "/dashboard/main.js%0A", "/dashboard/main.js/"):
+        for path in ("/%0A", "/dashboard/main.js%0A", "/dashboard/main.js//"):
             assert client.get(path).status_code == 404
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import random
 import subprocess
@@ -122,19 +123,34 @@ def test_defaults_are_those_of_vllm() -> None:
         ({"min_tokens": 17}, r"min_tokens \(17\) must not exceed max_tokens \(16\)"),
         ({"stop": [""]}, "stop strings must not be empty"),
         ({"stop": 5}, "stop: Expected"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"logprobs": -1}, "logprobs must be between 0"),
+        ({"stop_token_ids": [-1]}, "names token -1, but the vocabulary has ids from 0 on"),
+        ({"logprobs": -1}, "logprobs must be at least 0, got -1"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"logit_bias": {1: 200}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"seed": 2**70}, "seed"),
         ({"stop": "x", "detokenize": False}, "stop needs detokenize"),
+        ({"output_kind": 1}, "output_kind must be CUMULATIVE or FINAL_ONLY"),
+        ({"extra_args": {"a": 1}}, "extra_args are not supported"),
     ],
 )
 def test_values_out_of_range_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
+
+
+class OutputKind(enum.Enum):
+    """As vLLM has it."""
+
+    CUMULATIVE = 0
+    FINAL_ONLY = 2
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    for kind in (None, 0, 2, *OutputKind):
+        assert SamplingParams(output_kind=kind, extra_args={}).max_tokens == 16
+    assert SamplingParams(extra_args=None).clone() == SamplingParams()
 
 
 def test_a_clone_shares_nothing() -> None:
@@ -240,6 +256,21 @@ def test_no_more_than_so_many_are_in_flight(mesh: FakeMesh, make_llm: Make) -> N
         most = 0
         llm.generate([[9]] * 10, SamplingParams(n=4, max_tokens=2), use_tqdm=False)
         assert most == 4, "at least one prompt, whatever its samples"
+
+
+def test_adapters_are_refused_where_there_are_any(mesh: FakeMesh, make_llm: Make) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    with make_llm() as llm:
+        outputs = llm.generate(["a", "b"], use_tqdm=False, lora_request=None)
+        outputs += llm.chat(conversation, None, False, None)
+        assert [output.metrics for output in outputs] == [None] * 3
+        adapters: list[Any] = [None, object()]
+        assert len(llm.generate(["a"], use_tqdm=False, lora_request=adapters[:1])) == 1  # type: ignore[arg-type]
+        for given in (object(), adapters):
+            with pytest.raises(ValueError, match="lora_request is not supported: merge"):
+                llm.generate(["a", "b"], lora_request=given)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="lora_request is not supported: merge"):
+                llm.chat(conversation, lora_request=given)  # type: ignore[arg-type]
 
 
 def test_kinds_of_prompts(mesh: FakeMesh, make_llm: Make) -> None:

@@ -288,6 +288,8 @@ def test_the_log_probabilities_of_prompts_are_bounded(
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"tool_choice": "none"},
         {"response_format": {"type": "text"}},
+        {"stop_regex": None, "no_stop_trim": False, "min_new_tokens": 0, "input_ids": [], "lora_path": ""},
+        {"return_hidden_states": False, "modalities": ["text"], "audio": None, "web_search_options": None},
         {"structured_outputs": None, "use_beam_search": False, "bad_words": [], "kv_transfer_params": {}},
         {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "x": [[{}]]},
         {"parallel_tool_calls": True, "reasoning_effort": "low", "documents": [{"text": "d"}]},

@@ -205,6 +205,7 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"tools": [{"type": "web_search"}]}, "tools[0] has type 'web_search'", "tools"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}], "tool_choice": "required"}, "Invalid type: x", "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "names no function", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "x"}}, "'custom' is not supported", "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema", "text"),
         ({"text": {"format": {"type": "xml"}}}, "text.type must be text, json_object", "text"),
         ({"max_output_tokens": 0}, "at least one token", "max_output_tokens"),

@@ -44,6 +44,7 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         for _ in range(count):
             metrics.ttft.of("0").observe(0.03)
         metrics.faults.record(Event.RESUME, "connection_lost", "4 requests", 1.0, 4)
+        metrics.http.observe("POST", "/v1/completions", 200, 0.3)
     write(tmp_path, 0, one)
     write(tmp_path, 1, two)
     Shelf(tmp_path, "launcher").write(Snapshot(pid=1, faults=Faults(counts={Event.RESTART: {"engine": 1}})))
@@ -58,6 +59,9 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         assert found['lockstep:faults_total{event="resume",kind="connection_lost"}'] == 8
         assert found['lockstep:faults_total{event="restart",kind="engine"}'] == 1
         assert found['lockstep:choices_total{outcome="affinity_hits"}'] == 8
+        http = 'handler="/v1/completions",method="POST"'
+        assert found[f'http_requests_total{{{http},status="2xx"}}'] == 2
+        assert found[f"http_request_duration_seconds_count{{{http}}}"] == 2
         assert not any(name.startswith("process_") for name in found), "they would be of one of the two"
 
 

@@ -22,6 +22,7 @@ from router.config import HttpConfig
 from router.errors import ApiError
 from router.grammar_check import GrammarCheck, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
+from router.schema_formats import FORMATS
 from router.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer, load_tokenizer
@@ -290,6 +291,49 @@ def test_each_form(
     assert problem_with(text) == ""
     assert follows(good, text, vocabulary, marked)
     assert not follows(bad, text, vocabulary, marked)
+
+
+def grammar_of(schema: Any) -> str:
+    form = form_of(CompletionRequest(prompt="a", structured_outputs=StructuredOutputs(json=schema)), DEFAULT)
+    assert form is not None
+    return text_of({ANSWER: form.body})
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ('{"id":"x","day":"2024-01-31","key":"","format":""}', True),
+        ('{"id":"x","day":"yesterday","key":"","format":""}', False),
+        ('{"id":"x","day":"2024-01-31","key":"","format":1}', False),
+        ('{"id":"x","day":"2024-01-31","key":{"format":"x"},"format":""}', True),
+        ('{"id":"x","day":"2024-01-31","key":{},"format":""}', False),
+    ],
+)
+def test_formats_that_nobody_knows_are_ignored(
+    text: str, holds: bool, vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    """And those that are known hold; what only looks like a format is left alone."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "format": "password"},
+            "day": {"type": "string", "format": "date"},
+            "key": {"anyOf": [{"$ref": "#/$defs/format"}, {"const": {"format": "x"}}]},
+            "format": {"type": "string"},
+        },
+        "required": ["id", "day", "key", "format"],
+        "additionalProperties": False,
+        "$defs": {"format": {"type": "string", "format": "binary"}},
+    }
+    assert follows(text, grammar_of(schema), vocabulary, marked) == holds
+
+
+def test_the_formats_that_are_known() -> None:
+    for name in FORMATS:
+        assert problem_with(text_of({ANSWER: {"json_schema": {"type": "string", "format": name}}})) == ""
+    for name in ("password", "path", "binary", "decimal", "json-pointer", "regex"):
+        assert problem_with(grammar_of({"type": "string", "format": name})) == ""
+    assert problem_with(grammar_of({"type": "string", "format": 5})) != ""
 
 
 def test_text_needs_no_grammar() -> None:

@@ -20,7 +20,7 @@ from router.config import HttpConfig
 from router.mesh import Prompt, ServedModel
 from router.tokens import Tokenizer, load_tokenizer
 from tests.router import tiny_tokenizer
-from tests.router.conftest import Server, serving
+from tests.router.conftest import Server, events, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, talking
 
@@ -396,3 +396,59 @@ def test_a_budget_of_reasoning(
         assert other.post("/v1/messages", body).status_code == 200, "where no reasoning is known it is advice"
         refused = other.post("/v1/chat/completions", {"messages": USER, "thinking_token_budget": 7})
         assert "thinking_token_budget needs --reasoning-parser" in refused.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def forcing_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without a parser: calls are made as a list in JSON."""
+    with talking(served, tmp_path_factory.mktemp("forcing")) as server:
+        yield server
+
+
+FORCED = '[{"name": "weather", "parameters": {"city": "Ulm"}}, {"name": "now", "parameters": {}}]'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "cut", ["[", '[{"na', '[{"name": "wea', '[{"name": "weather", "parameters": {}}, {"n']
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_that_was_cut(
+    forcing_server: Server, tokenizer: Tokenizer, choice: Any, cut: str, stream: bool
+) -> None:
+    Speaker(forcing_server, tokenizer)(cut, FinishReason.LENGTH)
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": choice, "stream": stream}
+    text = forcing_server.post("/v1/chat/completions", body).text
+    choices = [each["choices"][0] for each in (events(text) if stream else [json.loads(text)])]
+    said = [each.get("delta") or each.get("message") or {} for each in choices]
+    assert not any(each.get("content") for each in said)
+    assert choices[-1]["finish_reason"] == "length"
+    calls = [call for each in said for call in each.get("tool_calls") or () if call["function"].get("name")]
+    assert len(calls) == cut.count("}}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_was_cut_elsewhere(
+    forcing_server: Server, tokenizer: Tokenizer, stream: bool
+) -> None:
+    Speaker(forcing_server, tokenizer)('[{"na', FinishReason.LENGTH)
+    body = {"input": "a", "tools": RESPONSES_TOOLS, "tool_choice": "required", "stream": stream}
+    text = forcing_server.post("/v1/responses", body).text
+    assert ("output_text" in text, '"max_output_tokens"' in text) == (False, True)
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    body = {
+        "messages": USER,
+        "max_tokens": 9,
+        "tools": tools,
+        "tool_choice": {"type": "any"},
+        "stream": stream,
+    }
+    text = forcing_server.post("/v1/messages", body).text
+    assert ('"text"' in text, '"stop_reason":"max_tokens"' in text) == (False, True)
+
+
+def test_a_forced_call_that_is_whole(forcing_server: Server, tokenizer: Tokenizer) -> None:
+    Speaker(forcing_server, tokenizer)(FORCED)
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
+    message = forcing_server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "now"]
