@@ -49,17 +49,20 @@ class Lines:
 
 
 class Refusals:
-    """Of one application. What is at fault at the client is information, what is at fault here an error."""
+    """Of one application. What is at fault at the client is information, that nobody could take a request a
+    warning, and what is at fault here an error."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lines = {level: Lines(clock) for level in (logging.INFO, logging.ERROR)}
+        self._lines = {level: Lines(clock) for level in (logging.INFO, logging.WARNING, logging.ERROR)}
 
     def __repr__(self) -> str:
         return f"<Refusals {self._lines}>"
 
     def add(self, method: str, path: str, error: ApiError) -> None:
         """A request was answered with an error."""
-        level = logging.ERROR if error.status >= 500 else logging.INFO
+        level = logging.INFO if error.status < 500 else logging.WARNING
+        if error.status == 500:
+            level = logging.ERROR
         left_out = self._lines[level].take()
         if left_out is None:
             return

@@ -35,7 +35,7 @@ def test_what_was_wrong(served: ServedModel, log: pytest.LogCaptureFixture) -> N
         server.mesh.refusal = MeshError(503, "ServiceUnavailableError", "all full", retry_after=2)
         server.post("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
     found = lines(log)
-    assert [level for level, _ in found] == ["INFO"] * 4 + ["ERROR"]
+    assert [level for level, _ in found] == ["INFO"] * 4 + ["WARNING"]
     bad, missing, method, host, full = (text for _, text in found)
     assert bad.startswith("POST /v1/completions: 400 (temperature): temperature must be a finite number")
     assert missing.startswith("GET /nothing: 404: This server has no /nothing.")
