@@ -12,10 +12,12 @@ import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from coordinator.command_line import OneLineParser
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -159,13 +161,6 @@ def parse(
         return from_flat(config, given, shares_file=shares_file)
     except FlagError as error:
         parser.error(str(error))
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """One line for what is wrong; argparse would print the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:

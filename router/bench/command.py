@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator import process
+from coordinator.command_line import OneLineParser
 from coordinator.config import url
-from coordinator.flags import OneLineParser
 from router.bench.arrivals import INFINITE, Arrivals
 from router.bench.datasets import LOWEST_ID, Conversation, Shape, prefix_repetition, random_prompts, sharegpt
 from router.bench.local_mesh import mesh

@@ -30,6 +30,18 @@ def test_vllm_spellings() -> None:
     assert config.engine.model.served_model_name == ("a", "b")
 
 
+def test_long_flags_may_have_underscores() -> None:
+    config = parse(
+        "--max_model_len", "1K", "--served_model_name=a_b", "--no_enable_prefix_caching", "--data-parallel_rank",
+        "0", "--chat_template", "x_y", "--", "/m_n",
+    )  # fmt: skip
+    assert config.engine.model.max_model_len == 1024
+    assert config.engine.model.served_model_name == ("a_b",)
+    assert not config.engine.cache.enable_prefix_caching
+    assert config.mesh.data_parallel_start_rank == 0
+    assert (config.http.chat_template, config.engine.model.model) == ("x_y", "/m_n")
+
+
 @pytest.mark.parametrize("spelling", ["-dpr", "-dpn", "--data-parallel-rank", "--data-parallel-start-rank"])
 def test_both_spellings_of_the_rank(spelling: str) -> None:
     assert parse("-dp", "2", spelling, "1", "--headless").mesh.data_parallel_start_rank == 1
@@ -120,6 +132,8 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
         (["--speculative-config", "{}"], '--speculative-config: the method must be "ngram"'),
         (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--max-model", "5"], "unrecognized arguments: --max-model"),
+        (["--max_model", "5"], "unrecognized arguments: --max_model"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file or directory"),
         (["--config", "/"], "--config / cannot be read: Is a directory"),
         (["--config", "n" * 300], "cannot be read: File name too long"),

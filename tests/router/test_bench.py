@@ -152,6 +152,10 @@ def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.Capt
     assert said in capsys.readouterr().err
 
 
+def test_flags_may_have_underscores() -> None:
+    assert parse_args(["--num_prompts", "7", "--random_input_len=9"]).num_prompts == 7
+
+
 def test_flags_for_requests_and_results(tmp_path: Path) -> None:
     argv = [
         "--header",
