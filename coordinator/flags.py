@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from coordinator.command_line import OneLineParser
+from coordinator.command_line import FOREIGN, OneLineParser, add_foreign, nearest
+from coordinator.foreign import ForeignError, ForeignFlags
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -151,15 +152,27 @@ def _value_kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
 
 
 def parse(
-    config: type[Config], argv: Sequence[str], *, prog: str, description: str, shares_file: bool = False
+    config: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    shares_file: bool = False,
+    foreign: ForeignFlags | None = None,
 ) -> Config:
     """Parse a command line into a config; wrong values end the process with exit code 2 and a message.
-    ``shares_file``: a YAML file may hold settings of other commands too."""
+    ``shares_file``: a YAML file may hold settings of other commands too. ``foreign``: flags that we do not
+    have; what is to be said of them is there afterwards."""
     parser = make_parser(config, prog=prog, description=description)
+    for other in () if foreign is None else foreign.flags:
+        add_foreign(parser, other)
     given = vars(parser.parse_args(list(argv)))
     try:
-        return from_flat(config, given, shares_file=shares_file)
-    except FlagError as error:
+        for other, value in given.pop(FOREIGN, ()):
+            assert foreign is not None
+            foreign.take(other, value)
+        return from_flat(config, given, shares_file=shares_file, foreign=foreign)
+    except (FlagError, ForeignError) as error:
         parser.error(str(error))
 
 
@@ -209,11 +222,18 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
         )
 
 
-def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool = False) -> Config:
+def from_flat(
+    config: type[Config],
+    given: dict[str, Any],
+    *,
+    shares_file: bool = False,
+    foreign: ForeignFlags | None = None,
+) -> Config:
     """Build a config from flat settings, with those of a ``config`` YAML file underneath.
 
     Raises:
         FlagError: an unknown key, a value of the wrong type or out of bounds, or settings that clash.
+        ForeignError: the file has a setting of other systems, with a value that means something.
     """
     given = dict(given)
     file = given.pop("config", None)
@@ -222,7 +242,7 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     if file is not None:
         # In a file of several commands another name of ours may be a setting of theirs (`model`).
         known = by_key if shares_file else {key: field for field in fields for key in field.keys}
-        given = {**_of_file(file, known, shares_file=shares_file), **given}
+        given = {**_of_file(file, known, shares_file=shares_file, foreign=foreign), **given}
     nested: dict[str, Any] = {}
     for key, value in given.items():
         field = by_key[key]
@@ -237,7 +257,9 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
         raise FlagError(_readable(str(error))) from error
 
 
-def _of_file(file: str, by_key: dict[str, Field], *, shares_file: bool) -> dict[str, Any]:
+def _of_file(
+    file: str, by_key: dict[str, Field], *, shares_file: bool, foreign: ForeignFlags | None
+) -> dict[str, Any]:
     """Settings of a YAML file by the keys of their fields."""
     from coordinator.settings_file import read_settings  # takes time, for a file that few have
 
@@ -248,13 +270,16 @@ def _of_file(file: str, by_key: dict[str, Field], *, shares_file: bool) -> dict[
         field = field_of(name)
         return field is not None and field.kind is str
 
+    shown = [key.replace("_", "-") for key in by_key]
     settings: dict[str, Any] = {}
     for name, value in read_settings(file, is_text).items():
         field = field_of(name)
         if field is not None:
             settings[field.key] = value
+        elif foreign is not None and (other := foreign.find(name)) is not None:
+            foreign.take(other, value)
         elif not shares_file:
-            raise FlagError(f"unknown setting {name!r} in {file}")
+            raise FlagError(f"unknown setting {name!r} in {file}{nearest(name.replace('_', '-'), shown)}")
     return settings
 
 

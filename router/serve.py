@@ -23,6 +23,7 @@ import uvloop
 from coordinator import process
 from coordinator.config import url
 from coordinator.flags import parse, secrets_of
+from coordinator.foreign import ForeignFlags
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from engine import forked
@@ -32,6 +33,7 @@ from engine.settings import resolve
 from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.entry import INTERRUPTED
+from router.foreign_flags import FOREIGN
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind, wait_for_health
 from router.node import run_node
@@ -62,13 +64,17 @@ def main_serve(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str] | None) -> int:
+    foreign = ForeignFlags(FOREIGN)
     config = parse(
         ServeConfig,
         sys.argv[1:] if argv is None else argv,
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
+        foreign=foreign,
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
+    for line in foreign.said:
+        logger.warning("%s", line)
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
