@@ -50,6 +50,23 @@ def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None
         raise ValueError(f"{flag_name} must be one of {', '.join(known)}, not {given!r}")
 
 
+def _check_head(mesh: MeshConfig) -> None:
+    """A head without -dp makes a mesh of one instance: it can have no more of them, and no rank but 0."""
+    if mesh.headless or mesh.data_parallel_size is not None:
+        return
+    first, count = mesh.data_parallel_start_rank or 0, mesh.local_size
+    if first > 0 or (count > 1 and mesh.data_parallel_start_rank is not None):
+        raise ValueError(
+            f"--data-parallel-rank {first} without -dp: add --headless where the mesh is started elsewhere, "
+            f"or say with -dp how many instances it has in all (at least {first + max(1, count)})"
+        )
+    if count > 1:
+        raise ValueError(
+            f"-dpl {count} without -dp: say with -dp how many instances the mesh has in all (-dp {count} for "
+            "these alone), or add --headless where it is started elsewhere"
+        )
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The OpenAI-compatible endpoint."""
 
@@ -279,6 +296,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_keys(self.mesh, self.engine.nodes)
+        _check_head(self.mesh)
         if self.data_parallel_backend != "ray":
             return
         if self.engine.nodes.nnodes > 1:

@@ -211,7 +211,9 @@ def test_json_may_be_a_mapping_in_a_file(tmp_path: Path) -> None:
 
 def test_every_long_flag_is_a_key_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
-    file.write_text("data-parallel-rank: 1\npolicy: round_robin\ndisable-uvicorn-access-log: true\n")
+    file.write_text(
+        "data-parallel-rank: 1\nheadless: true\npolicy: round_robin\ndisable-uvicorn-access-log: true\n"
+    )
     config = parse("--config", str(file))
     assert config.mesh.data_parallel_start_rank == 1
     assert (config.http.load_balancing_policy, config.http.disable_access_log) == ("round_robin", True)
