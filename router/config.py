@@ -32,7 +32,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
         raise ValueError(f"--default-chat-template-kwargs must be a JSON object: {error}") from error
 
 
-def _check_keys(flag_name: str, keys: Iterable[str]) -> None:
+def check_keys_of_clients(flag_name: str, keys: Iterable[str]) -> None:
     """An empty one, of a variable that is not set, would be what clients without any key present."""
     for key in keys:
         if not key.strip():
@@ -227,13 +227,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
 
-        _check_keys("--api-key", self.api_key)
-        _check_keys("--admin-api-key", self.admin_api_key)
+        check_keys_of_clients("--api-key", self.api_key)
+        check_keys_of_clients("--admin-api-key", self.admin_api_key)
         _template_kwargs(self.default_chat_template_kwargs)
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
-            _check_keys("a key of --api-key-limits", read_key_limits(self.api_key_limits))
+            check_keys_of_clients("a key of --api-key-limits", read_key_limits(self.api_key_limits))
         read_config(self.structured_outputs_config)
 
     @property

@@ -33,6 +33,7 @@ from engine.settings import resolve
 from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.entry import INTERRUPTED
+from router.environment import with_key
 from router.foreign_flags import FOREIGN
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind, wait_for_health
@@ -80,6 +81,15 @@ def _serve(argv: list[str] | None) -> int:
         return process.EXIT_USAGE
     if ignored := ignored_when_headless(config):
         logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
+    if not (config.mesh.headless or config.engine.nodes.node_rank):
+        try:
+            http, variable = with_key(config.http, os.environ)
+        except ValueError as error:
+            print(f"serve: error: {error}", file=sys.stderr)
+            return process.EXIT_USAGE
+        if variable:
+            logger.info("clients must present the key in %s, since no --api-key is given", variable)
+        config = msgspec.structs.replace(config, http=http)
     keys = process.mesh_keys(config.mesh, "serve")
     settings = None
     title, model_type = "serve", ""

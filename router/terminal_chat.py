@@ -16,6 +16,7 @@ import msgspec
 
 from coordinator import process
 from coordinator.flags import Count, flag, parse
+from router.environment import key_of_client
 
 Temperature = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -38,7 +39,10 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
     api_key: Annotated[
         tuple[str, ...],
-        flag(repeated=True, help="Of several the first is used; unset: OPENAI_API_KEY of the environment."),
+        flag(
+            repeated=True,
+            help="Of several the first is used; unset: that in LOCKSTEP_API_KEY, or OPENAI_API_KEY.",
+        ),
     ] = ()
     max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
     temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
@@ -62,7 +66,7 @@ class Conversation:
         self._config = config
         self._url = config.url.rstrip("/")
         self._system = config.system_prompt
-        self._key = config.api_key[0] if config.api_key else os.environ.get("OPENAI_API_KEY")
+        self._key = config.api_key[0] if config.api_key else key_of_client(os.environ)
         self._messages: list[dict[str, str]] = []
         self.model = ""
         self.reset()
@@ -187,7 +191,7 @@ def _told(error: urllib.error.HTTPError) -> str:
         message = _message(json.loads(error.read())["error"]) or error.reason
     except (ValueError, LookupError, TypeError, OSError):
         message = error.reason
-    hint = " (--api-key, or OPENAI_API_KEY)" if error.code == 401 else ""
+    hint = " (--api-key, LOCKSTEP_API_KEY or OPENAI_API_KEY)" if error.code == 401 else ""
     return f"{message} [HTTP {error.code}]{hint}"
 
 

@@ -256,7 +256,11 @@ def test_where_results_cannot_go_is_said_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("status", "page", "said"),
-    [(200, b"<html>", "ContentTypeError"), (401, b"{}", r"401.*\(OPENAI_API_KEY\)"), (404, b"{}", "404")],
+    [
+        (200, b"<html>", "ContentTypeError"),
+        (401, b"{}", r"401.*\(LOCKSTEP_API_KEY, OPENAI_API_KEY\)"),
+        (404, b"{}", "404"),
+    ],
 )
 def test_a_server_that_will_never_do_is_not_waited_for(status: int, page: bytes, said: str) -> None:
     class Other(BaseHTTPRequestHandler):
