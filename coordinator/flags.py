@@ -51,13 +51,14 @@ def flag(
     path: bool = False,
     secret: bool = False,
     json: bool = False,
+    words: dict[str, int] | None = None,
 ) -> Meta:
     """Further names (short ones included) and the help text of a field's flag. A list takes several values
     after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~. What
     is ``secret`` is on no command line of ours (:func:`to_argv`). A text of ``json`` may be a mapping in a
-    file, and in Python."""
+    file, and in Python. ``words`` stand for numbers."""
     kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret, "json": json}
-    return Meta(description=help, extra={"names": names, **kinds})
+    return Meta(description=help, extra={"names": names, "words": words or {}, **kinds})
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -78,6 +79,8 @@ class Field(msgspec.Struct, frozen=True):
     is_size: bool
     is_path: bool
     is_json: bool
+    words: dict[str, int]
+    """What stands for some number."""
     choices: tuple[str, ...]
 
     @property
@@ -125,6 +128,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             is_size=bool(extra.get("size")),
             is_path=bool(extra.get("path")),
             is_json=bool(extra.get("json")),
+            words=extra.get("words", {}),
             choices=choices,
         )
 
@@ -147,7 +151,7 @@ def _value_kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
     if origin is Literal:
         return str, False, tuple(typing.get_args(hint))
     if origin in (tuple, list):
-        return typing.get_args(hint)[0], True, ()
+        return _unwrap(typing.get_args(hint)[0])[0], True, ()
     return hint, False, ()
 
 
@@ -159,11 +163,14 @@ def parse(
     description: str,
     shares_file: bool = False,
     foreign: ForeignFlags | None = None,
+    version: str = "",
 ) -> Config:
     """Parse a command line into a config; wrong values end the process with exit code 2 and a message.
     ``shares_file``: a YAML file may hold settings of other commands too. ``foreign``: flags that we do not
-    have; what is to be said of them is there afterwards."""
+    have; what is to be said of them is there afterwards. ``version``: what --version prints."""
     parser = make_parser(config, prog=prog, description=description)
+    if version:
+        parser.add_argument("--version", action="version", version=version, help="Print the version and end.")
     for other in () if foreign is None else foreign.flags:
         add_foreign(parser, other)
     given = vars(parser.parse_args(list(argv)))
@@ -176,7 +183,7 @@ def parse(
         parser.error(str(error))
 
 
-def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> OneLineParser:
     """A parser whose result holds only what was given on the command line."""
     parser = OneLineParser(
         prog=prog,
@@ -190,13 +197,16 @@ def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) ->
         if field.group not in groups:
             groups[field.group] = parser.add_argument_group(field.group)
         _add_argument(groups[field.group], field)
+        if field.is_json:
+            parser.takes_parts(field.long_name, field.names)
     return parser
 
 
 def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
     text = field.help.replace("%", "%%")
-    if field.default is not None and field.default != ():
+    if field.default not in (None, (), ""):
         shown = field.default if field.kind is not bool else "on" if field.default else "off"
+        shown = " ".join(map(str, shown)) if field.many else shown
         text += f" (default: {shown})"
     if field.positional:
         group.add_argument(field.key, nargs="?", metavar=field.key.upper(), help=text)
@@ -291,6 +301,8 @@ def _check_text(field: Field, value: Any) -> None:
 
 
 def _checked(field: Field, value: Any) -> Any:
+    if isinstance(value, str):
+        value = field.words.get(value, value)
     if field.is_size and isinstance(value, str):
         value = parse_size(field.long_name, value)
     if field.many:

@@ -72,6 +72,7 @@ def _serve(argv: list[str] | None) -> int:
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
         foreign=foreign,
+        version=f"lockstep {lockstep_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
     for line in foreign.said:

@@ -59,6 +59,8 @@ def test_each_says_why_and_what_instead(flag: Any) -> None:
         (["--no-enable-log-requests"], "--no-enable-log-requests ignored: neither prompts nor answers"),
         (["-O3"], "--optimization-level 3 ignored"),
         (["-O", "0"], "--optimization-level 0 ignored"),
+        (["--compilation-config.mode", "3"], '--compilation-config {"mode": 3} ignored'),
+        (["-cc.cudagraph_mode=NONE"], '--compilation-config {"cudagraph_mode": "NONE"} ignored'),
         (["-dcp", "1"], "--decode-context-parallel-size 1 ignored: it is always so"),
         (["--cpu-offload-gb", "0.0"], "--cpu-offload-gb 0 ignored"),
         (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto ignored: it is always so"),
