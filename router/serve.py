@@ -32,6 +32,7 @@ from engine.forked import ForkServer
 from engine.settings import resolve
 from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
+from router.endpoint_config import EVERYWHERE
 from router.entry import INTERRUPTED
 from router.environment import with_key
 from router.foreign_flags import FOREIGN
@@ -277,7 +278,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
 
 def _own_host(http: HttpConfig) -> str:
     """Where this host reaches the endpoint."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
+    return EVERYWHERE.get(http.host, http.host)
 
 
 def _print_try_line(config: ServeConfig, view: View) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -117,12 +118,15 @@ class Patience:
 
 
 @asynccontextmanager
-async def session(headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Without a limit of its own; with the key of the environment, and ``headers`` besides or instead."""
+async def session(
+    headers: Mapping[str, str] | None = None, *, key: str | None = None, trust: ssl.SSLContext | None = None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """Without a limit of its own; with ``key``, else that of the environment, and ``headers`` besides or
+    instead. ``trust``: for HTTPS, what is not the system's."""
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
-        headers={"Authorization": f"Bearer {key_of_client(os.environ) or 'none'}", **(headers or {})},
+        headers={"Authorization": f"Bearer {key or key_of_client(os.environ) or 'none'}", **(headers or {})},
     ) as found:
         yield found
 

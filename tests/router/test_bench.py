@@ -141,6 +141,8 @@ def test_summary_and_goodput() -> None:
         (["--concurrency", "8", "0"], "--concurrency must be at least 1, not 0"),
         (["--random-vocab", "16"], "--random-vocab must be at least 17, not 16"),
         (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
+        (["--config", "x", "--base-url", "http://x"], "--config says where: leave out --base-url"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
         (["--percentile-metrics", "foo"], "metrics are ttft"),
         (["--header", "x"], "'x' must be NAME=VALUE"),
     ],
