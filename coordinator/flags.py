@@ -88,6 +88,11 @@ class Field(msgspec.Struct, frozen=True):
         return "--" + self.path[-1].replace("_", "-")
 
     @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return self.key.upper() if self.positional else self.long_name
+
+    @property
     def key(self) -> str:
         """The name in the parsed arguments, and one of those in a YAML file."""
         return self.path[-1]
@@ -264,7 +269,7 @@ def from_flat(
     try:
         return msgspec.convert(nested, config, strict=False)
     except msgspec.ValidationError as error:
-        raise FlagError(_readable(str(error))) from error
+        raise FlagError(_readable(str(error), by_key)) from error
 
 
 def _of_file(
@@ -297,14 +302,14 @@ def _check_text(field: Field, value: Any) -> None:
     """Bytes of the command line that are no UTF-8 come as lone surrogates, which no message can hold."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
-            raise FlagError(f"{field.long_name} must be valid UTF-8, not {item!r}")
+            raise FlagError(f"{field.shown} must be valid UTF-8, not {item!r}")
 
 
 def _checked(field: Field, value: Any) -> Any:
     if isinstance(value, str):
         value = field.words.get(value, value)
     if field.is_size and isinstance(value, str):
-        value = parse_size(field.long_name, value)
+        value = parse_size(field.shown, value)
     if field.many:
         return _checked_list(field, value)
     if field.is_path and isinstance(value, str):
@@ -314,14 +319,14 @@ def _checked(field: Field, value: Any) -> Any:
     if field.kind is str and _is_number(value):
         return str(value)
     if field.choices and value not in field.choices:
-        raise FlagError(f"{field.long_name} must be one of {', '.join(field.choices)}, not {value!r}")
+        raise FlagError(f"{field.shown} must be one of {', '.join(field.choices)}, not {value!r}")
     if field.kind in (int, float) and isinstance(value, str):
         try:
             value = field.kind(value)
         except ValueError:
-            raise FlagError(f"{field.long_name} must be a number, not {value!r}") from None
+            raise FlagError(f"{field.shown} must be a number, not {value!r}") from None
     if _is_number(value) and not -LARGEST <= value <= LARGEST:  # so nan is not, either
-        raise FlagError(f"{field.long_name} must be a number of at most {LARGEST}, not {value}")
+        raise FlagError(f"{field.shown} must be a number of at most {LARGEST}, not {value}")
     return value
 
 
@@ -329,7 +334,7 @@ def _as_json(field: Field, value: dict[Any, Any]) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FlagError(f"{field.long_name} must be what JSON can hold: {error}") from None
+        raise FlagError(f"{field.shown} must be what JSON can hold: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -350,7 +355,7 @@ def _json_list(field: Field, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        raise FlagError(f"{field.long_name} must be words or a JSON list, not {text!r}") from None
+        raise FlagError(f"{field.shown} must be words or a JSON list, not {text!r}") from None
 
 
 def parse_size(name: str, text: str) -> int:
@@ -362,12 +367,13 @@ def parse_size(name: str, text: str) -> int:
         raise FlagError(f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}") from None
 
 
-def _readable(message: str) -> str:
+def _readable(message: str, by_key: dict[str, Field]) -> str:
     """msgspec's message with its path as the user's flag."""
     text, _, path = message.partition(" - at `$.")
     last = path.rstrip("`").split(".")[-1].split("[")[0]
     about_one_field = text.startswith(("Expected", "Invalid"))
-    return f"--{last.replace('_', '-')}: {text}" if last and about_one_field else text
+    shown = by_key[last].shown if last in by_key else f"--{last.replace('_', '-')}"
+    return f"{shown}: {text}" if last and about_one_field else text
 
 
 def changed(config: msgspec.Struct) -> Iterator[tuple[Field, Any]]:

@@ -40,7 +40,7 @@ from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_
 from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.preflight import ignored_when_headless, machine_of, problem_with, text_problem
+from router.preflight import ignored_revision, ignored_when_headless, machine_of, problem_with, text_problem
 from router.scaling import shared_devices
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
@@ -104,6 +104,8 @@ def _serve(argv: list[str] | None) -> int:
         if (problem := text_problem(config, info.directory)) is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
+        if ignored_revision(config):
+            logger.warning("--revision ignored: only models of the Hugging Face hub have revisions")
         model_type = info.model_type
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
     if config.engine.nodes.node_rank:

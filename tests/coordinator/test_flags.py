@@ -180,7 +180,7 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--otlp-traces-endpoint", "localhost:4317"], "'localhost:4317' is no URL: write it like http://"),
         (["--served-model-name", ""], "--served-model-name is empty: give a name"),
         (["--config", ""], "--config  cannot be read: No such file or directory"),
-        (["/model-\udcff"], "--model must be valid UTF-8, not '/model-"),
+        (["/model-\udcff"], "MODEL must be valid UTF-8, not '/model-"),
         (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
         (["--speculative-config", "{}"], '--speculative-config: the method must be "ngram"'),
         (
