@@ -25,11 +25,11 @@ MOST_FRONT_ENDS = 256
 """More are a mistake: each is a process that fills a core."""
 
 
-def _template_kwargs(text: str) -> dict[str, Any]:
+def _json_object(flag_name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(f"--default-chat-template-kwargs must be a JSON object: {error}") from error
+        raise ValueError(f"{flag_name} must be a JSON object: {error}") from error
 
 
 def check_keys_of_clients(flag_name: str, keys: Iterable[str]) -> None:
@@ -167,6 +167,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults.",
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        flag(
+            json=True, help='JSON object of sampling defaults in place of those, like {"temperature": 0.5}.'
+        ),
+    ] = "{}"
     max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
     max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
         8 * 1024**2
@@ -229,7 +235,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         check_keys_of_clients("--api-key", self.api_key)
         check_keys_of_clients("--admin-api-key", self.admin_api_key)
-        _template_kwargs(self.default_chat_template_kwargs)
+        _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+        _json_object("--override-generation-config", self.override_generation_config)
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
@@ -263,7 +270,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """``default_chat_template_kwargs``, read."""
-        return _template_kwargs(self.default_chat_template_kwargs)
+        return _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """``override_generation_config``, read."""
+        return _json_object("--override-generation-config", self.override_generation_config)
 
     @property
     def scheme(self) -> str:

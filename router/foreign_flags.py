@@ -196,6 +196,7 @@ _NAMED = {
     "--scheduling-policy": ("schedule-policy",),
     "--load-balancing-policy": ("load-balance-method",),
     "--generation-config": ("sampling-defaults",),
+    "--override-generation-config": ("preferred-sampling-params",),
     "--no-enable-prefix-caching": ("disable-radix-cache",),
     "--enforce-eager": ("disable-cuda-graph",),
     "--cudagraph-capture-sizes": (

@@ -19,7 +19,15 @@ from router.foreign_flags import FOREIGN
 
 logger = logging.getLogger(__name__)
 
-OF_TEXT = ("tokenizer", "chat_template", "generation_config", "seed", "max_logprobs", "log_level")
+OF_TEXT = (
+    "tokenizer",
+    "chat_template",
+    "generation_config",
+    "override_generation_config",
+    "seed",
+    "max_logprobs",
+    "log_level",
+)
 """Settings of the front end that mean something without an HTTP endpoint."""
 
 KNOWN = frozenset(OF_TEXT) | {

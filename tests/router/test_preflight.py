@@ -6,7 +6,7 @@ import pytest
 
 from coordinator import flags
 from router.config import ServeConfig
-from router.preflight import ignored_revision, problem_with
+from router.preflight import defaults_problem, ignored_revision, problem_with
 
 
 def parse(*argv: str) -> ServeConfig:
@@ -45,3 +45,30 @@ def test_a_revision_is_of_models_of_the_hub(tmp_path: Path) -> None:
     assert ignored_revision(parse(str(tmp_path), "--revision", "r"))
     assert not ignored_revision(parse("owner/name", "--revision", "r"))
     assert not ignored_revision(parse(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            '{"temperature": -1}',
+            "--override-generation-config: temperature must be a finite number at least 0",
+        ),
+        ('{"temperature": "hot"}', "--override-generation-config: temperature = 'hot' is no number"),
+        ('{"max_new_tokens": 0}', "--override-generation-config: max_new_tokens must be at least 1"),
+        ('{"temp": 1}', "--override-generation-config: 'temp' is none of repetition_penalty, temperature"),
+        ('{"temperature": null}', None),
+    ],
+)
+def test_overrides_of_sampling_defaults_are_checked(
+    overrides: str, problem: str | None, tmp_path: Path
+) -> None:
+    found = defaults_problem(parse("--override-generation-config", overrides).http, str(tmp_path))
+    assert (found is None) == (problem is None)
+    assert (found or "").startswith(problem or "")
+
+
+def test_overrides_are_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--override-generation-config", "0.5")
+    assert "--override-generation-config must be a JSON object" in capsys.readouterr().err
