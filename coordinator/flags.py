@@ -12,10 +12,13 @@ import os
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from coordinator.command_line import FOREIGN, OneLineParser, add_foreign, nearest
+from coordinator.foreign import ForeignError, ForeignFlags
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -48,13 +51,14 @@ def flag(
     path: bool = False,
     secret: bool = False,
     json: bool = False,
+    words: dict[str, int] | None = None,
 ) -> Meta:
     """Further names (short ones included) and the help text of a field's flag. A list takes several values
     after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~. What
     is ``secret`` is on no command line of ours (:func:`to_argv`). A text of ``json`` may be a mapping in a
-    file, and in Python."""
+    file, and in Python. ``words`` stand for numbers."""
     kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret, "json": json}
-    return Meta(description=help, extra={"names": names, **kinds})
+    return Meta(description=help, extra={"names": names, "words": words or {}, **kinds})
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -75,11 +79,18 @@ class Field(msgspec.Struct, frozen=True):
     is_size: bool
     is_path: bool
     is_json: bool
+    words: dict[str, int]
+    """What stands for some number."""
     choices: tuple[str, ...]
 
     @property
     def long_name(self) -> str:
         return "--" + self.path[-1].replace("_", "-")
+
+    @property
+    def shown(self) -> str:
+        """What errors call it."""
+        return self.key.upper() if self.positional else self.long_name
 
     @property
     def key(self) -> str:
@@ -122,6 +133,7 @@ def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Itera
             is_size=bool(extra.get("size")),
             is_path=bool(extra.get("path")),
             is_json=bool(extra.get("json")),
+            words=extra.get("words", {}),
             choices=choices,
         )
 
@@ -144,31 +156,39 @@ def _value_kind(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
     if origin is Literal:
         return str, False, tuple(typing.get_args(hint))
     if origin in (tuple, list):
-        return typing.get_args(hint)[0], True, ()
+        return _unwrap(typing.get_args(hint)[0])[0], True, ()
     return hint, False, ()
 
 
 def parse(
-    config: type[Config], argv: Sequence[str], *, prog: str, description: str, shares_file: bool = False
+    config: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    shares_file: bool = False,
+    foreign: ForeignFlags | None = None,
+    version: str = "",
 ) -> Config:
     """Parse a command line into a config; wrong values end the process with exit code 2 and a message.
-    ``shares_file``: a YAML file may hold settings of other commands too."""
+    ``shares_file``: a YAML file may hold settings of other commands too. ``foreign``: flags that we do not
+    have; what is to be said of them is there afterwards. ``version``: what --version prints."""
     parser = make_parser(config, prog=prog, description=description)
+    if version:
+        parser.add_argument("--version", action="version", version=version, help="Print the version and end.")
+    for other in () if foreign is None else foreign.flags:
+        add_foreign(parser, other)
     given = vars(parser.parse_args(list(argv)))
     try:
-        return from_flat(config, given, shares_file=shares_file)
-    except FlagError as error:
+        for other, value in given.pop(FOREIGN, ()):
+            assert foreign is not None
+            foreign.take(other, value)
+        return from_flat(config, given, shares_file=shares_file, foreign=foreign)
+    except (FlagError, ForeignError) as error:
         parser.error(str(error))
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """One line for what is wrong; argparse would print the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) -> OneLineParser:
     """A parser whose result holds only what was given on the command line."""
     parser = OneLineParser(
         prog=prog,
@@ -182,13 +202,16 @@ def make_parser(config: type[msgspec.Struct], *, prog: str, description: str) ->
         if field.group not in groups:
             groups[field.group] = parser.add_argument_group(field.group)
         _add_argument(groups[field.group], field)
+        if field.is_json:
+            parser.takes_parts(field.long_name, field.names)
     return parser
 
 
 def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
     text = field.help.replace("%", "%%")
-    if field.default is not None and field.default != ():
+    if field.default not in (None, (), ""):
         shown = field.default if field.kind is not bool else "on" if field.default else "off"
+        shown = " ".join(map(str, shown)) if field.many else shown
         text += f" (default: {shown})"
     if field.positional:
         group.add_argument(field.key, nargs="?", metavar=field.key.upper(), help=text)
@@ -214,11 +237,18 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
         )
 
 
-def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool = False) -> Config:
+def from_flat(
+    config: type[Config],
+    given: dict[str, Any],
+    *,
+    shares_file: bool = False,
+    foreign: ForeignFlags | None = None,
+) -> Config:
     """Build a config from flat settings, with those of a ``config`` YAML file underneath.
 
     Raises:
         FlagError: an unknown key, a value of the wrong type or out of bounds, or settings that clash.
+        ForeignError: the file has a setting of other systems, with a value that means something.
     """
     given = dict(given)
     file = given.pop("config", None)
@@ -227,7 +257,7 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     if file is not None:
         # In a file of several commands another name of ours may be a setting of theirs (`model`).
         known = by_key if shares_file else {key: field for field in fields for key in field.keys}
-        given = {**_of_file(file, known, shares_file=shares_file), **given}
+        given = {**_of_file(file, known, shares_file=shares_file, foreign=foreign), **given}
     nested: dict[str, Any] = {}
     for key, value in given.items():
         field = by_key[key]
@@ -239,10 +269,12 @@ def from_flat(config: type[Config], given: dict[str, Any], *, shares_file: bool 
     try:
         return msgspec.convert(nested, config, strict=False)
     except msgspec.ValidationError as error:
-        raise FlagError(_readable(str(error))) from error
+        raise FlagError(_readable(str(error), by_key)) from error
 
 
-def _of_file(file: str, by_key: dict[str, Field], *, shares_file: bool) -> dict[str, Any]:
+def _of_file(
+    file: str, by_key: dict[str, Field], *, shares_file: bool, foreign: ForeignFlags | None
+) -> dict[str, Any]:
     """Settings of a YAML file by the keys of their fields."""
     from coordinator.settings_file import read_settings  # takes time, for a file that few have
 
@@ -253,13 +285,16 @@ def _of_file(file: str, by_key: dict[str, Field], *, shares_file: bool) -> dict[
         field = field_of(name)
         return field is not None and field.kind is str
 
+    shown = [key.replace("_", "-") for key in by_key]
     settings: dict[str, Any] = {}
     for name, value in read_settings(file, is_text).items():
         field = field_of(name)
         if field is not None:
             settings[field.key] = value
+        elif foreign is not None and (other := foreign.find(name)) is not None:
+            foreign.take(other, value)
         elif not shares_file:
-            raise FlagError(f"unknown setting {name!r} in {file}")
+            raise FlagError(f"unknown setting {name!r} in {file}{nearest(name.replace('_', '-'), shown)}")
     return settings
 
 
@@ -267,12 +302,14 @@ def _check_text(field: Field, value: Any) -> None:
     """Bytes of the command line that are no UTF-8 come as lone surrogates, which no message can hold."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
-            raise FlagError(f"{field.long_name} must be valid UTF-8, not {item!r}")
+            raise FlagError(f"{field.shown} must be valid UTF-8, not {item!r}")
 
 
 def _checked(field: Field, value: Any) -> Any:
+    if isinstance(value, str):
+        value = field.words.get(value, value)
     if field.is_size and isinstance(value, str):
-        value = parse_size(field.long_name, value)
+        value = parse_size(field.shown, value)
     if field.many:
         return _checked_list(field, value)
     if field.is_path and isinstance(value, str):
@@ -282,14 +319,14 @@ def _checked(field: Field, value: Any) -> Any:
     if field.kind is str and _is_number(value):
         return str(value)
     if field.choices and value not in field.choices:
-        raise FlagError(f"{field.long_name} must be one of {', '.join(field.choices)}, not {value!r}")
+        raise FlagError(f"{field.shown} must be one of {', '.join(field.choices)}, not {value!r}")
     if field.kind in (int, float) and isinstance(value, str):
         try:
             value = field.kind(value)
         except ValueError:
-            raise FlagError(f"{field.long_name} must be a number, not {value!r}") from None
+            raise FlagError(f"{field.shown} must be a number, not {value!r}") from None
     if _is_number(value) and not -LARGEST <= value <= LARGEST:  # so nan is not, either
-        raise FlagError(f"{field.long_name} must be a number of at most {LARGEST}, not {value}")
+        raise FlagError(f"{field.shown} must be a number of at most {LARGEST}, not {value}")
     return value
 
 
@@ -297,7 +334,7 @@ def _as_json(field: Field, value: dict[Any, Any]) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FlagError(f"{field.long_name} must be what JSON can hold: {error}") from None
+        raise FlagError(f"{field.shown} must be what JSON can hold: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -318,7 +355,7 @@ def _json_list(field: Field, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        raise FlagError(f"{field.long_name} must be words or a JSON list, not {text!r}") from None
+        raise FlagError(f"{field.shown} must be words or a JSON list, not {text!r}") from None
 
 
 def parse_size(name: str, text: str) -> int:
@@ -330,12 +367,13 @@ def parse_size(name: str, text: str) -> int:
         raise FlagError(f"{name} must be a number like 8192, 8k (8000), 8K or 2G, not {text!r}") from None
 
 
-def _readable(message: str) -> str:
+def _readable(message: str, by_key: dict[str, Field]) -> str:
     """msgspec's message with its path as the user's flag."""
     text, _, path = message.partition(" - at `$.")
     last = path.rstrip("`").split(".")[-1].split("[")[0]
     about_one_field = text.startswith(("Expected", "Invalid"))
-    return f"--{last.replace('_', '-')}: {text}" if last and about_one_field else text
+    shown = by_key[last].shown if last in by_key else f"--{last.replace('_', '-')}"
+    return f"{shown}: {text}" if last and about_one_field else text
 
 
 def changed(config: msgspec.Struct) -> Iterator[tuple[Field, Any]]:

@@ -53,13 +53,16 @@ def size_cache(
     if facts.device == "cpu" and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
         logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
     capacity = num_blocks * cache.block_size
+    asked_blocks = (cache.kv_cache_memory_bytes or 0) // block_bytes
+    less = cache.num_gpu_blocks_override is None and num_blocks < asked_blocks
     logger.info(
         "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",
         facts.architecture, facts.num_parameters / 1e6, facts.weight_bytes / 2**20, facts.dtype, facts.device,
     )  # fmt: skip
     logger.info(
-        "# KV blocks: %d, %d tokens (%.1f MiB); %.2fx the context of %d tokens",
+        "# KV blocks: %d, %d tokens (%.1f MiB); %.2fx the context of %d tokens%s",
         num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
+        ", as many as --max-num-seqs requests can use: not all of --kv-cache-memory-bytes" * less,
     )  # fmt: skip
     if capacity < asked_len:
         logger.warning(

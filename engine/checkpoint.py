@@ -304,15 +304,17 @@ def fingerprint(directory: Path, *, weights: bool = True) -> str:
     return digest.hexdigest()[:16]
 
 
+SAMPLING_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
+    "max_new_tokens": "max_tokens"
+}
+"""What generation_config.json says of sampling, and how requests call it."""
+
+
 @_as_said()
 def default_sampling(directory: Path) -> dict[str, Any]:
     """Sampling defaults that the model's authors recommend (generation_config.json), vLLM's keys only."""
     generation = _read_json(directory / GENERATION_CONFIG)
-    keys = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-    found = {key: generation[key] for key in keys if generation.get(key) is not None}
-    if generation.get("max_new_tokens") is not None:
-        found["max_tokens"] = generation["max_new_tokens"]
-    return found
+    return {ours: generation[key] for key, ours in SAMPLING_KEYS.items() if generation.get(key) is not None}
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

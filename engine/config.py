@@ -43,8 +43,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: Annotated[
         Size | None,
         flag(
-            help="Context length in tokens (8k, 1K and the like work); unset or -1: the model's own, as much "
-            "of it as fits the KV cache."
+            words={"auto": -1},
+            help="Context length in tokens (8k, 1K and the like work); unset, -1 or auto: the model's own, "
+            "as much of it as fits the KV cache.",
         ),
     ] = None
     trust_remote_code: Annotated[
@@ -122,6 +123,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     speculative_config: Annotated[
         str | None,
         flag(
+            "-sc",
             json=True,
             help='JSON object, like {"method": "ngram", "num_speculative_tokens": 5}: tokens that may come '
             "next are looked up in the request's own text and computed ahead; the output stays the same.",

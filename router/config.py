@@ -25,14 +25,14 @@ MOST_FRONT_ENDS = 256
 """More are a mistake: each is a process that fills a core."""
 
 
-def _template_kwargs(text: str) -> dict[str, Any]:
+def _json_object(flag_name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(f"--default-chat-template-kwargs must be a JSON object: {error}") from error
+        raise ValueError(f"{flag_name} must be a JSON object: {error}") from error
 
 
-def _check_keys(flag_name: str, keys: Iterable[str]) -> None:
+def check_keys_of_clients(flag_name: str, keys: Iterable[str]) -> None:
     """An empty one, of a variable that is not set, would be what clients without any key present."""
     for key in keys:
         if not key.strip():
@@ -48,6 +48,23 @@ def _check_keys(flag_name: str, keys: Iterable[str]) -> None:
 def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None:
     if given is not None and given not in known:
         raise ValueError(f"{flag_name} must be one of {', '.join(known)}, not {given!r}")
+
+
+def _check_head(mesh: MeshConfig) -> None:
+    """A head without -dp makes a mesh of one instance: it can have no more of them, and no rank but 0."""
+    if mesh.headless or mesh.data_parallel_size is not None:
+        return
+    first, count = mesh.data_parallel_start_rank or 0, mesh.local_size
+    if first > 0 or (count > 1 and mesh.data_parallel_start_rank is not None):
+        raise ValueError(
+            f"--data-parallel-rank {first} without -dp: add --headless where the mesh is started elsewhere, "
+            f"or say with -dp how many instances it has in all (at least {first + max(1, count)})"
+        )
+    if count > 1:
+        raise ValueError(
+            f"-dpl {count} without -dp: say with -dp how many instances the mesh has in all (-dp {count} for "
+            "these alone), or add --headless where it is started elsewhere"
+        )
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,6 +167,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             help="auto: the model's generation_config.json gives sampling defaults; vllm: neutral defaults.",
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        str,
+        flag(
+            json=True, help='JSON object of sampling defaults in place of those, like {"temperature": 0.5}.'
+        ),
+    ] = "{}"
     max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
     max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
         8 * 1024**2
@@ -210,13 +233,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
 
-        _check_keys("--api-key", self.api_key)
-        _check_keys("--admin-api-key", self.admin_api_key)
-        _template_kwargs(self.default_chat_template_kwargs)
+        check_keys_of_clients("--api-key", self.api_key)
+        check_keys_of_clients("--admin-api-key", self.admin_api_key)
+        _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+        _json_object("--override-generation-config", self.override_generation_config)
         if self.max_tokens_per_minute is not None and self.max_tokens_per_minute < 1:
             raise ValueError("--max-tokens-per-minute must be at least 1")
         if self.api_key_limits is not None:
-            _check_keys("a key of --api-key-limits", read_key_limits(self.api_key_limits))
+            check_keys_of_clients("a key of --api-key-limits", read_key_limits(self.api_key_limits))
         read_config(self.structured_outputs_config)
 
     @property
@@ -246,7 +270,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """``default_chat_template_kwargs``, read."""
-        return _template_kwargs(self.default_chat_template_kwargs)
+        return _json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs)
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """``override_generation_config``, read."""
+        return _json_object("--override-generation-config", self.override_generation_config)
 
     @property
     def scheme(self) -> str:
@@ -279,6 +308,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_keys(self.mesh, self.engine.nodes)
+        _check_head(self.mesh)
         if self.data_parallel_backend != "ray":
             return
         if self.engine.nodes.nnodes > 1:

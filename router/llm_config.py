@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from typing import Any
@@ -11,10 +12,22 @@ import msgspec
 
 from coordinator.config import MeshConfig
 from coordinator.flags import FlagError, fields_of, from_flat
+from coordinator.foreign import ForeignError, ForeignFlags
 from engine.config import EngineConfig
 from router.config import HttpConfig, ServeConfig
+from router.foreign_flags import FOREIGN
 
-OF_TEXT = ("tokenizer", "chat_template", "generation_config", "seed", "max_logprobs", "log_level")
+logger = logging.getLogger(__name__)
+
+OF_TEXT = (
+    "tokenizer",
+    "chat_template",
+    "generation_config",
+    "override_generation_config",
+    "seed",
+    "max_logprobs",
+    "log_level",
+)
 """Settings of the front end that mean something without an HTTP endpoint."""
 
 KNOWN = frozenset(OF_TEXT) | {
@@ -35,10 +48,15 @@ def llm_config(arguments: dict[str, Any]) -> ServeConfig:
         TypeError: there is no such argument.
         ValueError: a value of the wrong type or out of range, or arguments that clash.
     """
-    for name in arguments:
+    foreign = ForeignFlags(FOREIGN)
+    given: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name not in KNOWN:
-            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{_nearest(name)}")
-    given = {name: _plain(value) for name, value in arguments.items() if value is not None}
+            _take_foreign(foreign, name, value)
+        elif value is not None:
+            given[name] = _plain(value)
+    for line in foreign.said:
+        logger.warning("%s", _as_arguments(line))
     if not given.get("headless"):
         given.setdefault("data_parallel_size", 1)
     try:
@@ -48,6 +66,23 @@ def llm_config(arguments: dict[str, Any]) -> ServeConfig:
     if config.engine.nodes.node_rank > 0:
         raise ValueError("node_rank is 0 where LLM runs: start `serve --node-rank` on the other hosts")
     return config
+
+
+def _take_foreign(foreign: ForeignFlags, name: str, value: Any) -> None:
+    """An argument that another system has.
+
+    Raises:
+        TypeError: there is none, or it has another name here.
+        ValueError: it means something that is not there.
+    """
+    flag = None if name in HttpConfig.__struct_fields__ else foreign.find(name)
+    if flag is None or flag.here:
+        here = "" if flag is None else f"; it is {_as_arguments(flag.here)}"
+        raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{here or _nearest(name)}")
+    try:
+        foreign.take(flag, value)
+    except ForeignError as error:
+        raise ValueError(_as_arguments(str(error))) from error
 
 
 def _nearest(name: str) -> str:

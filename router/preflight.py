@@ -10,6 +10,7 @@ from coordinator.flags import changed
 from coordinator.tracing import TracingMissing, check_installed
 from engine.checkpoint import CheckpointError
 from engine.cluster import why_not
+from engine.config import SHIPPED_MODEL
 from parallel.topology import usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
 from router.sampling_defaults import sampling_defaults
@@ -30,6 +31,8 @@ def problem_with(config: ServeConfig) -> str | None:
         return "the current directory has been deleted: start it in another one"
     if config.mesh.data_parallel_rpc_port == 0:
         return "--data-parallel-rpc-port must be a port that all processes know, not 0"
+    if problem := _trace_problem(config):
+        return problem
     if config.ray_flag is not None and (missing := why_not()) is not None:
         return f"{config.ray_flag}: {missing}"
     try:
@@ -39,6 +42,32 @@ def problem_with(config: ServeConfig) -> str | None:
     except (Refused, TracingMissing) as error:
         return str(error)
     return None
+
+
+def _trace_problem(config: ServeConfig) -> str:
+    """Why the traces could not be written when the instances here end; empty if they can, or none is asked
+    for."""
+    asked = config.engine.device.trace
+    elsewhere = config.mesh.local_size == 0 or config.engine.nodes.node_rank > 0
+    if asked is None or elsewhere or config.data_parallel_backend == "ray":
+        return ""
+    file = Path(asked)
+    if not file.name or file.is_dir():
+        return f"--trace {asked!r} is no file: give one, like trace.json"
+    if not file.parent.is_dir():
+        return f"--trace {asked}: there is no directory {file.parent}: make it, or choose another one"
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        return f"--trace {asked}: {file.parent} cannot be written: choose another directory"
+    return ""
+
+
+def ignored_revision(config: ServeConfig) -> bool:
+    """Whether --revision was given in vain: a model that ships with Lockstep, or a directory, has none."""
+    model = config.engine.model
+    if model.revision is None:
+        return False
+    is_ours = model.model is None or model.model == SHIPPED_MODEL
+    return is_ours or Path(model.model or "").expanduser().is_dir()
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:

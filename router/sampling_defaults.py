@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import GENERATION_CONFIG, CheckpointError, default_sampling
+from engine.checkpoint import GENERATION_CONFIG, SAMPLING_KEYS, CheckpointError, default_sampling
 from engine.sampling import BadParameter, SamplingParams
 from router.config import HttpConfig
 
@@ -16,12 +16,22 @@ WHOLE = ("top_k", "max_tokens")
 
 def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any]:
     """By the names of :class:`engine.sampling.SamplingParams`. ``--generation-config auto`` takes the
-    model's, ``vllm`` none, else the directory named has them.
+    model's, ``vllm`` none, else the directory named has them. ``--override-generation-config`` goes over
+    them.
 
     Raises:
         CheckpointError: they cannot be read, or used; says what to do.
     """
-    chosen = config.generation_config
+    defaults = _of_files(config.generation_config, model_directory)
+    try:
+        overrides = _overrides(config.sampling_overrides)
+        _check({key: value for key, value in overrides.items() if value is not None})
+    except ValueError as error:
+        raise CheckpointError(f"--override-generation-config: {error}") from error
+    return {key: value for key, value in (defaults | overrides).items() if value is not None}
+
+
+def _of_files(chosen: str, model_directory: str) -> dict[str, Any]:
     if chosen == "vllm":
         return {}
     directory = Path(model_directory if chosen == "auto" else chosen)
@@ -39,6 +49,16 @@ def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any
             "neutral sampling defaults"
         ) from error
     return defaults
+
+
+def _overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """None is for a default that is not to be."""
+    if unknown := given.keys() - SAMPLING_KEYS.keys():
+        raise ValueError(f"{min(unknown)!r} is none of {', '.join(SAMPLING_KEYS)}")
+    return {
+        SAMPLING_KEYS[key]: None if value is None else _number(SAMPLING_KEYS[key], value)
+        for key, value in given.items()
+    }
 
 
 def _number(key: str, value: object) -> int | float:

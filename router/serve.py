@@ -23,6 +23,7 @@ import uvloop
 from coordinator import process
 from coordinator.config import url
 from coordinator.flags import parse, secrets_of
+from coordinator.foreign import ForeignFlags
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
 from engine import forked
@@ -31,12 +32,15 @@ from engine.forked import ForkServer
 from engine.settings import resolve
 from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
+from router.endpoint_config import EVERYWHERE
 from router.entry import INTERRUPTED
+from router.environment import with_key
+from router.foreign_flags import FOREIGN
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
 from router.listen import bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.preflight import ignored_when_headless, machine_of, problem_with, text_problem
+from router.preflight import ignored_revision, ignored_when_headless, machine_of, problem_with, text_problem
 from router.scaling import shared_devices
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
@@ -62,18 +66,32 @@ def main_serve(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str] | None) -> int:
+    foreign = ForeignFlags(FOREIGN)
     config = parse(
         ServeConfig,
         sys.argv[1:] if argv is None else argv,
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
+        foreign=foreign,
+        version=f"lockstep {lockstep_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
+    for line in foreign.said:
+        logger.warning("%s", line)
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
     if ignored := ignored_when_headless(config):
         logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
+    if not (config.mesh.headless or config.engine.nodes.node_rank):
+        try:
+            http, variable = with_key(config.http, os.environ)
+        except ValueError as error:
+            print(f"serve: error: {error}", file=sys.stderr)
+            return process.EXIT_USAGE
+        if variable:
+            logger.info("clients must present the key in %s, since no --api-key is given", variable)
+        config = msgspec.structs.replace(config, http=http)
     keys = process.mesh_keys(config.mesh, "serve")
     settings = None
     title, model_type = "serve", ""
@@ -86,6 +104,8 @@ def _serve(argv: list[str] | None) -> int:
         if (problem := text_problem(config, info.directory)) is not None:
             print(f"serve: error: {problem}", file=sys.stderr)
             return process.EXIT_USAGE
+        if ignored_revision(config):
+            logger.warning("--revision ignored: only models of the Hugging Face hub have revisions")
         model_type = info.model_type
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
     if config.engine.nodes.node_rank:
@@ -260,7 +280,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
 
 def _own_host(http: HttpConfig) -> str:
     """Where this host reaches the endpoint."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
+    return EVERYWHERE.get(http.host, http.host)
 
 
 def _print_try_line(config: ServeConfig, view: View) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ import msgspec
 
 from coordinator import process
 from coordinator.flags import Count, flag, parse
+from router.endpoint_config import EndpointConfig
+from router.environment import key_of_client
 
 Temperature = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -30,16 +33,15 @@ GOES_ON = "(/exit or Ctrl-D ends)"
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Chat."""
 
-    url: Annotated[str, flag(help="Base URL of the API, with or without /v1.")] = "http://127.0.0.1:8000/v1"
+    url: Annotated[
+        str | None, flag(help="Base URL of the API, with or without /v1; unset: of --host and --port.")
+    ] = None
+    endpoint: EndpointConfig = EndpointConfig()
     model_name: Annotated[
         str | None, flag("--model", help="Unset: the first that the server lists. In a file: model-name.")
     ] = None
     system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
     quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
-    api_key: Annotated[
-        tuple[str, ...],
-        flag(repeated=True, help="Of several the first is used; unset: OPENAI_API_KEY of the environment."),
-    ] = ()
     max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
     temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
     timeout: Annotated[
@@ -60,9 +62,11 @@ class Conversation:
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
-        self._url = config.url.rstrip("/")
+        endpoint = config.endpoint
+        self._url = (config.url or f"{endpoint.base_url}/v1").rstrip("/")
+        self._trust: ssl.SSLContext | None = None
         self._system = config.system_prompt
-        self._key = config.api_key[0] if config.api_key else os.environ.get("OPENAI_API_KEY")
+        self._key = endpoint.api_key[0] if endpoint.api_key else key_of_client(os.environ)
         self._messages: list[dict[str, str]] = []
         self.model = ""
         self.reset()
@@ -83,6 +87,11 @@ class Conversation:
         Raises:
             ChatError: the server is not there, or does not want us.
         """
+        if self._config.url is None:
+            try:
+                self._trust = self._config.endpoint.trust()
+            except OSError as error:
+                raise ChatError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
         try:
             listed = self._listed()
         except NoApi as error:
@@ -141,7 +150,7 @@ class Conversation:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._config.timeout) as answer:
+            with urllib.request.urlopen(request, timeout=self._config.timeout, context=self._trust) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
             raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
@@ -187,7 +196,7 @@ def _told(error: urllib.error.HTTPError) -> str:
         message = _message(json.loads(error.read())["error"]) or error.reason
     except (ValueError, LookupError, TypeError, OSError):
         message = error.reason
-    hint = " (--api-key, or OPENAI_API_KEY)" if error.code == 401 else ""
+    hint = " (--api-key, LOCKSTEP_API_KEY or OPENAI_API_KEY)" if error.code == 401 else ""
     return f"{message} [HTTP {error.code}]{hint}"
 
 

@@ -65,5 +65,5 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
         templates = ChatTemplates({})
     defaults = sampling_defaults(config, served.directory)
     if defaults:
-        logger.info("sampling defaults from the model: %s", defaults)
+        logger.info("sampling defaults: %s", defaults)
     return TextModel(served, tokenizer, templates, defaults, config.template_kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import msgspec
 from router.bench.arrivals import Arrivals, pauses
 from router.bench.datasets import Ask, Conversation, Prompt
 from router.bench.report import Outcome
+from router.environment import key_of_client
 
 READ_TIMEOUT = 600.0
 """Seconds without a byte after which a request has failed."""
@@ -116,12 +118,15 @@ class Patience:
 
 
 @asynccontextmanager
-async def session(headers: Mapping[str, str] | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Without a limit of its own; with the key in OPENAI_API_KEY, and ``headers`` besides or instead."""
+async def session(
+    headers: Mapping[str, str] | None = None, *, key: str | None = None, trust: ssl.SSLContext | None = None
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """Without a limit of its own; with ``key``, else that of the environment, and ``headers`` besides or
+    instead. ``trust``: for HTTPS, what is not the system's."""
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
-        headers={"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}", **(headers or {})},
+        headers={"Authorization": f"Bearer {key or key_of_client(os.environ) or 'none'}", **(headers or {})},
     ) as found:
         yield found
 
@@ -255,7 +260,7 @@ async def model_name(http: aiohttp.ClientSession, base_url: str, timeout: float)
                 return str((await response.json())["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as problem:
             status = problem.status if isinstance(problem, aiohttp.ClientResponseError) else 0
-            hint = " (OPENAI_API_KEY)" if status == 401 else ""
+            hint = " (LOCKSTEP_API_KEY, OPENAI_API_KEY)" if status == 401 else ""
             await patience.wait(
                 f"{type(problem).__name__}: {problem}{hint}",
                 for_good=400 <= status < 500 or isinstance(problem, FOR_GOOD),

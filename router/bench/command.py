@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from coordinator import process
-from coordinator.config import url
-from coordinator.flags import OneLineParser
+from coordinator.command_line import OneLineParser
+from coordinator.flags import FlagError, from_flat
 from router.bench.arrivals import INFINITE, Arrivals
 from router.bench.datasets import LOWEST_ID, Conversation, Shape, prefix_repetition, random_prompts, sharegpt
 from router.bench.local_mesh import mesh
 from router.bench.report import DETAILS, METRICS, Result, machine, report, summary, table
+from router.endpoint_config import EndpointConfig
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -105,7 +106,7 @@ async def bench(args: Args) -> int:
     from router.bench import client
 
     results = []
-    async with client.session(args.header) as http:
+    async with client.session(args.header, key=args.key, trust=args.endpoint_config.trust()) as http:
         name = args.model or await client.model_name(http, args.base_url, args.ready_check_timeout_sec)
         target = client.Target(
             base_url=args.base_url,
@@ -320,6 +321,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     add("--base-url", help="of the server, with or without /v1 (default: http://127.0.0.1:8000)")
     add("--host", help="instead of --base-url")
     add("--port", type=int, help="instead of --base-url")
+    add("--config", metavar="FILE", help="settings of serve: host, port, ssl-certfile, api-key of the server")
     add("--serve", metavar="ARGS", help="start 'serve ARGS' for the runs, instead of --base-url")
     add("--endpoint", help="path (default: /v1/completions or /v1/chat/completions)")
     add("--model", help="name in requests (default: the first that the server lists)")
@@ -386,8 +388,17 @@ def parse_args(argv: Sequence[str]) -> Args:
     problem = _problem(args)
     if problem is not None:
         parser.error(problem)
-    where = url("http", args.host or "127.0.0.1", args.port or 8000)
-    args.base_url = (args.base_url or where).rstrip("/")
+    args.endpoint_config = EndpointConfig(host=args.host or "127.0.0.1", port=args.port or 8000)
+    if args.config is not None:
+        given = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
+        try:
+            args.endpoint_config = from_flat(
+                EndpointConfig, {"config": args.config, **given}, shares_file=True
+            )
+        except FlagError as error:
+            parser.error(str(error))
+    args.key = next(iter(args.endpoint_config.api_key), None)
+    args.base_url = (args.base_url or args.endpoint_config.base_url).rstrip("/")
     args.backend = "openai" if args.backend == "vllm" else args.backend
     args.endpoint = args.endpoint or f"/v1/{'chat/' * (args.backend == 'openai-chat')}completions"
     if args.base_url.endswith("/v1"):  # as serve prints it
@@ -412,6 +423,8 @@ def _problem(args: Args) -> str | None:
     checks = {
         "--serve starts its own server: leave out --base-url, --host and --port": args.serve is not None
         and (args.base_url or args.host or args.port),
+        "--config says where: leave out --base-url and --serve": args.config is not None
+        and (args.base_url or args.serve is not None),
         "--base-url says where: leave out --host and --port": args.base_url and (args.host or args.port),
         "rates, --burstiness and --burst-interval must be above 0": not all(rate > 0 for rate in rates),
         "--random-range-ratio is from 0 to below 1": not 0 <= args.random_range_ratio < 1,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import flags, process
+from engine.speculation_config import SpeculativeConfig
 from router.config import ServeConfig
 
 
@@ -28,6 +29,69 @@ def test_vllm_spellings() -> None:
     assert config.engine.cache.kv_cache_memory_bytes == 2 * 10**9
     assert not config.engine.cache.enable_prefix_caching
     assert config.engine.model.served_model_name == ("a", "b")
+
+
+def test_long_flags_may_have_underscores() -> None:
+    config = parse(
+        "--max_model_len", "1K", "--served_model_name=a_b", "--no_enable_prefix_caching", "--data-parallel_rank",
+        "0", "--chat_template", "x_y", "--", "/m_n",
+    )  # fmt: skip
+    assert config.engine.model.max_model_len == 1024
+    assert config.engine.model.served_model_name == ("a_b",)
+    assert not config.engine.cache.enable_prefix_caching
+    assert config.mesh.data_parallel_start_rank == 0
+    assert (config.http.chat_template, config.engine.model.model) == ("x_y", "/m_n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens", "5"],
+        [
+            "--speculative_config.method=ngram",
+            "--port",
+            "81",
+            "--speculative-config.num_speculative_tokens=5",
+        ],
+        ["--served-model-name", "a", "-sc.method=ngram", "-sc.num_speculative_tokens", "5"],
+        ["-sc", '{"method": "ngram", "num_speculative_tokens": 5}'],
+    ],
+)
+def test_json_objects_may_be_given_in_parts(argv: list[str]) -> None:
+    config = parse(*argv, "/m")
+    assert config.engine.scheduler.speculative == SpeculativeConfig(num_speculative_tokens=5)
+    assert config.engine.model.model == "/m"
+
+
+def test_parts_of_json_objects_have_types_and_parts() -> None:
+    config = parse(
+        "--default-chat-template-kwargs.a.b", "-1.5", "--default-chat-template-kwargs.a.c", "x.y=z",
+        "--default-chat-template-kwargs.on", "--port", "81", "--default-chat-template-kwargs.list=[1]",
+    )  # fmt: skip
+    assert config.http.template_kwargs == {"a": {"b": -1.5, "c": "x.y=z"}, "on": True, "list": [1]}
+    assert config.http.port == 81
+
+
+def test_the_context_may_be_called_auto(tmp_path: Path) -> None:
+    (tmp_path / "mesh.yaml").write_text("max-model-len: auto")
+    for argv in (["--max-model-len", "auto"], ["--config", str(tmp_path / "mesh.yaml")]):
+        assert parse(*argv).engine.model.max_model_len == -1
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        flags.parse(ServeConfig, ["--version"], prog="serve", description="", version="lockstep 1.2")
+    assert (ended.value.code, capsys.readouterr().out) == (0, "lockstep 1.2\n")
+
+
+def test_help_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--cudagraph-capture-sizes int [int ...]" in said
+    assert "Methods that those may use. (default: *)" in said
+    assert "Prefix that a proxy in front of the endpoint has. --allowed-origins" in said
+    assert not [word for word in ("Annotated", "(default: )", "(default: (", "<class") if word in said]
 
 
 @pytest.mark.parametrize("spelling", ["-dpr", "-dpn", "--data-parallel-rank", "--data-parallel-start-rank"])
@@ -116,10 +180,16 @@ def test_yaml_lies_under_the_command_line(tmp_path: Path) -> None:
         (["--otlp-traces-endpoint", "localhost:4317"], "'localhost:4317' is no URL: write it like http://"),
         (["--served-model-name", ""], "--served-model-name is empty: give a name"),
         (["--config", ""], "--config  cannot be read: No such file or directory"),
-        (["/model-\udcff"], "--model must be valid UTF-8, not '/model-"),
+        (["/model-\udcff"], "MODEL must be valid UTF-8, not '/model-"),
         (["--cudagraph-capture-sizes", "\udcff"], "--cudagraph-capture-sizes must be valid UTF-8"),
         (["--speculative-config", "{}"], '--speculative-config: the method must be "ngram"'),
+        (
+            ["--speculative-config", "{}", "--speculative-config.method", "x"],
+            "--speculative-config is given as a whole and in parts: give one of them",
+        ),
         (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--max-model", "5"], "unrecognized arguments: --max-model"),
+        (["--max_model", "5"], "unrecognized arguments: --max_model"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file or directory"),
         (["--config", "/"], "--config / cannot be read: Is a directory"),
         (["--config", "n" * 300], "cannot be read: File name too long"),
@@ -197,7 +267,9 @@ def test_json_may_be_a_mapping_in_a_file(tmp_path: Path) -> None:
 
 def test_every_long_flag_is_a_key_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mesh.yaml"
-    file.write_text("data-parallel-rank: 1\npolicy: round_robin\ndisable-uvicorn-access-log: true\n")
+    file.write_text(
+        "data-parallel-rank: 1\nheadless: true\npolicy: round_robin\ndisable-uvicorn-access-log: true\n"
+    )
     config = parse("--config", str(file))
     assert config.mesh.data_parallel_start_rank == 1
     assert (config.http.load_balancing_policy, config.http.disable_access_log) == ("round_robin", True)

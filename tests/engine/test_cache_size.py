@@ -73,3 +73,11 @@ def test_a_share_of_a_gpu_means_nothing_on_a_cpu(caplog: pytest.LogCaptureFixtur
 def test_a_share_of_a_device_is_of_what_others_leave(free: int, utilization: float, left: int) -> None:
     found = share_of_device(total=100, free=free, reserved=20, peak=28, utilization=utilization)
     assert found == left
+
+
+def test_memory_that_nobody_could_use_is_not_taken_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    sized(kv_cache_memory_bytes=70 * BLOCK)
+    assert "not all of --kv-cache-memory-bytes" not in caplog.text
+    assert sized(kv_cache_memory_bytes=100_000 * BLOCK) == (128 * 128, 2048)
+    assert "can use: not all of --kv-cache-memory-bytes" in caplog.text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -149,3 +151,20 @@ def request_head(length: int, more: bytes = b"") -> bytes:
         + more
         + b"Content-Length: %d\r\n\r\n" % length
     )
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Paths of a key and of a certificate for 127.0.0.1 that signs itself."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    key, chain = str(directory / "key.pem"), str(directory / "cert.pem")
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", key, "-out", chain],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return key, chain

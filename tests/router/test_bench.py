@@ -141,6 +141,8 @@ def test_summary_and_goodput() -> None:
         (["--concurrency", "8", "0"], "--concurrency must be at least 1, not 0"),
         (["--random-vocab", "16"], "--random-vocab must be at least 17, not 16"),
         (["--serve", "-dp 2", "--base-url", "http://x"], "leave out --base-url"),
+        (["--config", "x", "--base-url", "http://x"], "--config says where: leave out --base-url"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
         (["--percentile-metrics", "foo"], "metrics are ttft"),
         (["--header", "x"], "'x' must be NAME=VALUE"),
     ],
@@ -150,6 +152,10 @@ def test_wrong_flags_are_refused(argv: list[str], said: str, capsys: pytest.Capt
         parse_args(argv)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_flags_may_have_underscores() -> None:
+    assert parse_args(["--num_prompts", "7", "--random_input_len=9"]).num_prompts == 7
 
 
 def test_flags_for_requests_and_results(tmp_path: Path) -> None:
@@ -252,7 +258,11 @@ def test_where_results_cannot_go_is_said_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("status", "page", "said"),
-    [(200, b"<html>", "ContentTypeError"), (401, b"{}", r"401.*\(OPENAI_API_KEY\)"), (404, b"{}", "404")],
+    [
+        (200, b"<html>", "ContentTypeError"),
+        (401, b"{}", r"401.*\(LOCKSTEP_API_KEY, OPENAI_API_KEY\)"),
+        (404, b"{}", "404"),
+    ],
 )
 def test_a_server_that_will_never_do_is_not_waited_for(status: int, page: bytes, said: str) -> None:
     class Other(BaseHTTPRequestHandler):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import sys
@@ -40,6 +42,48 @@ def test_head_alone_and_headless() -> None:
     assert [spec.role for spec in table("/m", "-dp", "2", "-dpl", "0")] == ["coordinator", "router"]
     assert [spec.rank for spec in table("--headless", "-dp", "4", "-dpl", "2", "-dpr", "2")] == [2, 3]
     assert [spec.rank for spec in table("--headless")] == [None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["-dpr", "1"],
+            "--data-parallel-rank 1 without -dp: add --headless where the mesh is started elsewhere",
+        ),
+        (["-dpr", "1", "-dpl", "0"], "how many instances it has in all (at least 2)"),
+        (["-dpr", "1", "-dpl", "2"], "how many instances it has in all (at least 3)"),
+        (["-dpr", "0", "-dpl", "2"], "--data-parallel-rank 0 without -dp"),
+        (["-dpl", "2"], "-dpl 2 without -dp: say with -dp how many instances the mesh has in all (-dp 2 for"),
+    ],
+)
+def test_a_head_of_unknown_size_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        table(*argv)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+OF_A_MESH = [
+    ["-dp 1", "-dp 3", ""],
+    ["-dpl 0", "-dpl 1", "-dpl 2", ""],
+    ["-dpr 0", "-dpr 1", "-dpr 5", ""],
+    ["--headless", ""],
+    ["-asc 2", ""],
+    ["--nnodes 2 -tp 2", "--nnodes 2 -tp 2 --node-rank 1", "--nnodes 1 --node-rank 1", ""],
+    ["-dpb ray", "--distributed-executor-backend ray", ""],
+]
+
+
+def test_flags_of_the_mesh_make_a_table_or_a_message() -> None:
+    made = 0
+    for chosen in itertools.product(*OF_A_MESH):
+        with contextlib.suppress(SystemExit):
+            assert table(*" ".join(chosen).split())
+            made += 1
+    assert made > 300
 
 
 def test_headless_instances_have_no_endpoint_to_set_up() -> None:

@@ -344,6 +344,12 @@ def test_generation_config(loads: Loads, tmp_path_factory: pytest.TempPathFactor
     other = tmp_path_factory.mktemp("other")
     (other / "generation_config.json").write_text('{"top_p": 0.5}')
     assert loads(generation_config=str(other)).defaults == {"top_p": 0.5}
+    given = {"generation_config": str(other), "override_generation_config": '{"max_new_tokens": 7}'}
+    assert loads(**given).defaults == {"top_p": 0.5, "max_tokens": 7}
+    given["override_generation_config"] = '{"top_p": null, "temperature": 0.5}'
+    assert loads(**given).defaults == {"temperature": 0.5}
+    given["generation_config"] = "vllm"
+    assert loads(**given).defaults == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ from router.operate import (
     _has_size,
     _is_gone,
     _why_it_stays,
+    main_drain,
+    main_scale,
 )
 
 
@@ -74,3 +77,20 @@ def test_a_coordinator_that_has_just_been_started_again_knows_nobody_yet() -> No
     assert not _has_size(1)(early), "1 may still be there"
     assert _is_gone(before, 1)(view(*ready[:1]))
     assert _has_size(1)(view(*ready[:1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "said"),
+    [
+        (main_scale, ["0"], "lockstep scale: error: SIZE: Expected `int` >= 1"),
+        (main_scale, ["many"], "lockstep scale: error: SIZE must be a number, not 'many'"),
+        (main_drain, ["x"], "lockstep drain: error: RANK must be a number, not 'x'"),
+    ],
+)
+def test_errors_name_what_was_given(
+    command: Callable[[list[str]], int], argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from coordinator import flags
+from router.bench.client import model_name, session
+from router.bench.command import parse_args
+from router.endpoint_config import EndpointConfig
 from router.terminal_chat import ChatConfig, ChatError, Conversation
 
 
@@ -74,4 +79,71 @@ def test_the_model_of_a_meshs_file_is_no_name_that_clients_use(tmp_path: Path) -
     config = flags.parse(
         ChatConfig, ["--config", str(file)], prog="lockstep chat", description="", shares_file=True
     )
-    assert (config.model_name, config.api_key) == ("emma", ("0123",))
+    assert (config.model_name, config.endpoint.api_key) == ("emma", ("0123",))
+
+
+class Models(BaseHTTPRequestHandler):
+    """Lists one model to who has the key."""
+
+    def do_GET(self) -> None:
+        ours = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(200 if ours else 401)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}' if ours else b"{}")
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def settings(certificate: tuple[str, str], tmp_path: Path) -> Iterator[str]:
+    """The settings file of a server that speaks HTTPS, on all addresses, and wants a key."""
+    key, chain = certificate
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(chain, key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Models) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        file = tmp_path / "mesh.yaml"
+        file.write_text(
+            f"model: m\nhost: 0.0.0.0\nport: {server.server_address[1]}\nssl-keyfile: {key}\n"
+            f"ssl-certfile: {chain}\nroot-path: /behind\napi-key: [secret, other]\n"
+        )
+        yield str(file)
+        server.shutdown()
+        thread.join()
+
+
+def test_the_settings_file_of_serve_says_where_and_with_what_key(settings: str) -> None:
+    config = flags.parse(ChatConfig, ["--config", settings], prog="chat", description="", shares_file=True)
+    conversation = Conversation(config)
+    conversation.connect()
+    assert conversation.model == "m"
+    assert conversation.url.startswith("https://127.0.0.1:")
+
+
+def test_bench_takes_the_same_file(settings: str) -> None:
+    async def model() -> str:
+        args = parse_args(["--config", settings])
+        async with session(args.header, key=args.key, trust=args.endpoint_config.trust()) as http:
+            return await model_name(http, args.base_url, 0)
+
+    assert asyncio.run(model()) == "m"
+
+
+def test_flags_win_over_the_file(settings: str) -> None:
+    argv = ["--config", settings, "--host", "10.0.0.1", "--port", "7"]
+    config = flags.parse(ChatConfig, argv, prog="chat", description="", shares_file=True)
+    assert Conversation(config).url == "https://10.0.0.1:7/v1"
+    assert parse_args(argv).base_url == "https://10.0.0.1:7"
+    argv = ["--config", settings, "--url", "http://x"]
+    config = flags.parse(ChatConfig, argv, prog="chat", description="", shares_file=True)
+    assert Conversation(config).url == "http://x"
+
+
+def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+    config = ChatConfig(endpoint=EndpointConfig(ssl_certfile=str(tmp_path / "none.pem")))
+    with pytest.raises(ChatError, match="--ssl-certfile cannot be used: No such file"):
+        Conversation(config).connect()
