@@ -40,7 +40,7 @@ _ALWAYS = "it is always so"
 _IGNORED_SWITCHES = {
     _PROMPTS: ("disable-log-requests", "enable-log-requests", "enable-log-outputs", "enable-log-deltas"),
     _COUNTED: (
-        "disable-log-stats", "aggregate-engine-logging", "cudagraph-metrics", "kv-cache-metrics",
+        "aggregate-engine-logging", "cudagraph-metrics", "kv-cache-metrics",
         "enable-mfu-metrics", "enable-logging-iteration-details", "enable-layerwise-nvtx-tracing",
         "enable-per-request-metrics", "per-request-spec-decode-metrics", "enable-metrics",
     ),

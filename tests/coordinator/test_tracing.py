@@ -36,7 +36,9 @@ def test_a_collector_that_is_away_is_said_once(
         for _ in range(3):
             spans.record("lost", "", time.perf_counter(), time.perf_counter(), {})
             spans._provider.force_flush(5000)
-        ours = [record for record in caplog.records if record.name == tracing.__name__]  # servers may still end
+        ours = [
+            record for record in caplog.records if record.name == tracing.__name__
+        ]  # servers may still end
         lost = [record.getMessage() for record in ours]
         assert len(lost) == 1, lost
         assert f"traces are lost: the collector at http://127.0.0.1:{port}/v1/traces takes none: " in lost[0]
