@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -28,9 +29,15 @@ def workers_of_node(workers: int, node: int, nnodes: int) -> range:
 def usable_cores() -> int:
     """Cores that this process may run on (affinity and cpusets included), or of whose time its control groups
     let it use so much: threads beyond a quota would be stopped in the middle of steps."""
-    quota = cpu_quota()
+    quota = _quota()
     cores = len(os.sched_getaffinity(0))
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+@cache
+def _quota() -> float | None:
+    """Read once: instances ask between any two steps."""
+    return cpu_quota()
 
 
 def cuda_devices() -> tuple[str, ...]:

@@ -83,5 +83,12 @@ def test_no_more_threads_than_a_quota_grants(
     quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
-    monkeypatch.setattr(topology, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(topology, "_quota", lambda: quota)
     assert topology.usable_cores() == cores
+
+
+def test_a_quota_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances ask for their cores between any two steps."""
+    topology.usable_cores()
+    monkeypatch.setattr(topology, "cpu_quota", lambda: pytest.fail("reads files"))
+    topology.usable_cores()
