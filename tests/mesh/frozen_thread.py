@@ -70,6 +70,9 @@ class FrozenThread:
                     return
                 time.sleep(0.1)
             _ptrace(PTRACE_CONT, self._pid)
+            deadline = time.monotonic() + LOOK_SECONDS
+            while self._lives() and time.monotonic() < deadline:  # what it says of this time is not of the next
+                time.sleep(0.05)
             time.sleep(0.01)
         raise AssertionError(f"process {self._pid} has Python's lock whenever it is stopped")
 
