@@ -25,11 +25,12 @@ LOOK_SECONDS = 3.0
 class FrozenThread:
     """The main thread of a process, stopped for good."""
 
-    def __init__(self, pid: int, lives: Callable[[], bool]) -> None:
-        """Returns when it stands. ``lives``: whether the others are seen to go on without it, which they do
-        not if it was stopped with Python's lock in its hands: then it is let go, and stopped again."""
+    def __init__(self, pid: int, stalled_for: Callable[[], float]) -> None:
+        """Returns when it stands. ``stalled_for``: seconds for which it has done nothing, as the others say
+        who go on without it. They do not if it was stopped with Python's lock in its hands: then it is let
+        go, and stopped again."""
         self._pid = pid
-        self._lives = lives
+        self._stalled_for = stalled_for
         self._stands = threading.Event()
         self._problem: Exception | None = None
         self._status: int | None = None
@@ -64,17 +65,24 @@ class FrozenThread:
             _ptrace(PTRACE_INTERRUPT, self._pid)
             _, status = os.waitpid(self._pid, WALL)
             assert os.WIFSTOPPED(status), "it has ended"
-            deadline = time.monotonic() + LOOK_SECONDS
-            while time.monotonic() < deadline:
-                if self._lives():
-                    return
-                time.sleep(0.1)
+            if self._others_go_on():
+                return
             _ptrace(PTRACE_CONT, self._pid)
-            deadline = time.monotonic() + LOOK_SECONDS
-            while self._lives() and time.monotonic() < deadline:  # what it says of this time is not of the next
-                time.sleep(0.05)
             time.sleep(0.01)
         raise AssertionError(f"process {self._pid} has Python's lock whenever it is stopped")
+
+    def _others_go_on(self) -> bool:
+        """Whether they say again and again that it does nothing: once may be old news, of the stop before."""
+        deadline = time.monotonic() + LOOK_SECONDS
+        last, times = self._stalled_for(), 0
+        while time.monotonic() < deadline:
+            now = self._stalled_for()
+            if now > last:
+                last, times = now, times + 1
+                if times > 1 and now > 1.0:
+                    return True
+            time.sleep(0.1)
+        return False
 
 
 def _ptrace(request: int, pid: int, data: int = 0) -> None:

@@ -121,7 +121,7 @@ def test_an_instance_that_is_killed_or_stopped_or_hangs_costs_no_token(tmp_path:
         frozen: list[FrozenThread] = []
 
         def hang() -> None:
-            frozen.append(FrozenThread(two.pid, lambda: stalled_for(ports, 2) > 1.0))
+            frozen.append(FrozenThread(two.pid, lambda: stalled_for(ports, 2)))
 
         assert asyncio.run(crowd(ports, lambda: once_busy(2, hang))) == undisturbed
         assert frozen[0].status == process.EXIT_HUNG, "its signs of life went on, so it had to know by itself"
