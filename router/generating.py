@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from router.completions import CompletionAnswer
 from router.config import HttpConfig
 from router.errors import in_terms_of
 from router.grammar_check import GrammarCheck
-from router.headers import deadline, pinned_rank, request_id, session
+from router.headers import deadline, pinned_rank, printable, request_id, session
 from router.mesh import Mesh
 from router.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
@@ -63,7 +63,14 @@ class Chat:
     model: TextModel
     params: SamplingParams
     prompt: PromptText
+    not_enforced: Sequence[str] = ()
+    """What the answer need not follow of the schemas that were given."""
 
+
+NOT_ENFORCED = "x-lockstep-not-enforced"
+"""Response header: JSON paths of the schemas given that answers need not follow."""
+MOST_REMARKS = 1000
+"""Characters of that header."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""
@@ -101,14 +108,16 @@ class Generating:
         model = await self._models.get(wanted.model)
         form = form_of(wanted, self._config.structured_outputs)
         params = sampling_params(wanted, model, self._config.max_logprobs)
+        not_enforced: Sequence[str] = ()
         if form is not None:
-            params = await self._with_grammar(params, text_of({ANSWER: form.body}), form.param)
+            grammar = text_of({ANSWER: form.body})
+            params, not_enforced = await self._with_grammar(params, grammar, form.param, {ANSWER: form.param})
         prompts = await run_sized(lambda: completion_prompts(wanted, model), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             return CompletionAnswer(wanted, model.tokenizer, **common)
 
-        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape)
+        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape, not_enforced)
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, self._config)
@@ -184,9 +193,11 @@ class Generating:
             thinking = turn_format.thinking(prompt.text, model.tokenizer)
             params = msgspec.structs.replace(params, thinking=thinking)
         grammar = turn_format.grammar(prompt.text, model.tokenizer)
+        not_enforced: Sequence[str] = ()
         if grammar is not None:
-            params = await self._with_grammar(params, grammar, turn_format.grammar_param)
-        return Chat(wanted, turn_format, model, params, prompt)
+            param, places = turn_format.grammar_param, turn_format.grammar_places
+            params, not_enforced = await self._with_grammar(params, grammar, param, places)
+        return Chat(wanted, turn_format, model, params, prompt, not_enforced)
 
     async def _count(self, wanted: ChatRequest, size: int) -> int:
         """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
@@ -200,13 +211,16 @@ class Generating:
         if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
             wanted.tools = None
 
-    async def _with_grammar(self, params: SamplingParams, text: str, param: str) -> SamplingParams:
-        await self._grammars.check(text, param)
-        return msgspec.structs.replace(params, grammar=text)
+    async def _with_grammar(
+        self, params: SamplingParams, text: str, param: str, places: Mapping[str, str]
+    ) -> tuple[SamplingParams, Sequence[str]]:
+        """Parameters with a grammar, and what of it is not enforced."""
+        checked = await self._grammars.check(text, param, places)
+        return msgspec.structs.replace(params, grammar=checked.text), checked.remarks(places)
 
     async def _answer(self, request: Request, prefix: str, chat: Chat, shape: Shape) -> Response:
         return await self._generate(
-            request, prefix, chat.wanted, chat.params, [chat.prompt], chat.model, shape
+            request, prefix, chat.wanted, chat.params, [chat.prompt], chat.model, shape, chat.not_enforced
         )
 
     async def _generate(
@@ -218,6 +232,7 @@ class Generating:
         prompts: list[PromptText],
         model: TextModel,
         shape: Shape,
+        not_enforced: Sequence[str] = (),
     ) -> Response:
         client_id = request_id(request, wanted)
         if self._config.enable_force_include_usage and wanted.stream:
@@ -234,9 +249,14 @@ class Generating:
             trace.end_with(error)
             raise
         request.state.request_id = client_id
+        response: Response
         if wanted.stream:
-            return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
-        return json_response(await whole_answer(call, request.receive))
+            response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
+        else:
+            response = json_response(await whole_answer(call, request.receive))
+        if not_enforced:
+            response.headers[NOT_ENFORCED] = printable("; ".join(not_enforced), MOST_REMARKS)
+        return response
 
     def _call(
         self,

@@ -1,4 +1,4 @@
-"""What a request says in its headers about how it is to be treated (pure)."""
+"""Headers of requests that say how they are to be treated, and values for those of answers (pure)."""
 
 from __future__ import annotations
 
@@ -59,3 +59,9 @@ def session(request: Request, wanted: GenerationRequest) -> str:
         if given:
             return given
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
+
+
+def printable(text: str, most: int) -> str:
+    """A text as a header's value: printable ASCII, at most so many characters."""
+    shown = "".join(letter if letter.isprintable() and letter.isascii() else "?" for letter in text)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

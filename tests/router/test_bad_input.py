@@ -116,7 +116,16 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": 5}}, "Expected `str | null`", "structured_outputs"),
     ({"structured_outputs": {"regex": ""}}, "the regular expression is empty", "structured_outputs"),
     ({"structured_outputs": {"regex": "(?=a)b"}}, "look-ahead", "structured_outputs"),
-    ({"structured_outputs": {"json": {"not": {}}}}, 'Unimplemented keys: ["not"]', "structured_outputs"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}, "strict": True},
+            }
+        },
+        "response_format: $.not cannot be enforced, and the schema is strict",
+        "response_format",
+    ),
     ({"structured_outputs": {"json": "{"}}, "the schema is not valid JSON", "structured_outputs"),
     ({"structured_outputs": {"json": False}}, "no answer can follow the schema false", "structured_outputs"),
     (
@@ -266,12 +275,12 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
     (
         {"tools": [BAD_TOOL], "tool_choice": "required"},
-        "tools: Invalid type: strng",
+        "tools[0] ('f'): $.properties.a: Invalid type: strng",
         "tools",
     ),
     (
         {"tools": [{"function": {"name": "f", "parameters": DEEP}}], "tool_choice": "required"},
-        "tools: the schema of a function is nested too deeply",
+        "tools: the schema of the function 'f' is nested too deeply",
         "tools",
     ),
     (
