@@ -45,7 +45,7 @@ def available_memory() -> int:
 
 
 def private_memory() -> int:
-    """Resident bytes that only this process has: no files, nothing shared. 0 where the system does not tell."""
+    """Resident bytes that only this process has: no files, nothing shared. 0 where they are not known."""
     try:
         resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
     except OSError:
@@ -54,7 +54,7 @@ def private_memory() -> int:
 
 
 def return_freed_memory() -> None:
-    """Have the allocator return to the system what is freed: it keeps pages for later, in each thread's arena."""
+    """Have the allocator return freed pages to the system; it keeps them for later, in each arena."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

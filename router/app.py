@@ -51,8 +51,9 @@ def make_app(
     mesh, as far as they are known."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
-    endpoints = Endpoints(config, metrics, models)
+    quotas = quotas or Quotas(config.key_limits)
+    generating = Generating(mesh, config, metrics, models, quotas, tracing)
+    endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
 
     async def health(request: Request) -> Response:

@@ -22,14 +22,15 @@ from router.answers import Answer, encode, json_response
 from router.anthropic_messages import request as messages_request
 from router.anthropic_messages.answer import MessageAnswer
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest, TokenCount
-from router.body import decoder, read_body, run_sized
+from router.body import decoder, read_body
 from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
 from router.errors import in_terms_of
 from router.grammar_check import GrammarCheck
-from router.headers import deadline, pinned_rank, printable, request_id, session
+from router.headers import deadline, key_of, pinned_rank, printable, request_id, session
+from router.heavy import run_sized
 from router.mesh import Mesh
 from router.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
@@ -147,7 +148,7 @@ class Generating:
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            count = await self._count(responses_request.chat_request(asked), len(body))
+            count = await self._count(request, responses_request.chat_request(asked), len(body))
         return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
@@ -167,7 +168,7 @@ class Generating:
         body = await read_body(request, self._config)
         asked = _read_count_tokens(body)
         with in_terms_of(messages_request.NAMES):
-            count = await self._count(messages_request.chat_request(asked), len(body))
+            count = await self._count(request, messages_request.chat_request(asked), len(body))
         return json_response(encode(TokenCount(count)))
 
     # ---- helpers
@@ -175,7 +176,7 @@ class Generating:
     def _check_room(self, request: Request) -> None:
         """Before anything is made of a request: whether it would be let in, as far as that can be told."""
         self._mesh.check_room()
-        self._quotas.check(_key(request))
+        self._quotas.check(key_of(request))
 
     async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
         """``budget_is_advice``: a budget of reasoning that cannot be kept is no reason to refuse."""
@@ -199,12 +200,14 @@ class Generating:
             params, not_enforced = await self._with_grammar(params, grammar, param, places)
         return Chat(wanted, turn_format, model, params, prompt, not_enforced)
 
-    async def _count(self, wanted: ChatRequest, size: int) -> int:
+    async def _count(self, request: Request, wanted: ChatRequest, size: int) -> int:
         """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         self._keep_tools_out(wanted)
-        return await run_sized(lambda: num_prompt_tokens(wanted, model), size)
+        with self._quotas.counting(key_of(request)) as booked:
+            booked.tokens = await run_sized(lambda: num_prompt_tokens(wanted, model), size)
+        return booked.tokens
 
     def _keep_tools_out(self, wanted: ChatRequest) -> None:
         """Of a prompt whose answer may not call them, if that is wanted."""
@@ -291,15 +294,9 @@ class Generating:
             answer,
             arrival=request.state.arrival,
             timeout=timeout,
-            lease=self._quotas.admit(_key(request), sum(len(prompt.ids) for prompt in prompts)),
+            lease=self._quotas.admit(key_of(request), sum(len(prompt.ids) for prompt in prompts)),
             trace=trace,
         )
-
-
-def _key(request: Request) -> int:
-    """Number of the key that was presented; 0 where there are none."""
-    key: int = getattr(request.state, "key", 0)
-    return key
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:

@@ -13,6 +13,12 @@ from router.rules import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
 
 
+def key_of(request: Request) -> int:
+    """Number of the API key that was presented; 0 where there are none."""
+    key: int = getattr(request.state, "key", 0)
+    return key
+
+
 def request_id(request: Request, wanted: GenerationRequest) -> str:
     """The client's own, from the header or the body, else a new one."""
     given = request.headers.get("x-request-id")
