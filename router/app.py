@@ -18,12 +18,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from coordinator.messages import Settings
+from coordinator.process import shortage_of
 from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
 from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
-from router.errors import ApiError, ClientGone, from_mesh, unexpected
+from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.generating import Generating
 from router.http_counts import Counting, Handlers
 from router.mesh import Mesh, MeshError
@@ -124,6 +125,7 @@ def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[R
         MeshError: _on_mesh_error,
         ClientGone: _on_client_gone,
         HTTPException: _on_http_exception,
+        OSError: _on_os_error,
         Exception: _on_unexpected,
     }
 
@@ -156,6 +158,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = not_there(request.url.path)
     return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _on_os_error(request: Request, error: Exception) -> Response:
+    """No fault of a request where the host is short of something; else as any other fault of ours."""
+    if shortage_of(error) is None:
+        raise error
+    return _refused(request, short_of(error))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

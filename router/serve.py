@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -115,8 +114,8 @@ def _serve(argv: list[str] | None) -> int:
             return _run(config, settings, title, held, keys, model_type)
     except OSError as error:  # a port of the endpoint, no room for files
         file = f": {error.filename}" if error.filename else ""
-        fix = ": raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
-        print(f"serve: error: {error.strerror or error}{file}{fix}", file=sys.stderr)
+        reason = process.shortage_of(error) or error.strerror or error
+        print(f"serve: error: {reason}{file}", file=sys.stderr)
         return process.EXIT_FAILED
 
 

@@ -53,12 +53,12 @@ COMMAND_TIMEOUT = 5.0
 
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
-    With a tally, shares its sockets evenly with other front ends."""
+    Accepts connections itself: evenly among front ends, and none that it has no file for."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        tally: Tally | None,
+        tally: Tally,
         feed: Feed | None,
         mesh: MeshClient,
         patience: float,
@@ -97,9 +97,6 @@ class _Server(uvicorn.Server):
             )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tally is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
         state, config = self.server_state, self.config
 
@@ -211,10 +208,10 @@ async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> No
         await asyncio.sleep(0.02)
 
 
-def _tally(config: RouterConfig) -> Tally | None:
-    """What keeps front ends even; None for one that is alone."""
+def _tally(config: RouterConfig) -> Tally:
+    """What keeps front ends even; one without a launcher is alone."""
     if config.front_ends == 1 or config.counts_directory is None:
-        return None
+        return Tally(None, 0, 1)
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
 
 
