@@ -13,6 +13,8 @@ import socket
 import ssl
 import time
 
+from coordinator.addresses import is_ipv6
+
 HEALTH_INTERVAL = 0.02
 """Seconds between two looks whether the endpoint takes requests."""
 
@@ -23,7 +25,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     Raises:
         OSError: the port is in use or not ours to take; the message says so, and which ``flag`` changes it.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         _bind(listener, host, port)
