@@ -12,10 +12,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from coordinator import process
+from coordinator.addresses import is_loopback
 from coordinator.flags import Count, flag, parse
 from router.endpoint_config import EndpointConfig
 from router.environment import key_of_client
@@ -142,6 +144,13 @@ class Conversation:
             if said:
                 self._messages += [question, {"role": "assistant", "content": "".join(said)}]
 
+    def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
+        """Without a proxy to loopback: one would look for the server on its own host."""
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
+        if is_loopback(urlsplit(request.full_url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        return urllib.request.build_opener(*handlers)
+
     @contextlib.contextmanager
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
         headers = {"Content-Type": "application/json"} | (
@@ -150,7 +159,7 @@ class Conversation:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._config.timeout, context=self._trust) as answer:
+            with self._opener(request).open(request, timeout=self._config.timeout) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
             raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
