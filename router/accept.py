@@ -174,8 +174,8 @@ class Acceptor:
         self._wait(PAUSE, self._after_courtesy)
 
     def _has_room(self) -> bool:
-        """Whether enough files are left. A new file gets the lowest free number, which tells how many are open;
-        that is looked at only once the newest connection had a high one."""
+        """Whether enough files are left. A new file gets the lowest free number, which tells how many are
+        open; that is looked at only once the newest connection had a high one."""
         if self._newest_file < self._most_files:
             return True
         self._newest_file = os.dup(self._listener.fileno())

@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.process import REQUEST
 from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router import harmony
@@ -219,7 +220,8 @@ class Generating:
         model: TextModel,
         shape: Shape,
     ) -> Response:
-        client_id = request_id(request, wanted)
+        client_id = request.state.request_id = request_id(request, wanted)
+        REQUEST.set(client_id)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = True
@@ -233,7 +235,6 @@ class Generating:
         except Exception as error:
             trace.end_with(error)
             raise
-        request.state.request_id = client_id
         if wanted.stream:
             return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         return json_response(await whole_answer(call, request.receive))

@@ -15,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.addresses import is_loopback
+from coordinator.addresses import LOOPBACK_NAMES, is_loopback
+from coordinator.process import REQUEST
 from router import errors
 from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
@@ -33,9 +34,7 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
     """From the outside in: a browser asks what it may do before it presents a key."""
-    found = [Middleware(Slashes)]
-    if config.enable_request_id_headers:
-        found.append(Middleware(RequestIds))
+    found = [Middleware(Slashes), Middleware(RequestIds, tells=config.enable_request_id_headers)]
     if config.allowed_origins:
         found.append(
             Middleware(
@@ -55,10 +54,13 @@ def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
 
 
 class RequestIds:
-    """Answers with X-Request-Id: what the handler chose, else the client's own, else a new one."""
+    """Gives each request an id: the client's own, else a new one, unless a handler chooses another. It stands
+    in all log lines about the request, and, where asked for, in the answer's X-Request-Id."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, tells: bool = False) -> None:
+        """``tells``: answers have the header."""
         self._app = app
+        self._tells = tells
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,6 +69,10 @@ class RequestIds:
         state = scope.setdefault("state", {})
         given = Headers(scope=scope).get("x-request-id", "")
         state["request_id"] = given if usable_id(given) else uuid.uuid4().hex
+        REQUEST.set(state["request_id"])
+        if not self._tells:
+            await self._app(scope, receive, send)
+            return
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -183,8 +189,8 @@ def _is_here(value: bytes) -> bool:
         return False
     host = match["ipv6"] or match["name"] or "localhost"
     name = host.lower().rstrip(".")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True  # browsers never look these names up
+    if name in LOOPBACK_NAMES or name.endswith(".localhost"):
+        return True  # no site can have these names
     try:
         ipaddress.ip_address(host)
     except ValueError:

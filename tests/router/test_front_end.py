@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import ssl
 import subprocess
@@ -204,6 +205,22 @@ def test_a_prefix_is_taken_off_before_all_else(tmp_path: Path) -> None:
     assert "GET /llm/health" not in log
 
 
+STREAMS = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_proxies_are_asked_not_to_hold_streams_back(server: Server, path: str) -> None:
+    answer = server.post(path, STREAMS[path] | {"stream": True})
+    assert answer.status_code == 200
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert "x-accel-buffering" not in server.post(path, STREAMS[path]).headers
+
+
 # ---- request ids
 
 
@@ -372,7 +389,7 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
 
         def url() -> re.Match[str] | None:
             assert process.poll() is None, log.read_text()
-            return re.search(r"listening on (https?://\S+)", log.read_text())
+            return re.search(r'listening on (https?://[^\s"]+)', log.read_text())
 
         until(lambda: url() is not None, 30)
         found = url()
@@ -381,6 +398,39 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(20) == 0
+
+
+def test_log_lines_about_a_request_have_its_id(tmp_path: Path) -> None:
+    """The access log, and why it was refused."""
+    ids = {"x-request-id": "abc-1"}
+    with router(tmp_path) as url, httpx2.Client(trust_env=False, base_url=url) as client:
+        for _ in range(2):  # on one connection: not the first one's
+            assert client.get("/v1/models", headers=ids).status_code == 503
+            body = {"prompt": "a", "request_id": "def-2"}
+            assert client.post("/v1/completions", json=body).status_code == 503
+        log = (tmp_path / "log").read_text()
+    for line in (
+        '"GET /v1/models HTTP/1.1" 503',
+        "GET /v1/models: 503: No instance has joined the mesh yet.",
+    ):
+        assert log.count(f"{line} (request abc-1)\n") == 2, log
+    made = re.findall(r'"POST /v1/completions HTTP/1.1" 503 \(request ([0-9a-f]{32})\)\n', log)
+    assert len(set(made)) == 2, "one of its own, where the body was not read"
+    assert all(
+        f"POST /v1/completions: 503: No instance has joined the mesh yet. (request {id})" in log
+        for id in made
+    )
+
+
+def test_the_id_of_a_request_is_a_field_of_json_lines(tmp_path: Path) -> None:
+    with (
+        router(tmp_path, "--log-format", "json") as url,
+        httpx2.Client(trust_env=False, base_url=url) as client,
+    ):
+        assert client.get("/v1/models", headers={"x-request-id": "abc"}).status_code == 503
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    about = [line["logger"] for line in lines if line.get("request") == "abc"]
+    assert sorted(about) == ["router.refusals", "uvicorn.access"]
 
 
 def test_tls(certificate: tuple[str, str], tmp_path: Path) -> None:
