@@ -125,7 +125,7 @@ _read_scale = decoder(ScaleRequest)
 
 
 def make_admin_app(
-    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0
+    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
 ) -> Starlette:
     """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
 
@@ -178,6 +178,7 @@ def make_admin_app(
         exception_handlers=exception_handlers(),
     )
     app.state.refusals = Refusals()
+    app.state.prefix = prefix
     app.router.redirect_slashes = False
     return app
 

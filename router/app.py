@@ -31,7 +31,7 @@ from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
 from router.openapi import document
-from router.paths import not_there
+from router.paths import not_there, prefix_of
 from router.quotas import Quotas
 from router.refusals import Refusals
 from router.server_info import Sleeping, server_info, version_of
@@ -55,9 +55,14 @@ def make_app(
     generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
     endpoints = Endpoints(config, metrics, models)
     refusals = Refusals()
+    prefix = prefix_of(config.root_path)
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if mesh.healthy else 503)
+
+    async def alive(request: Request) -> Response:
+        """Whoever comes here has been accepted, read and answered by the loop: no more is asked."""
+        return Response()
 
     async def version(request: Request) -> Response:
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
@@ -70,7 +75,7 @@ def make_app(
         return json_response(msgspec.json.encode(Sleeping()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys)))
+        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
 
     async def exposition(request: Request) -> Response:
         page, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -97,6 +102,7 @@ def make_app(
         Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
         Route("/load", endpoints.load, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
+        Route("/livez", alive, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
         Route("/server_info", info, methods=["GET"]),
@@ -109,11 +115,12 @@ def make_app(
         routes=routes,
         middleware=[
             Middleware(Counting, counts=metrics.http, handlers=Handlers(routes)),
-            *middleware(config, refusals),
+            *middleware(config, refusals, routes),
         ],
         exception_handlers=exception_handlers(),
     )
     app.state.refusals = refusals
+    app.state.prefix = prefix
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 
@@ -154,9 +161,10 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}."
+    path, prefix = request.url.path, request.app.state.prefix
+    message = f"{request.method} {prefix}{path}: {error.detail}."
     if error.status_code == 404:
-        message = not_there(request.url.path)
+        message = not_there(path, prefix)
     return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import ssl
 import sys
 import urllib.error
@@ -57,6 +58,40 @@ class ChatError(Exception):
 
 class NoApi(ChatError):
     """Somebody answers, but not as this API does: perhaps it is at another path."""
+
+
+class _PathConnection(http.client.HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+        self._trust = trust
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+        if self._trust is not None:
+            self.sock = self._trust.wrap_socket(self.sock, server_hostname="localhost")
+
+
+class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens all URLs at one Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self._path = path
+        self._trust = trust
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, _host: str, *, timeout: float, **_: Any) -> http.client.HTTPConnection:
+        return _PathConnection(self._path, self._trust, timeout)
 
 
 class Conversation:
@@ -149,6 +184,9 @@ class Conversation:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
         if is_loopback(urlsplit(request.full_url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
+        path = self._config.endpoint.uds
+        if path is not None and self._config.url is None:
+            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._trust)]
         return urllib.request.build_opener(*handlers)
 
     @contextlib.contextmanager
@@ -164,7 +202,10 @@ class Conversation:
         except urllib.error.HTTPError as error:
             raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
         except urllib.error.URLError as error:
-            raise ChatError(f"no server answers at {self._url}: {error.reason}; see --url") from error
+            where = self._config.endpoint.uds if self._config.url is None else None
+            raise ChatError(
+                f"no server answers at {where or self._url}: {error.reason}; see --url"
+            ) from error
         except http.client.InvalidURL as error:
             raise ChatError(f"{self._url!r} is no URL: {error}; see --url") from error
         except TimeoutError as error:

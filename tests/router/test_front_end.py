@@ -132,6 +132,48 @@ def test_names_do_not_matter_with_a_key_or_on_a_network(served: ServedModel) -> 
         assert status_for(server, "site.example") == b"200"
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/livez"])
+def test_probes_may_use_any_name(served: ServedModel, path: str) -> None:
+    """A load balancer asks for the name that it has for the server."""
+    with served_with(served) as server:
+        assert server.client.get(path, headers={"host": "mesh.internal:8000"}).status_code == 200
+    with served_with(served, api_key=("k",)) as server:
+        assert server.client.get(path, headers={"host": "mesh.internal:8000"}).status_code == 200
+
+
+def test_a_router_lives_also_when_nobody_serves(served: ServedModel) -> None:
+    with served_with(served) as server:
+        server.mesh.healthy = False
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/livez").status_code == 200
+
+
+# ---- what a path takes
+
+
+def options(server: Server, path: bytes) -> tuple[int, str | None]:
+    """Status and Allow."""
+    with server.connect() as connection:
+        connection.sendall(b"OPTIONS %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+    allow = re.search(r"\r\nallow: ([^\r]*)", answer)
+    return int(answer.split()[1]), allow and allow[1]
+
+
+def test_the_methods_of_a_path_are_told_to_anybody(served: ServedModel) -> None:
+    with served_with(served, api_key=("k",)) as server:
+        assert options(server, b"/") == options(server, b"*") == (204, "OPTIONS"), "there is no page here"
+        assert options(server, b"/v1/completions") == (204, "OPTIONS, POST")
+        assert options(server, b"/ping/") == (204, "GET, HEAD, OPTIONS, POST")
+        assert options(server, b"/v1/responses/resp_1") == (204, "DELETE, GET, HEAD, OPTIONS")
+        assert options(server, b"/nothing") == (401, None)
+        with server.connect() as connection:  # as HAProxy asks
+            connection.sendall(b"OPTIONS / HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 204")
+    with served_with(served) as server:
+        assert options(server, b"/nothing") == (404, None)
+
+
 # ---- browsers
 
 
@@ -188,6 +230,23 @@ def test_a_proxy_may_leave_its_prefix_in_or_take_it_off(served: ServedModel, pre
             assert server.client.get(path).status_code == 401
             assert server.client.get(path, headers={"authorization": "Bearer k"}).status_code == 200
         assert server.client.get("/llmx/health", headers={"authorization": "Bearer k"}).status_code == 404
+
+
+@pytest.mark.parametrize("prefix", ["/llm", "llm/", "", "/"])
+def test_paths_are_given_out_with_the_prefix(served: ServedModel, prefix: str) -> None:
+    there = "/llm" if "llm" in prefix else ""
+    with served_with(served, root_path=prefix) as server:
+        document = server.client.get("/openapi.json").json()
+        assert document["servers"] == [{"url": there or "/"}]
+        assert "/v1/models" in document["paths"]
+        for asked in dict.fromkeys(("/chat/completions", f"{there}/chat/completions")):
+            message = server.post(asked, {}).json()["error"]["message"]
+            assert message == (
+                f"This server has no {there}/chat/completions: did you mean {there}/v1/chat/completions?"
+            )
+        message = server.client.get("/v1/embeddings").json()["error"]["message"]
+        assert message.endswith(f"GET {there}/openapi.json lists what it has.")
+        assert f"GET {there}/v1/completions: Method Not" in server.client.get("/v1/completions").text
 
 
 def test_a_prefix_is_taken_off_before_all_else(tmp_path: Path) -> None:
