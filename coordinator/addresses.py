@@ -13,6 +13,8 @@ import msgspec
 
 HOST_NAME = re.compile(r"[\w.-]+")
 WILDCARDS = ("0.0.0.0", "::", "*")
+LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
+"""Names that mean loopback on every host; the latter two in Debian's /etc/hosts, for IPv6."""
 
 
 CONNECT_SECONDS = 2.0
@@ -37,11 +39,25 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it, as far as its spelling tells: of names, that is `localhost`."""
+    """Whether only this host can reach it, as far as its spelling tells."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return address == "localhost"
+        return address.lower() in LOOPBACK_NAMES
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether it is an IPv6 address, or a name that means nothing else, as far as can be found out now."""
+    if ":" in address:
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.IPv4Address(address)
+        return False
+    try:
+        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(":" in str(info[4][0]) for info in infos)
 
 
 def interfaces() -> list[Interface]:
@@ -117,18 +133,6 @@ def own(flag: str, address: str) -> str:
         )
     if not is_loopback(numeric) and numeric not in ours:
         raise AddressError(f"{flag} {address} is no address of this host, which has {choices(interfaces())}")
-    return numeric
-
-
-def own_for_others(flag: str, address: str) -> str:
-    """The same of an address that others connect to as it is written.
-
-    Raises:
-        AddressError: as there, or it is a name that they would look up in vain: ZeroMQ takes names for IPv4.
-    """
-    numeric = own(flag, address)
-    if ":" in numeric and ":" not in address:
-        raise AddressError(f"{flag} {address} means an IPv6 address alone: give that, {numeric}, everywhere")
     return numeric
 
 

@@ -15,6 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.process import REQUEST
 from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router import harmony
@@ -237,7 +238,8 @@ class Generating:
         shape: Shape,
         not_enforced: Sequence[str] = (),
     ) -> Response:
-        client_id = request_id(request, wanted)
+        client_id = request.state.request_id = request_id(request, wanted)
+        REQUEST.set(client_id)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
             wanted.stream_options.include_usage = True
@@ -251,8 +253,11 @@ class Generating:
         except Exception as error:
             trace.end_with(error)
             raise
+<<<<<<< HEAD
         request.state.request_id = client_id
         response: Response
+=======
+>>>>>>> operators
         if wanted.stream:
             response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         else:

@@ -211,7 +211,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             "one with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises nothing more special
         raise TokenizerError(
             f"{path} cannot be used ({error}): get it again, or name another directory with --tokenizer"

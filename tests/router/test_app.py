@@ -133,7 +133,7 @@ def test_open_paths(server: Server) -> None:
         ("POST", "/v1/embeddings", 404, "NotFoundError"),
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
-        ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
+        ("OPTIONS", "/v1/nothing", 404, "NotFoundError"),
         ("GET", "/v1/chat/completions//", 404, "NotFoundError"),
     ],
 )

@@ -435,10 +435,21 @@ def test_bad_ranks(server: Server, rank: str) -> None:
 
 
 def test_bad_request_ids(server: Server) -> None:
-    for id in (b"", b"\xff", b"a" * 300):
+    for id in (b"\xff", b"a" * 300):
         headers = {"x-request-id": id}
         answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
         refused(answer, "X-Request-Id must be", "X-Request-Id")
+
+
+@pytest.mark.parametrize(
+    "name", ["x-request-id", "x-data-parallel-rank", "x-request-timeout", "x-session-id", "traceparent"]
+)
+def test_a_header_without_a_value_is_none(server: Server, name: str) -> None:
+    for value in ("", " "):
+        answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: value})
+        assert answer.status_code == 200, answer.text
+    assert server.mesh.prompts[-1].rank is None
+    assert server.mesh.prompts[-1].session == ""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
