@@ -40,7 +40,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
