@@ -12,6 +12,7 @@ from router import chat_template
 from router.chat_template import ChatTemplate, ChatTemplateError, load_chat_templates, named_chat_template
 from router.tokens import Tokenizer, load_tokenizer
 from tests.router import tiny_tokenizer
+from tests.router.talking import SYSTEM_FIRST
 
 STRINGS = tiny_tokenizer.TEMPLATE
 PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
@@ -182,7 +183,9 @@ def test_tool_calls_get_their_arguments_parsed() -> None:
 @pytest.mark.parametrize("arguments", ["{", '{"city": "Ul', "[1]", "5", '"Ulm"', "null", "[" * 5000, "nan"])
 def test_arguments_that_are_no_object_come_back_as_text(arguments: str) -> None:
     """Templates go through the items of arguments, or print them as JSON."""
-    source = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    source = (
+        "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
     assert template(source).render(messages) == f"INVALID_JSON={arguments}"
@@ -226,11 +229,6 @@ def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
 
 
 GENERIC = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-SYSTEM_FIRST = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}"
-)
 OTHERS_DROPPED = (
     "{% if messages[0].role in ('system', 'developer') %}<system>{{ messages[0].content }}"
     "{% set messages = messages[1:] %}{% endif %}"
