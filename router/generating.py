@@ -251,8 +251,8 @@ class Generating:
     ) -> Call:
         """A request that is let in."""
         samples = make_samples(
-            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
-            trace.traceparent,
+            id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
+            session(request, wanted), trace.traceparent,
         )  # fmt: skip
         timeout = deadline(request, wanted)
         answer = shape(
