@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from router.anthropic_messages.tools import CHANGES, REFERENCE, offered
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
 from router.errors import ApiError, refuse
 from router.openai_api import MOST, ChatRequest, MoreFields
@@ -23,12 +24,6 @@ UNSUPPORTED = {
     "compaction": "ask for a summary in a message",
 }
 """Refused when set to anything that would matter, with what to do instead."""
-TOOL_UNSUPPORTED = {
-    "defer_loading": "name a tool when it is needed",
-    "input_examples": "put them into the description",
-}
-"""The same for the fields of a tool."""
-
 BILLING_LINE = "x-anthropic-billing-header:"
 """What the first line of Claude Code's instructions begins with. It differs between sessions, so that no two
 prompts would have a beginning in common."""
@@ -45,14 +40,15 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
         ApiError: it asks for what chat does not have.
     """
     _check(request)
+    tools = offered(request.tools or [], request.messages)
     chat = ChatRequest(
         messages=_remembered(_messages(request), request.context_management or {}),
         model=request.model,
-        tools=None if not request.tools else [_tool(i, tool) for i, tool in enumerate(request.tools)],
+        tools=[_tool(index, tool) for index, tool in enumerate(tools)] or None,
         chat_template_kwargs=_template_kwargs(request),
     )
     _choose_tools(chat, request)
-    chat.continue_final_message = _is_begun(chat.messages) or None
+    chat.continue_final_message = _is_begun(request.messages, chat.messages) or None
     chat.reasoning_effort = _string((request.output_config or {}).get("effort")) or None
     if isinstance(request, MessagesRequest):
         chat.max_completion_tokens = request.max_tokens
@@ -123,9 +119,8 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = str(tool["type"])[:60]
         refuse(f"tools[{index}] has type {kind!r}: only tools of your own can be used.", "tools")
-    for name, instead in TOOL_UNSUPPORTED.items():
-        if tool.get(name):
-            refuse(f"tools[{index}].{name} is not supported: {instead}.", "tools")
+    if tool.get("input_examples"):
+        refuse(f"tools[{index}].input_examples is not supported: put them into the description.", "tools")
     if "direct" not in (tool.get("allowed_callers") or ["direct"]):
         refuse(f"tools[{index}].allowed_callers leaves out direct: nothing else calls tools here.", "tools")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
@@ -167,6 +162,8 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 def _instructions(content: Any, where: str) -> str:
     """The text of instructions, without a line about billing before them."""
+    if isinstance(content, list):
+        content = [block for block in content if _kind(block) not in CHANGES]
     text = _text(content or "", where)
     return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
 
@@ -221,12 +218,14 @@ def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
             is_inside = False
 
 
-def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Whether the conversation ends with the beginning of its answer."""
+def _is_begun(asked: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bool:
+    """Whether the conversation ends with the beginning of its answer; what was ``asked`` may end with
+    instructions that leave no message."""
     last = messages[-1] if messages else {}
     text = last.get("content")
-    begins = last.get("role") == "assistant" and not last.get("tool_calls")
-    return begins and isinstance(text, str) and bool(text.strip())
+    if not asked or asked[-1].get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    return isinstance(text, str) and bool(text.strip())
 
 
 def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
@@ -238,11 +237,21 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
             case "text":
                 parts.append({"type": "text", "text": block.get("text")})
             case "tool_result":
-                content = _text(block.get("content") or "", f"messages[{index}]")
+                content = _text(_named(block.get("content")) or "", f"messages[{index}]")
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case kind:
                 _refuse_block(index, kind)
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _named(content: Any) -> Any:
+    """Content with the names of tools that a search has found as text."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": block.get("tool_name")} if _kind(block) == REFERENCE else block
+        for block in content
+    ]
 
 
 def _text(content: Any, where: str) -> str:

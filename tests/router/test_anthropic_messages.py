@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +26,24 @@ TOOLS: list[Any] = [
     {"name": "weather", "description": "Will it rain?", "input_schema": {"type": "object", "properties": {}}},
     {"name": "now", "input_schema": {"type": "object"}, "type": "custom"},
 ]
+
+
+def system(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "system", "content": list(blocks)}
+
+
+def addition(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_addition", "tool": tool}
+
+
+def removal(name: str) -> dict[str, Any]:
+    return {"type": "tool_removal", "tool": by_name(name)}
+
+
+def by_name(name: str) -> dict[str, Any]:
+    return {"type": "tool_reference", "name": name}
+
+
 BASIC: dict[str, Any] = {"model": "tiny", "max_tokens": 500, "messages": USER}
 
 
@@ -214,6 +233,9 @@ def test_an_answer_that_has_begun_goes_on(server: Server, tokenizer: Tokenizer, 
     ["", [{"type": "text", "text": "Wait."}, {"type": "tool_use", "id": "1", "name": "now", "input": {}}]],
 )
 def test_what_is_no_beginning_is_not_gone_on_with(content: Any) -> None:
+    ended = {"role": "assistant", "content": "It is"}
+    asked = MessagesRequest(max_tokens=5, messages=[*USER, ended, system()])
+    assert chat_request(asked).continue_final_message is None
     request = MessagesRequest(max_tokens=5, messages=[*USER, {"role": "assistant", "content": content}])
     assert chat_request(request).continue_final_message is None
 
@@ -257,6 +279,51 @@ def test_instructions_where_the_template_wants_one_message(served: ServedModel, 
         assert say.last_prompt == "<system>Rules\n\nBe short<user>Hello"
         counted = server.post("/v1/messages/count_tokens", body).json()
         assert counted == {"input_tokens": len(server.mesh.prompts[-1].prompt_ids)}
+
+
+def tool_names(prompt: str) -> list[str]:
+    """What the template shows."""
+    shown, _ = json.JSONDecoder().raw_decode(prompt.removeprefix("TOOLS")) if "TOOLS" in prompt else ([], 0)
+    return [tool["function"]["name"] for tool in shown]
+
+
+LATER = TOOLS[0] | {"name": "later", "defer_loading": True}
+FOUND = {
+    "type": "tool_result",
+    "tool_use_id": "t",
+    "content": [{"type": "tool_reference", "tool_name": "later"}],
+}
+SEARCHED: list[Any] = [
+    *USER,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "now", "input": {}}]},
+    {"role": "user", "content": [FOUND]},
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        (USER, ["now"]),
+        (SEARCHED, ["now", "later"]),
+        ([*USER, system(addition(by_name("later")))], ["now", "later"]),
+        ([*USER, system(addition(by_name("later")), removal("later"))], ["now"]),
+        ([*USER, system(removal("now"))], []),
+        ([*USER, system(removal("now")), *USER, system(addition(by_name("now")))], ["now"]),
+        ([*USER, system(addition({"type": "tool_definition", "definition": TOOLS[0]}))], ["now", "weather"]),
+    ],
+)
+def test_tools_that_come_and_go(
+    client: anthropic.Anthropic, say: Speaker, messages: list[Any], names: list[str]
+) -> None:
+    say("x")
+    tools: list[Any] = [TOOLS[1], LATER]
+    answer = client.messages.create(**BASIC | {"messages": messages}, tools=tools)
+    assert tool_names(say.last_prompt) == names
+    counted = client.messages.count_tokens(model="tiny", messages=messages, tools=tools)
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert "<system>" not in say.last_prompt
+    if messages is SEARCHED:
+        assert say.last_prompt.endswith("<tool>later[t]")
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli;"
@@ -415,7 +482,11 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "edits[0].type must be clear_thinking"),
         ({"context_management": {"edits": 5}}, "edits[0].type must be clear_thinking"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 1}]}}, "edits[0].keep must be all"),
-        ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools[0].defer_loading is not supported"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools has two tools of one name"),
+        ({"messages": [*USER, {"role": "system", "content": [addition({"type": "tool_reference", "name": "f"})]}]},
+         "names tool 'f', which tools does not have"),
+        ({"messages": [*USER, {"role": "system", "content": [addition({"type": "mcp_tool_reference", "name": "f"})]}]},
+         "tool_addition needs a tool of your own"),
         ({"tools": [TOOLS[0] | {"input_examples": [{}]}]}, "input_examples is not supported: put them"),
         ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "allowed_callers leaves out direct"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet"),
