@@ -253,11 +253,7 @@ class Generating:
         except Exception as error:
             trace.end_with(error)
             raise
-<<<<<<< HEAD
-        request.state.request_id = client_id
         response: Response
-=======
->>>>>>> operators
         if wanted.stream:
             response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
         else:
@@ -279,8 +275,8 @@ class Generating:
     ) -> Call:
         """A request that is let in."""
         samples = make_samples(
-            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
-            trace.traceparent,
+            id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
+            session(request, wanted), trace.traceparent,
         )  # fmt: skip
         timeout = deadline(request, wanted)
         answer = shape(

@@ -31,14 +31,18 @@ def request_id(request: Request, wanted: GenerationRequest) -> str:
     return given
 
 
-def pinned_rank(request: Request) -> int | None:
-    """The instance that the client wants."""
+def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
+    """The instance that the client wants, by the header or by a field."""
     given = request.headers.get("x-data-parallel-rank")
-    if not given:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+    if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
         refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
-    return int(given)
+    ranks = {int(given) if given else None, wanted.data_parallel_rank, wanted.routed_dp_rank} - {None}
+    if len(ranks) > 1:
+        refuse(
+            "X-data-parallel-rank, data_parallel_rank and routed_dp_rank name several instances.",
+            "data_parallel_rank",
+        )
+    return next(iter(ranks), None)
 
 
 def deadline(request: Request, wanted: GenerationRequest) -> float | None:

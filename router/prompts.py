@@ -96,6 +96,8 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
         thinks = effort != "none"  # templates that switch thinking off go by one of two names
         variables |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if isinstance(request, ChatRequest) and request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     variables |= request.chat_template_kwargs or {}
     documents = None
     if isinstance(request, ChatRequest):

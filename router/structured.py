@@ -145,7 +145,10 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
         case "text":
             return None
         case "json_object":
-            return Form(param, json_body({"type": "object"}, config))
+            given = wanted.get("schema")
+            schema = None if given is None else _schema(given, param)
+            more = schema if isinstance(schema, dict) else {}
+            return Form(param, json_body({"type": "object"} | more, config))
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:

@@ -11,6 +11,13 @@ from router.responses.wire import ResponsesRequest
 KEPT = ("previous_response_id", "conversation", "background", "prompt")
 """They refer to what a server keeps."""
 
+UNSUPPORTED = {
+    "context_management": "nothing of a conversation is taken out",
+    "enable_response_messages": "",
+    "previous_input_messages": "send them as input",
+}
+"""Refused when set to anything that would matter, with why, or what to do instead."""
+
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -39,6 +46,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         tool_choice=_tool_choice(request.tool_choice) if request.tools else None,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=(request.reasoning or {}).get("effort"),
+        verbosity=(request.text or {}).get("verbosity"),
         response_format=_response_format(request.text),
         **{name: getattr(request, name) for name in SAME},
     )
@@ -48,12 +56,17 @@ def _check(request: ResponsesRequest) -> None:
     for name in KEPT:
         if getattr(request, name):
             refuse(f"{name} is not supported: answers are not kept, send the whole conversation.", name)
+    for name, instead in UNSUPPORTED.items():
+        if getattr(request, name):
+            refuse(f"{name} is not supported{f': {instead}' if instead else ''}.", name)
     if request.truncation not in (None, "disabled"):
         refuse("truncation other than disabled is not supported.", "truncation")
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):
         refuse("log-probabilities are not supported here, use /v1/chat/completions.", "top_logprobs")
     if not isinstance((request.reasoning or {}).get("effort"), str | None):
         refuse("reasoning.effort must be a string.", "reasoning")
+    if not isinstance((request.text or {}).get("verbosity"), str | None):
+        refuse("text.verbosity must be a string.", "text")
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

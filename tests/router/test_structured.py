@@ -228,6 +228,12 @@ def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) 
     [
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {}]}', "[]"),
         (
+            {"response_format": {"type": "json_object", "schema": POINT}},
+            '{"x":1,"on":true}',
+            '{"a": [1, {}]}',
+        ),
+        ({"response_format": {"type": "json_object", "schema": json.dumps({})}}, '{"a":1}', "[]"),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": POINT}}},
             '{"x":1,"on":true}',
             "{}",
