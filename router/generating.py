@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from router.text_models import TextModels
 from router.tracing import RequestTrace
 from router.turn_format import TurnFormat
 
+logger = logging.getLogger(__name__)
+
 _read_completion = decoder(CompletionRequest)
 _read_chat = decoder(ChatRequest)
 _read_responses = decoder(ResponsesRequest)
@@ -64,6 +67,9 @@ class Chat:
     params: SamplingParams
     prompt: PromptText
 
+
+LEFT_OUT = "x-lockstep-left-out"
+"""Header of an answer: types of tools and items of the request that the model did not get."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""
@@ -127,18 +133,24 @@ class Generating:
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
-            return ResponsesAnswer(asked, chat.params, chat.turn_format, **common)
+            tokenizer, names = chat.model.tokenizer, translated.names
+            return ResponsesAnswer(asked, chat.params, chat.turn_format, tokenizer, names, **common)
 
         with in_terms_of(responses_request.NAMES):
-            chat = await self._understand(responses_request.chat_request(asked), len(body))
-            return await self._answer(request, "resp_", chat, shape)
+            translated = responses_request.translated(asked)
+            chat = await self._understand(translated.chat, len(body))
+            answer = await self._answer(request, "resp_", chat, shape)
+        if translated.left_out:
+            answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
+            logger.info("a request goes without %s, which cannot run here", answer.headers[LEFT_OUT])
+        return answer
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens a request to /v1/responses would have as its prompt."""
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            count = await self._count(responses_request.chat_request(asked), len(body))
+            count = await self._count(responses_request.translated(asked).chat, len(body))
         return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
