@@ -11,7 +11,7 @@ from router.answers import encode, json_response
 from router.body import decoder, read_body, run_sized
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
-from router.loads import Loads, ServerLoad, loads_of
+from router.loads import Loads, ServerLoad, loads_of, older_loads_of
 from router.mesh import ServedModel
 from router.metrics import Metrics
 from router.openai_api import (
@@ -55,7 +55,7 @@ class Endpoints:
         ids = await run_sized(encode_text, len(body))
         answer = TokenizeAnswer(len(ids), model.served.max_model_len, ids)
         if wanted.return_token_strs:
-            answer.token_strs = [model.tokenizer.token_text(token_id) for token_id in ids]
+            answer.token_strs = [model.tokenizer.piece(token_id) for token_id in ids]
         return json_response(encode(answer))
 
     async def detokenize(self, request: Request) -> Response:
@@ -106,3 +106,7 @@ class Endpoints:
             if not found:
                 refuse(f"No instance with rank {wanted[:20]!r} has reported yet.", "dp_rank")
         return json_response(encode(Loads.of(found, time.time())))
+
+    async def get_load(self, request: Request) -> Response:
+        """Of each instance, as older tools for SGLang ask for it."""
+        return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

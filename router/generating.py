@@ -28,7 +28,7 @@ from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
-from router.errors import in_terms_of
+from router.errors import in_terms_of, refuse
 from router.grammar_check import GrammarCheck
 from router.headers import deadline, pinned_rank, request_id, session
 from router.mesh import Mesh
@@ -50,6 +50,17 @@ from router.turn_format import TurnFormat
 
 logger = logging.getLogger(__name__)
 
+NULL = msgspec.Raw(b"null")
+
+
+class Invocation(msgspec.Struct):
+    """What tells a chat from a completion."""
+
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
+
+
+_read_invocation = decoder(Invocation)
 _read_completion = decoder(CompletionRequest)
 _read_chat = decoder(ChatRequest)
 _read_responses = decoder(ResponsesRequest)
@@ -102,6 +113,23 @@ class Generating:
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         self._check_room(request)
+        return await self._complete(request, body)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        return await self._chat(request, body)
+
+    async def invocations(self, request: Request) -> Response:
+        """A chat or a completion, whichever the fields say: the one path that SageMaker knows."""
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        given = _read_invocation(body)
+        if (given.messages == NULL) == (given.prompt == NULL):
+            refuse("/invocations needs messages, for a chat, or prompt, for a completion.", "messages")
+        return await (self._complete if given.messages == NULL else self._chat)(request, body)
+
+    async def _complete(self, request: Request, body: bytes) -> Response:
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
@@ -116,9 +144,7 @@ class Generating:
 
         return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape)
 
-    async def chat(self, request: Request) -> Response:
-        body = await read_body(request, self._config)
-        self._check_room(request)
+    async def _chat(self, request: Request, body: bytes) -> Response:
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -234,7 +260,7 @@ class Generating:
         client_id = request_id(request, wanted)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
-            wanted.stream_options.include_usage = True
+            wanted.stream_options.include_usage = wanted.stream_options.continuous_usage_stats = True
         id = prefix + client_id
         arrival = request.state.arrival
         given = request.headers.get("traceparent")
