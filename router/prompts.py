@@ -9,7 +9,6 @@ from router.errors import ApiError, bad_request, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.rules import check_messages, check_template_fields, name_of_prompt, wanted_tokens
 from router.text_model import TextModel
-from router.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -60,17 +59,13 @@ def _from_text(request: CompletionRequest, text: str, model: TextModel) -> Promp
         ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     kept = _fit(ids, request, model)
     if len(kept) < len(ids):
-        return PromptText(kept, _decode(kept, request, model.tokenizer))
+        return PromptText(kept, model.tokenizer.decode(kept))
     return PromptText(kept, text, offsets)
 
 
 def _from_ids(request: CompletionRequest, ids: list[int], model: TextModel) -> PromptText:
     kept = _fit(ids, request, model)
-    return PromptText(kept, _decode(kept, request, model.tokenizer) if request.echo else "")
-
-
-def _decode(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
+    return PromptText(kept, model.tokenizer.decode(kept) if request.echo else "")
 
 
 def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
