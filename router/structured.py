@@ -57,7 +57,8 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form | None:
-    """The form that a request asks for, None for any text.
+    """The form that a request asks for, None for any text. Clients made for several servers ask for the same
+    one under several names.
 
     Raises:
         ApiError: it asks for several, or what it asks for cannot be.
@@ -71,9 +72,10 @@ def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form
         )
         if form is not None
     ]
-    if len(asked) > 1:
+    others = [form for form in asked if form.body != asked[0].body]
+    if others:
         names = " and ".join(form.param for form in asked)
-        refuse(f"{names} exclude each other: an answer has one form.", asked[1].param)
+        refuse(f"{names} exclude each other: an answer has one form.", others[0].param)
     return asked[0] if asked else None
 
 

@@ -161,6 +161,10 @@ class Tokenizer:
         """A token alone as text; U+FFFD stands for what is no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; empty for ids without a token."""
+        return self.backend.id_to_token(token_id) or ""
+
     def _look_up_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()

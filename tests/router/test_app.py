@@ -36,6 +36,9 @@ def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
     assert answer["tokens"] == tokenizer.encode("Hello 🙂", add_special_tokens=True)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
     assert answer["token_strs"][0] == "<bos>"
+    strings = server.post("/tokenize", {"prompt": "a dog 🙂", "return_token_strs": True}).json()["token_strs"]
+    assert strings[1:3] == ["a", "Ġdog"], "as the vocabulary spells them"
+    assert tokenizer.backend.decoder.decode(strings[1:]) == "a dog 🙂"
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "<bos>Hello 🙂"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     plain = server.post("/tokenize", {"prompt": "Hello 🙂", "add_special_tokens": False}).json()

@@ -344,6 +344,19 @@ def test_the_formats_that_are_known() -> None:
     assert problem_with(grammar_of({"type": "string", "format": 5})) != ""
 
 
+def test_one_form_may_be_asked_for_under_several_names() -> None:
+    """As clients do that were made for several servers and versions."""
+    grammar = 'start: "a"'
+    asked = CompletionRequest(guided_grammar=grammar, structured_outputs=StructuredOutputs(grammar=grammar))
+    form = form_of(asked, DEFAULT)
+    assert form is not None
+    assert (form.param, form.body) == ("structured_outputs", {"lark_grammar": grammar})
+    asked.ebnf = 'start: "b"'
+    with pytest.raises(ApiError, match="structured_outputs and guided_grammar and ebnf exclude") as caught:
+        form_of(asked, DEFAULT)
+    assert caught.value.param == "ebnf"
+
+
 def test_text_needs_no_grammar() -> None:
     assert form_of(CompletionRequest(response_format={"type": "text"}), DEFAULT) is None
     assert TurnFormat(chat(), HttpConfig()).grammar("", None) is None  # type: ignore[arg-type]
