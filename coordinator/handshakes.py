@@ -94,7 +94,8 @@ class Handshakes:
         match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:
             case "CURVE", False:
                 return KeyRefused(
-                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too"
+                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too, or, if it "
+                    "made its key itself, run this as the same user"
                 )
             case "NULL", True:
                 return KeyRefused("it was started without a mesh key: give it --mesh-key-file, too")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.config import LogFormat, MeshConfig
 
 logger = logging.getLogger(__name__)
@@ -163,13 +163,32 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, None without; ends the process when the file cannot be used."""
-    if mesh.mesh_key_file is None:
-        return None
+    """The keys of ``--mesh-key-file``, or those that a coordinator of this user made; None without. Ends the
+    process when a file cannot be used."""
     try:
+        if mesh.mesh_key_file is None:
+            return own_key.find(mesh) if own_key.is_own(mesh) else None
         return keys.load(Path(mesh.mesh_key_file))
     except keys.KeyFileError as error:
         print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The same for a process that is to be in the mesh: it may be earlier than the coordinator, and joins
+    none that is not this user's unless it is told to."""
+    if not own_key.is_own(mesh):
+        return mesh_keys(mesh, prog)
+    try:
+        return own_key.wait(mesh, mesh.startup_timeout)
+    except own_key.TooLate as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except own_key.NoKey as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    except keys.KeyFileError as error:
+        print(f"{prog}: error: the key of the mesh: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
 
@@ -181,6 +200,10 @@ def warn_if_open(mesh: MeshConfig) -> None:
         )
     elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")
+    elif mesh.insecure_mesh:
+        logger.warning(
+            "--insecure-mesh: any user of this host can send requests, join and read those of others"
+        )
 
 
 def how_it_ended(status: int) -> str:

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.addresses import is_ipv6
+from coordinator.config import MeshConfig
 from coordinator.messages import Member, Settings, State
 from parallel.topology import cuda_devices, usable_cores
 from router.client import MeshClient
@@ -33,7 +34,7 @@ from router.metrics import Metrics
 from router.overseer import Overseer
 from router.policy import Policy
 from router.preflight import machine_of
-from router.serve import wait_for_instances
+from router.serve import wait_for_instances, with_key_for_children
 from router.supervisor import Supervisor
 
 POLL_INTERVAL = 0.02
@@ -65,9 +66,9 @@ class PrivateMesh:
         Raises:
             OSError: the coordinator's port cannot be bound.
             coordinator.keys.KeyFileError: --mesh-key-file cannot be used.
+            coordinator.own_key.NoKey: the head is not this user's, or does not come.
         """
-        key_file = config.mesh.mesh_key_file
-        self._keys = keys.load(Path(key_file)) if key_file is not None else None
+        self._held = contextlib.ExitStack()
         self._listener: socket.socket | None = None
         listen_fd = None
         mesh_name = ""
@@ -78,6 +79,10 @@ class PrivateMesh:
             config = msgspec.structs.replace(
                 config, mesh=msgspec.structs.replace(config.mesh, data_parallel_rpc_port=port)
             )
+        self._keys = self._key_of(config.mesh, remove=port_is_free_choice)
+        config = with_key_for_children(config, self._keys)
+        for descriptor in own_key.descriptors(config.mesh):
+            self._held.callback(os.close, descriptor)
         self._config, self._mesh_name = config, mesh_name
         table = process_table(
             config, settings, usable_cores(), mesh_name,
@@ -98,6 +103,14 @@ class PrivateMesh:
     def __repr__(self) -> str:
         pids = " ".join(map(str, self._supervisor.pids))
         return f"<PrivateMesh at {self._config.mesh.coordinator_endpoint}, processes {pids or 'ended'}>"
+
+    def _key_of(self, mesh: MeshConfig, *, remove: bool) -> keys.MeshKeys | None:
+        """``remove``: nobody can look for it after this."""
+        if not own_key.is_own(mesh):
+            return keys.load(Path(mesh.mesh_key_file)) if mesh.mesh_key_file is not None else None
+        if mesh.headless:
+            return own_key.wait(mesh, mesh.startup_timeout)
+        return self._held.enter_context(own_key.publish(mesh, remove=remove))
 
     @property
     def is_alive(self) -> bool:
@@ -183,6 +196,7 @@ class PrivateMesh:
                 self._ready.set_exception(self.dead())
             if self._listener is not None:
                 self._listener.close()
+            self._held.close()
 
     async def _serve(self) -> None:
         mesh = self.client = MeshClient(
