@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -11,7 +10,7 @@ import sys
 import msgspec
 import uvloop
 
-from coordinator import own_key, process
+from coordinator import process
 from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import parse
@@ -71,13 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
     )
     process.set_up("Coordinator", config.log_level, config.mesh.observability.log_format)
+    keys = process.member_keys(config.mesh, "python -m coordinator")
     process.warn_if_open(config.mesh)
-    with contextlib.ExitStack() as held:
-        if own_key.is_own(config.mesh):
-            keys: MeshKeys | None = held.enter_context(own_key.publish(config.mesh))
-        else:
-            keys = process.mesh_keys(config.mesh, "python -m coordinator")
-        return uvloop.run(serve(config, keys))
+    return uvloop.run(serve(config, keys))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
@@ -163,32 +163,25 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, or those that a coordinator of this user made; None without. Ends the
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
     process when a file cannot be used."""
-    try:
-        if mesh.mesh_key_file is None:
-            return own_key.find(mesh) if own_key.is_own(mesh) else None
-        return keys.load(Path(mesh.mesh_key_file))
-    except keys.KeyFileError as error:
-        print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+    return _keys_or_end(mesh, prog, own_key.find)
 
 
 def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The same for a process that is to be in the mesh: it may be earlier than the coordinator, and joins
-    none that is not this user's unless it is told to."""
-    if not own_key.is_own(mesh):
-        return mesh_keys(mesh, prog)
+    """The same for a process that is to be in the mesh: it makes what it does not find."""
+    return _keys_or_end(mesh, prog, own_key.obtain)
+
+
+def _keys_or_end(
+    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+) -> keys.MeshKeys | None:
     try:
-        return own_key.wait(mesh, mesh.startup_timeout)
-    except own_key.TooLate as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
-    except own_key.NoKey as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
+        if mesh.mesh_key_file is not None:
+            return keys.load(Path(mesh.mesh_key_file))
+        return own(mesh) if own_key.is_own(mesh) else None
     except keys.KeyFileError as error:
-        print(f"{prog}: error: the key of the mesh: {error}", file=sys.stderr)
+        print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
 

@@ -66,9 +66,9 @@ class PrivateMesh:
         Raises:
             OSError: the coordinator's port cannot be bound.
             coordinator.keys.KeyFileError: --mesh-key-file cannot be used.
-            coordinator.own_key.NoKey: the head is not this user's, or does not come.
         """
         self._held = contextlib.ExitStack()
+        """What is given back when the processes have ended."""
         self._listener: socket.socket | None = None
         listen_fd = None
         mesh_name = ""
@@ -79,7 +79,8 @@ class PrivateMesh:
             config = msgspec.structs.replace(
                 config, mesh=msgspec.structs.replace(config.mesh, data_parallel_rpc_port=port)
             )
-        self._keys = self._key_of(config.mesh, remove=port_is_free_choice)
+        is_private = port_is_free_choice and not config.mesh.headless
+        self._keys = _keys_of(config.mesh, is_private=is_private)
         config = with_key_for_children(config, self._keys)
         for descriptor in own_key.descriptors(config.mesh):
             self._held.callback(os.close, descriptor)
@@ -103,14 +104,6 @@ class PrivateMesh:
     def __repr__(self) -> str:
         pids = " ".join(map(str, self._supervisor.pids))
         return f"<PrivateMesh at {self._config.mesh.coordinator_endpoint}, processes {pids or 'ended'}>"
-
-    def _key_of(self, mesh: MeshConfig, *, remove: bool) -> keys.MeshKeys | None:
-        """``remove``: nobody can look for it after this."""
-        if not own_key.is_own(mesh):
-            return keys.load(Path(mesh.mesh_key_file)) if mesh.mesh_key_file is not None else None
-        if mesh.headless:
-            return own_key.wait(mesh, mesh.startup_timeout)
-        return self._held.enter_context(own_key.publish(mesh, remove=remove))
 
     @property
     def is_alive(self) -> bool:
@@ -296,6 +289,13 @@ class PrivateMesh:
         if not problem:
             return EngineDeadError("this LLM is closed")
         return EngineDeadError(f"the mesh behind this LLM has ended: {problem}; its log above says why")
+
+
+def _keys_of(mesh: MeshConfig, *, is_private: bool) -> keys.MeshKeys | None:
+    """``is_private``: nobody else knows the coordinator's port, so nobody has to find the key."""
+    if own_key.is_own(mesh):
+        return keys.generate() if is_private else own_key.obtain(mesh)
+    return keys.load(Path(mesh.mesh_key_file)) if mesh.mesh_key_file is not None else None
 
 
 def _listen(config: ServeConfig, *, any_port: bool) -> tuple[socket.socket, int]:

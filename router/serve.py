@@ -101,9 +101,8 @@ def _serve(argv: list[str] | None) -> int:
         if variable:
             logger.info("clients must present the key in %s, since no --api-key is given", variable)
         config = msgspec.structs.replace(config, http=http)
-    is_head = not (config.mesh.headless or config.engine.nodes.node_rank)
-    makes_key = is_head and own_key.is_own(config.mesh)
-    keys = None if makes_key else process.member_keys(config.mesh, "serve")
+    keys = process.member_keys(config.mesh, "serve")
+    config = with_key_for_children(config, keys)
     settings = None
     title, model_type = "serve", ""
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -120,12 +119,10 @@ def _serve(argv: list[str] | None) -> int:
         model_type = info.model_type
         title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
     if config.engine.nodes.node_rank:
-        return run_node(with_key_for_children(config, keys), title)
+        return run_node(config, title)
     try:
         with contextlib.ExitStack() as held:
-            if makes_key:
-                keys = held.enter_context(own_key.publish(config.mesh))
-            return _run(with_key_for_children(config, keys), settings, title, held, keys, model_type)
+            return _run(config, settings, title, held, keys, model_type)
     except OSError as error:  # a port of the endpoint, no room for files
         file = f": {error.filename}" if error.filename else ""
         reason = process.shortage_of(error) or error.strerror or error

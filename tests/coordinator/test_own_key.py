@@ -11,9 +11,8 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,68 +84,61 @@ def coordinator_listens(child: subprocess.Popen[str]) -> None:
 # ---- the file
 
 
-def test_the_file_is_for_this_user_only_and_found_while_its_mesh_lives(place: Path) -> None:
+def test_the_file_is_for_this_user_only_and_names_the_mesh_at_one_address(place: Path) -> None:
     mesh = mesh_at(4711)
     assert own_key.find(mesh) is None
-    with own_key.publish(mesh) as made:
-        file = file_of(place, 4711)
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-        assert own_key.find(mesh) == made
-        assert own_key.find(mesh_at(4711, data_parallel_address="localhost")) == made
-        assert own_key.find(mesh_at(4712)) is None
-        assert os.listdir(file.parent) == [file.name], "nothing else is left"
-    assert own_key.find(mesh) is None, "its mesh has ended"
+    made = own_key.obtain(mesh)
+    file = file_of(place, 4711)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert own_key.find(mesh) == own_key.obtain(mesh) == made
+    assert own_key.find(mesh_at(4711, data_parallel_address="localhost")) == made
+    assert own_key.find(mesh_at(4712)) is None
+    assert own_key.obtain(mesh_at(4712)) != made
+    assert len(os.listdir(file.parent)) == 2, "nothing else is left"
 
 
-def test_another_process_finds_it_until_the_head_is_killed_and_the_next_head_takes_it_over(
-    place: Path,
-) -> None:
-    """So instances that outlive their head know the next one, and nobody is misled meanwhile."""
+def test_of_several_that_start_at_once_all_have_the_key_of_the_first(place: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = [
+            future.result() for future in [pool.submit(own_key.obtain, mesh_at(4711)) for _ in range(32)]
+        ]
+    assert set(found) == {own_key.find(mesh_at(4711))}
+
+
+def test_a_coordinator_that_was_killed_misleads_nobody_and_the_next_one_is_known(place: Path) -> None:
+    """Instances that outlive their coordinator have the key of the next one at its address."""
     port = free_port()
     mesh = mesh_at(port)
-    with running("coordinator", "-dpp", str(port)) as child:
-        coordinator_listens(child)
-        first = own_key.find(mesh)
-        assert first is not None
-        assert asyncio.run(fetch_view(mesh.coordinator_endpoint, 10, first)).members == []
-        child.send_signal(signal.SIGKILL)
-        child.wait(10)
-    assert own_key.find(mesh) is None
-    with running("coordinator", "-dpp", str(port)) as child:
-        coordinator_listens(child)
-        assert own_key.find(mesh) == first
+    for _ in range(2):
+        with running("coordinator", "-dpp", str(port)) as child:
+            coordinator_listens(child)
+            found = own_key.find(mesh)
+            assert asyncio.run(fetch_view(mesh.coordinator_endpoint, 10, found)).members == []
+            child.send_signal(signal.SIGKILL)
+            child.wait(10)
 
 
-def test_a_file_that_is_no_key_any_more_is_replaced(place: Path) -> None:
+def test_a_file_that_is_no_key_or_that_others_can_read_is_refused(place: Path) -> None:
+    own_key.obtain(mesh_at(4711))
     file = file_of(place, 4711)
-    file.parent.mkdir(mode=0o700)
-    for content, mode in (("garbage", 0o600), (keys.text_of(keys.generate()), 0o644)):
-        file.write_text(content)
-        file.chmod(mode)
-        with own_key.publish(mesh_at(4711)) as made:
-            assert keys.load(file) == made
-            assert keys.text_of(made) != content, "others may have read it"
+    file.chmod(0o644)
+    with pytest.raises(KeyFileError, match=f"{file} has mode 0644"):
+        own_key.obtain(mesh_at(4711))
+    file.chmod(0o600)
+    file.write_text("garbage")
+    with pytest.raises(KeyFileError, match=f"{file} is no mesh key"):
+        own_key.obtain(mesh_at(4711))
 
 
-def test_a_mesh_whose_port_nobody_can_know_leaves_no_file(place: Path) -> None:
-    with own_key.publish(mesh_at(4711), remove=True):
-        assert os.listdir(place / "lockstep")
-    assert os.listdir(place / "lockstep") == []
-
-
-def test_a_second_head_at_the_port_does_not_replace_the_key_of_the_first(
+def test_the_file_is_found_where_another_session_of_this_user_made_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its coordinator will find the port taken, and the members of the first one must not notice."""
-    monkeypatch.setattr(own_key, "TURN_TIMEOUT", 0.3)
-    port = free_port()
-    with running("coordinator", "-dpp", str(port)) as child:
-        coordinator_listens(child)
-        first = own_key.find(mesh_at(port))
-        with own_key.publish(mesh_at(port)):
-            pass
-        assert own_key.find(mesh_at(port)) == first
+    """One terminal has a directory of the session, the other has not."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    made = own_key.obtain(mesh_at(4711))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    assert own_key.obtain(mesh_at(4711)) == made
 
 
 def test_a_directory_that_another_user_made_first_is_not_used(
@@ -158,15 +150,15 @@ def test_a_directory_that_another_user_made_first_is_not_used(
     trap = tmp_path / "shared" / f"lockstep-{os.geteuid()}"
     trap.mkdir(mode=0o700)
     os.chown(trap, NOBODY, NOBODY)
-    with own_key.publish(mesh_at(4711)) as made:
-        assert os.listdir(trap) == []
-        assert "no directory for the key of this mesh" in caplog.text
-        assert own_key.find(mesh_at(4711)) is None
-        assert made is not None, "the processes of this head have it"
+    made = own_key.obtain(mesh_at(4711))
+    assert os.listdir(trap) == []
+    assert "no directory for the key of this mesh" in caplog.text
+    assert own_key.find(mesh_at(4711)) is None
+    assert own_key.obtain(mesh_at(4711)) != made, "only those who inherit it have it"
     os.chown(trap, os.geteuid(), os.getegid())
     trap.chmod(0o755)
-    with own_key.publish(mesh_at(4711)):
-        assert os.listdir(trap) == [], "nor one that others can enter"
+    own_key.obtain(mesh_at(4711))
+    assert os.listdir(trap) == [], "nor one that others can enter"
 
 
 @pytest.mark.parametrize(
@@ -227,53 +219,27 @@ def test_a_key_that_was_given_is_handed_on_by_its_name() -> None:
 # ---- the others
 
 
-def test_who_is_early_waits_for_the_head(place: Path) -> None:
-    mesh = mesh_at(free_port())
-    found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(own_key.wait(mesh, 30.0)), daemon=True)
-    waiting.start()
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "coordinator", "-dpp", str(mesh.data_parallel_rpc_port)],
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        waiting.join(30)
-        assert found == [own_key.find(mesh)]
-    finally:
-        child.kill()
-        child.wait(10)
-
-
-def test_who_waits_in_vain_gives_up_and_says_for_whom(place: Path) -> None:
-    mesh = mesh_at(free_port())
-    began = time.monotonic()
-    with pytest.raises(own_key.TooLate, match=rf"waiting for the coordinator at {mesh.coordinator_endpoint}"):
-        own_key.wait(mesh, 0.3)
-    assert time.monotonic() - began < 5.0
-
-
-def test_a_coordinator_without_a_key_is_joined_only_if_that_is_wanted(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_coordinator_without_a_key_is_joined_only_if_that_is_wanted(place: Path) -> None:
     """Any user of the host can listen at a port: prompts must not go to whoever does."""
     port = free_port()
+    mesh = mesh_at(port)
     with running("coordinator", "-dpp", str(port), "--insecure-mesh") as child:
         coordinator_listens(child)
+        with pytest.raises(KeyRefused, match="it was started without a mesh key"):
+            asyncio.run(fetch_view(mesh.coordinator_endpoint, 20, process.member_keys(mesh, "serve")))
+        insecure = mesh_at(port, insecure_mesh=True)
+        assert process.member_keys(insecure, "serve") is None
+        assert asyncio.run(fetch_view(mesh.coordinator_endpoint, 20, None)).members == []
+
+
+def test_a_bad_file_ends_a_process_at_its_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own_key.obtain(mesh_at(4711))
+    file_of(place, 4711).chmod(0o644)
+    for keys_of in (process.member_keys, process.mesh_keys):
         with pytest.raises(SystemExit) as ended:
-            process.member_keys(mesh_at(port), "serve")
-        assert ended.value.code == process.EXIT_REFUSED
-        assert "was started without a mesh key" in capsys.readouterr().err
-        assert process.member_keys(mesh_at(port, insecure_mesh=True), "serve") is None
-        assert process.mesh_keys(mesh_at(port), "lockstep status") is None
-
-
-def test_a_key_file_that_others_can_read_is_refused(place: Path) -> None:
-    port = free_port()
-    with running("coordinator", "-dpp", str(port)) as child:
-        coordinator_listens(child)
-        file_of(place, port).chmod(0o644)
-        with pytest.raises(KeyFileError, match="mode 0644"):
-            own_key.find(mesh_at(port))
+            keys_of(mesh_at(4711), "lockstep status")
+        assert ended.value.code == process.EXIT_USAGE
+        assert "chmod 600" in capsys.readouterr().err
 
 
 def test_another_user_of_the_host_gets_neither_the_key_nor_in(place: Path, tmp_path: Path) -> None:
@@ -303,12 +269,3 @@ def test_another_user_of_the_host_gets_neither_the_key_nor_in(place: Path, tmp_p
         for secret in keys.text_of(found).split()[-2:]:
             assert secret.encode() not in shown
         asyncio.run(fetch_view(mesh.coordinator_endpoint, 20, found))
-
-
-def test_the_error_for_another_user_says_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    with running("coordinator", "-dpp", str(port)) as child:
-        coordinator_listens(child)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place / "of another user"))
-        with pytest.raises(own_key.NoKey, match=r"start this as the user that started it.*--mesh-key-file"):
-            own_key.wait(mesh_at(port), 20.0)
