@@ -99,8 +99,8 @@ class Handshakes:
                 )
             case "NULL", True:
                 return KeyRefused(
-                    "it was started without a mesh key: give it --mesh-key-file, too (or --insecure-mesh here, if "
-                    "you know who started it)"
+                    "it was started without a mesh key: give it --mesh-key-file, too (or, if you know who "
+                    "started it, --insecure-mesh here)"
                 )
             case "CURVE", True if self._failed >= ENOUGH_FAILURES:
                 return KeyRefused(
