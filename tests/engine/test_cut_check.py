@@ -22,7 +22,6 @@ from parallel import tensor_plan
 from parallel.tensor_parallel import (
     RowParallelLinear,
     SummedExperts,
-    TensorRank,
     VocabularyParallel,
 )
 from tests.engine.shard_threads import ThreadedShards
