@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engine.attention.base import IMPLEMENTATION
 from engine.checkpoint import CheckpointError
 from engine.expert_weights import expert_modules
 from engine.shard import WHOLE, PassThrough, Shard, ShardedClass, Stage, class_leaving
@@ -125,16 +126,16 @@ def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutR
     Raises:
         CheckpointError: that is not possible.
     """
-    whole, spread = sharded.whole, sharded.share is not None
+    whole = sharded.whole
     if layer_list(whole) is None:
         raise CheckpointError(
             f"{type(whole).__name__} has no list of layers to check a cut by: use -tp 1 -pp 1"
         )
     layers = checked_layers(whole)
     columns = checked_tokens(sharded.vocab_size, sharded.shard.size)
-    ends = load(_ends(whole, columns))
+    ends = load(_ends(sharded, columns))
     _use_eager(ends)
-    runs = [_LayerRun(whole, index, load, spread) for index in layers]
+    runs = [_LayerRun(sharded, index, load) for index in layers]
     with torch.inference_mode(), _ends_in_float32(ends), ExitStack() as stack:
         for index, run in zip(layers, runs, strict=True):
             stack.enter_context(_forward_by(layer_list(ends)[index], run))
@@ -150,27 +151,24 @@ class _LayerRun:
     given: torch.Tensor
     result: torch.Tensor
 
-    def __init__(self, whole: Any, index: int, load: Load, spread: bool) -> None:
-        self._whole = whole
+    def __init__(self, sharded: ShardedClass, index: int, load: Load) -> None:
+        self._sharded = sharded
         self._index = index
         self._load = load
-        self._spread = spread
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.given = hidden.float().cpu()
         with torch.inference_mode(mode=False):
-            model = self._load(_lone_layer(self._whole, self._index, self._spread))
+            model = self._load(_lone_layer(self._sharded, self._index))
         _use_eager(model)
-        layer = layer_list(model)[self._index]
-        with _in_float32(layer):
-            output = layer(hidden, *args, **kwargs)
+        output = layer_list(model)[self._index].float()(hidden, *args, **kwargs)
         self.result = _hidden_of(output).float().cpu()
         return output
 
 
-def _ends(whole: Any, columns: list[int]) -> ShardedClass:
+def _ends(sharded: ShardedClass, columns: list[int]) -> ShardedClass:
     """A model without layers, and of its vocabulary with a few tokens only."""
-    result = ShardedClass(whole, None, WHOLE, range(0), {})
+    result = ShardedClass(sharded.whole, None, WHOLE, range(0), {}, targets=sharded.targets)
 
     def leave(model: Any) -> None:
         result.done = CutModel()
@@ -179,7 +177,7 @@ def _ends(whole: Any, columns: list[int]) -> ShardedClass:
             stack[index] = PassThrough().looks_like(layer)
         _keep_tokens(model, columns, result.done)
 
-    result.model_class = class_leaving(type(whole), leave)
+    result.model_class = class_leaving(type(sharded.whole), leave)
     return result
 
 
@@ -201,9 +199,10 @@ def _keep_tokens(model: Any, columns: list[int], done: CutModel) -> None:
         head.weight = embedding.weight
 
 
-def _lone_layer(whole: Any, index: int, spread: bool) -> ShardedClass:
-    """A model of which one layer is left; ``spread``: without its experts."""
-    result = ShardedClass(whole, None, WHOLE, range(index, index + 1), {})
+def _lone_layer(sharded: ShardedClass, index: int) -> ShardedClass:
+    """A model of which one layer is left, without its experts if they are spread over instances."""
+    layers = range(index, index + 1)
+    result = ShardedClass(sharded.whole, None, WHOLE, layers, {}, targets=sharded.targets)
 
     def leave(model: Any) -> None:
         stack = layer_list(model)
@@ -211,13 +210,13 @@ def _lone_layer(whole: Any, index: int, spread: bool) -> ShardedClass:
         for other, layer in enumerate(list(stack)):
             if other != index:
                 stack[other] = PassThrough().looks_like(layer)
-        if spread:
+        if sharded.share is not None:
             for path, experts in expert_modules(model).items():
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, _NoExperts().looks_like(experts))
         model.all_tied_weights_keys = model.base_model.all_tied_weights_keys = {}
 
-    result.model_class = class_leaving(type(whole), leave)
+    result.model_class = class_leaving(type(sharded.whole), leave)
     return result
 
 
@@ -275,7 +274,6 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
     before = [place for place, index in enumerate(layers) if index < stage.layers.start]
     inside = [place for place, index in enumerate(layers) if index < stage.layers.stop]
     hidden = None if shard.is_first else run.outputs[before[-1]].to(device)
-    implementation = module.config._attn_implementation
     _use_eager(module)
     try:
         with ExitStack() as stack:
@@ -283,7 +281,7 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
             stack.enter_context(_ends_in_float32(module))
             output = _forward(module, _input_ids(columns, device), stage, hidden)
     finally:
-        module.set_attn_implementation(implementation)
+        module.set_attn_implementation(IMPLEMENTATION)
     if shard.is_last:
         judge.logits(output, run.logits, columns, sharded.vocab_size)
     else:
