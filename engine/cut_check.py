@@ -104,13 +104,22 @@ def checked_tokens(vocab_size: int, ranks: int) -> list[int]:
     """Token numbers, ascending: the ends of each rank's part of the vocabulary and some between."""
     spread = TensorRank(0, ranks)
     chosen: set[int] = set()
-    for rank in range(ranks):
+    for rank in range(min(ranks, vocab_size)):
         spread.rank = rank
         start, stop = spread.even(vocab_size)
         chosen |= {
             start + (stop - 1 - start) * step // (COLUMNS_PER_RANK - 1) for step in range(COLUMNS_PER_RANK)
         }
     return sorted(chosen)
+
+
+def _columns(sharded: ShardedClass) -> list[int]:
+    """Those of :func:`checked_tokens` that the embedding has, too."""
+    chosen = checked_tokens(sharded.vocab_size, sharded.shard.size)
+    embedding = sharded.whole.get_input_embeddings()
+    if isinstance(embedding, torch.nn.Embedding):
+        chosen = [token for token in chosen if token < embedding.weight.shape[0]]
+    return chosen
 
 
 def _input_ids(columns: list[int], device: torch.device) -> torch.Tensor:
@@ -132,7 +141,7 @@ def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutR
             f"{type(whole).__name__} has no list of layers to check a cut by: use -tp 1 -pp 1"
         )
     layers = checked_layers(whole)
-    columns = checked_tokens(sharded.vocab_size, sharded.shard.size)
+    columns = _columns(sharded)
     ends = load(_ends(sharded, columns))
     _use_eager(ends)
     runs = [_LayerRun(sharded, index, load) for index in layers]
@@ -140,6 +149,8 @@ def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutR
         for index, run in zip(layers, runs, strict=True):
             stack.enter_context(_forward_by(layer_list(ends)[index], run))
         logits = _forward(ends, _input_ids(columns, device))
+        if logits.shape[-1] != len(columns):  # an output layer of its own kind
+            logits = logits[:, columns]
     return UncutRun(
         torch.stack([run.given for run in runs]), torch.stack([run.result for run in runs]), logits.cpu()
     )
@@ -187,14 +198,18 @@ def _keep_tokens(model: Any, columns: list[int], done: CutModel) -> None:
     tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)
     ranges = tuple((token, token + 1) for token in columns)
     for module in (embedding, head):
+        if not isinstance(module, torch.nn.Embedding | torch.nn.Linear):
+            continue  # it is used as it is
         for name, parameter in list(module.named_parameters(recurse=False)):
             path, total = f"{paths[id(module)]}.{name}", parameter.shape[0]
             done.cuts[path] = Cut(-parameter.dim(), total, ranges)
             setattr(module, name, empty_parameter(parameter, (len(columns), *parameter.shape[1:])))
-    embedding.num_embeddings, embedding.padding_idx = len(columns), None
-    head.out_features = len(columns)
-    embedding.__class__ = type(type(embedding).__name__, (_SomeTokens, type(embedding)), {})
-    embedding.chosen = torch.tensor(columns, device="cpu")
+    if isinstance(embedding, torch.nn.Embedding):
+        embedding.num_embeddings, embedding.padding_idx = len(columns), None
+        embedding.__class__ = type(type(embedding).__name__, (_SomeTokens, type(embedding)), {})
+        embedding.chosen = torch.tensor(columns, device="cpu")
+    if isinstance(head, torch.nn.Linear):
+        head.out_features = len(columns)
     if tied:
         head.weight = embedding.weight
 
@@ -269,7 +284,7 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
         CheckpointError: they differ; the message says where.
     """
     layers, shard, device = checked_layers(sharded.whole), sharded.shard, module.device
-    columns = checked_tokens(sharded.vocab_size, shard.size)
+    columns = _columns(sharded)
     judge = _Judge(name, shard)
     before = [place for place, index in enumerate(layers) if index < stage.layers.start]
     inside = [place for place, index in enumerate(layers) if index < stage.layers.stop]
