@@ -123,7 +123,9 @@ def _columns(sharded: ShardedClass) -> list[int]:
 
 
 def _input_ids(columns: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([columns[step * 7 % len(columns)] for step in range(NUM_TOKENS)], device=device)
+    """Without the last token of the vocabulary, which may only fill it up."""
+    used = columns[:-1] or columns
+    return torch.tensor([used[step * 7 % len(used)] for step in range(NUM_TOKENS)], device=device)
 
 
 # ---- the model that is not cut
@@ -376,7 +378,8 @@ class _Judge:
         if found.shape != expected.shape:
             self._problems.append(f"{what} has the shape {list(found.shape)}, not {list(expected.shape)}")
             return
-        found = found.float().cpu()
+        usable = expected.isfinite()  # rows of a vocabulary that nobody trained may hold anything
+        found, expected, scale = (each.where(usable, 0.0) for each in (found.float().cpu(), expected, scale))
         difference, size, added = (_norms(each) for each in (found - expected, expected, scale))
         relative = (difference - ROUNDING * size).clamp(min=0) / added.clamp(min=1e-12)
         if not bool(relative.isfinite().all()):

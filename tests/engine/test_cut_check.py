@@ -259,6 +259,18 @@ def test_each_kind_of_layer_is_read_once_and_one_at_a_time(
     assert alive == [0, 0, 0, 0]
 
 
+def test_what_is_no_number_in_the_uncut_model_is_not_compared() -> None:
+    """Rows that only fill up a vocabulary may hold anything."""
+    judge = cut_check._Judge("model", shard.WHOLE)
+    logits = torch.randn(3, 8)
+    logits[:, 7] = torch.nan
+    judge.same("logits", logits, logits)
+    judge.conclude()
+    judge.same("logits", torch.full_like(logits, torch.nan), logits)
+    with pytest.raises(CheckpointError, match="logits is not finite"):
+        judge.conclude()
+
+
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     """In bfloat16, with the attention that serves, and computing by its own functions."""
     directory = make_tiny_model(tmp_path, "gemma3", layers=4, dtype=torch.bfloat16)
