@@ -25,11 +25,12 @@ from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
-from engine.cut_check import UncutRun, check, share_run, uncut_run
+from engine.cut_check import check, share_run
 from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.shard_weights import random_shard, read_shard
+from engine.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
 from parallel.placement import place

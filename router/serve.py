@@ -83,7 +83,7 @@ def _serve(argv: list[str] | None) -> int:
         version=f"lockstep {lockstep_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
-    for line in foreign.said:
+    for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
         logger.warning("%s", line)
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
