@@ -135,6 +135,12 @@ def too_late(timeout: float) -> ApiError:
     return ApiError(504, message, param="timeout", headers={"x-should-retry": "false"})
 
 
+def short_of(error: BaseException) -> ApiError:
+    """The host lacks something for now (:func:`coordinator.process.shortage_of`): the log says what."""
+    message = "The server is short of files or memory now: try again in a moment."
+    return ApiError(503, message, headers={"retry-after": "1"}, logged=f"{message[:-1]} ({error}).")
+
+
 def unexpected() -> ApiError:
     """A fault of ours: the log has the details, the client gets none."""
     return ApiError(500, "Internal server error.")

@@ -54,7 +54,8 @@ class MoreFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Int, float] | None = None
+    logit_bias: dict[Int | str, float] | None = None
+    """By token id; JSON has them as text."""
     bad_words: list[str] | None = None
     thinking_token_budget: Int | None = None
     """Most tokens of reasoning; -1: no limit."""
@@ -235,12 +236,12 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
-    """Of a whole answer and of a chunk alike."""
+    """Of a whole answer and, without ``prompt_logprobs``, of a chunk."""
 
     index: int
     text: str
@@ -248,8 +249,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -260,6 +261,10 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    """Null in whole answers, as vLLM has it; so are the next two."""
+    system_fingerprint: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -279,7 +284,10 @@ class AssistantMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    reasoning: str | UnsetType = UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
     """The same under the name that it had before."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -291,7 +299,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -300,8 +308,11 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
 class ToolCallDelta(msgspec.Struct):
@@ -327,7 +338,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -336,7 +347,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class TokenizeAnswer(msgspec.Struct):

@@ -463,7 +463,7 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"tools": [{"input_schema": {}}]}, "object with a name"),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}},
-            "tools: Invalid type: x",
+            "tools[0] ('f'): Invalid type: x",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "names no function of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "must be auto, any, tool or none"),

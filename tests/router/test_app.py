@@ -36,6 +36,9 @@ def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
     assert answer["tokens"] == tokenizer.encode("Hello 🙂", add_special_tokens=True)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
     assert answer["token_strs"][0] == "<bos>"
+    strings = server.post("/tokenize", {"prompt": "a dog 🙂", "return_token_strs": True}).json()["token_strs"]
+    assert strings[1:3] == ["a", "Ġdog"], "as the vocabulary spells them"
+    assert tokenizer.backend.decoder.decode(strings[1:]) == "a dog 🙂"
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "<bos>Hello 🙂"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     plain = server.post("/tokenize", {"prompt": "Hello 🙂", "add_special_tokens": False}).json()
@@ -151,7 +154,7 @@ def test_open_paths(server: Server) -> None:
         ("POST", "/v1/embeddings", 404, "NotFoundError"),
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
-        ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
+        ("OPTIONS", "/v1/nothing", 404, "NotFoundError"),
         ("GET", "/v1/chat/completions//", 404, "NotFoundError"),
     ],
 )
