@@ -70,6 +70,9 @@ class MoreFields(msgspec.Struct, kw_only=True):
     """Requests of one session go to the same instance while that costs little."""
     prompt_cache_key: str | None = None
     """OpenAI's name for the like; ``session_id`` wins."""
+    data_parallel_rank: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    """The instance to use, under both of SGLang's names."""
+    routed_dp_rank: Annotated[int, Meta(ge=0, le=MOST)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     """The older names of ``structured_outputs``."""
@@ -86,16 +89,23 @@ class MoreFields(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     repetition_detection: Any = None
     vllm_xargs: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
+    moderation: Any = None
     custom_logit_processor: Any = None
     stop_regex: Any = None
-    """SGLang's names, as the next five."""
+    """SGLang's names, as the rest."""
     no_stop_trim: Any = None
     min_new_tokens: Any = None
     input_ids: Any = None
     lora_path: Any = None
+    session_params: Any = None
     return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    separate_reasoning: bool | None = None
 
 
 class GenerationRequest(MoreFields, kw_only=True):
@@ -142,8 +152,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    verbosity: str | None = None
     functions: Any = None
-    """What tools were before; refused, as the next three where they ask for more than text."""
+    """What tools were before; refused, as the next four where they ask for more than text."""
+    function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None

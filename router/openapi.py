@@ -72,8 +72,9 @@ OPERATIONS = [
     Operation("get", "/tokenizer_info", "tokenizer_config.json"),
     Operation("get", "/load", "Requests being generated for", None, ServerLoad, is_open=True),
     Operation("get", "/health", "200 while an instance is ready", is_open=True),
-    Operation("get", "/ping", "The same", is_open=True),
-    Operation("post", "/ping", "The same", is_open=True),
+    Operation("get", "/livez", "200 while this router answers at all", is_open=True),
+    Operation("get", "/ping", "The same as /health", is_open=True),
+    Operation("post", "/ping", "The same as /health", is_open=True),
     Operation("get", "/version", "The version of Lockstep", is_open=True),
     Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
     Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
@@ -83,8 +84,8 @@ OPERATIONS = [
 
 
 @functools.cache
-def document(version: str, *, with_keys: bool) -> bytes:
-    """The document as JSON. ``with_keys``: clients must present one."""
+def document(version: str, *, with_keys: bool, prefix: str = "") -> bytes:
+    """The document as JSON. ``with_keys``: clients must present one; ``prefix``: stands before each path."""
     structs = list({struct for op in OPERATIONS for struct in (op.body, op.answer) if struct} | {ErrorBody})
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     reference = dict(zip(structs, schemas, strict=True))
@@ -96,6 +97,7 @@ def document(version: str, *, with_keys: bool) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "Lockstep", "version": version},
+            "servers": [{"url": prefix or "/"}],
             "paths": paths,
             "components": {"schemas": components} | ({"securitySchemes": schemes} if with_keys else {}),
         }

@@ -14,6 +14,13 @@ from router.responses.wire import ResponsesRequest
 KEPT = ("previous_response_id", "conversation", "background", "prompt")
 """They refer to what a server keeps."""
 
+UNSUPPORTED = {
+    "context_management": "nothing of a conversation is taken out",
+    "enable_response_messages": "",
+    "previous_input_messages": "send them as input",
+}
+"""Refused when set to anything that would matter, with why, or what to do instead."""
+
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -61,6 +68,7 @@ def translated(request: ResponsesRequest) -> Translated:
         logprobs=wants_logprobs or None,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         reasoning_effort=(request.reasoning or {}).get("effort"),
+        verbosity=(request.text or {}).get("verbosity"),
         response_format=_response_format(request.text),
         **{name: getattr(request, name) for name in SAME},
     )
@@ -71,10 +79,15 @@ def _check(request: ResponsesRequest) -> None:
     for name in KEPT:
         if getattr(request, name):
             refuse(f"{name} is not supported: answers are not kept, send the whole conversation.", name)
+    for name, instead in UNSUPPORTED.items():
+        if getattr(request, name):
+            refuse(f"{name} is not supported{f': {instead}' if instead else ''}.", name)
     if request.truncation not in (None, "disabled"):
         refuse("truncation other than disabled is not supported.", "truncation")
     if not isinstance((request.reasoning or {}).get("effort"), str | None):
         refuse("reasoning.effort must be a string.", "reasoning")
+    if not isinstance((request.text or {}).get("verbosity"), str | None):
+        refuse("text.verbosity must be a string.", "text")
 
 
 def _tool_choice(request: ResponsesRequest, tools: ChatTools) -> Any:

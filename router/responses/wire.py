@@ -38,6 +38,10 @@ class ResponsesRequest(MoreFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: Int | None = None
     """Of the tools that a server runs itself, of which there are none."""
+    # Refused when set to anything that would matter.
+    context_management: Any = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
     # They need answers that are kept: refused.
     previous_response_id: str | None = None
     conversation: Any = None
