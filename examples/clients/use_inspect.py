@@ -1,4 +1,4 @@
-"""The ``inspect-ai`` package over its providers for vLLM, chat and responses: evaluations, tools, logprobs."""
+"""The ``inspect-ai`` package over its providers for vLLM, chat and responses: evaluations, tools, numbers."""
 
 from __future__ import annotations
 
