@@ -156,6 +156,20 @@ def test_items_of_tools_that_ran_elsewhere_are_taken(say: Speaker) -> None:
     )
 
 
+def test_reasoning_that_cannot_be_read_is_left_out(say: Speaker) -> None:
+    say("x")
+    items: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+        {"role": "user", "content": "b"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"role": "assistant", "content": "c"},
+    ]
+    answer = say.server.post("/v1/responses", {"input": items})
+    assert answer.headers[LEFT_OUT] == "reasoning"
+    assert say.last_prompt == "<user>a<user>b<assistant>c"
+
+
 def test_nothing_is_said_to_be_left_out_where_nothing_is(say: Speaker) -> None:
     say("x")
     assert LEFT_OUT not in say.server.post("/v1/responses", {"input": "x", "tools": [WEATHER]}).headers
