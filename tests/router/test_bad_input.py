@@ -280,6 +280,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["text", "audio"]}, "modalities other than text are not supported", "modalities"),
     ({"audio": {"voice": "a"}}, "audio is not supported: answers are text", "audio"),
     ({"web_search_options": {}}, "web_search_options is not supported: offer a tool", "web_search_options"),
+    ({"prompt_token_ids": [1]}, "send token ids as the prompt of /v1/completions", "prompt_token_ids"),
     ({"functions": [{"name": "f"}]}, "functions is not supported: name them in tools", "functions"),
     ({"function_call": {"name": "f"}}, "function_call is not supported: use tool_choice", "function_call"),
     ({"separate_reasoning": False}, "join reasoning and content", "separate_reasoning"),
