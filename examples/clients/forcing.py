@@ -1,7 +1,8 @@
 """A server between a client and the mesh that makes the model write what a trained one would.
 
 The shipped model was never trained to call tools, and clients like Codex have no field to force a call. So
-each POST gets a regular expression that its answer is to follow; everything else passes through as it is.
+each POST is told what its answer is to be, a text that ends soon or a certain call; everything else passes
+through as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import checks
@@ -27,9 +28,27 @@ TEXT = r"[A-Z][a-z]{2,8}( [a-z]{2,8}){2,5}\."
 """An answer that ends soon."""
 
 
-def call(name: str, arguments: str) -> str:
-    """A regular expression of a call, as models write it for the parser ``hermes``."""
-    return rf'<tool_call>\n\{{"name": "{name}", "arguments": {arguments}\}}\n</tool_call>'
+class Call(NamedTuple):
+    """A call of a tool of /v1/responses."""
+
+    name: str
+    arguments: dict[str, Any]
+    """Schemas by name; all of them are required."""
+    namespace: str | None = None
+
+    def forced(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A request that is answered with it: its tool has arguments like these, and must be called."""
+        chosen = {"type": "function", "name": self.name}
+        chosen |= {"namespace": self.namespace} if self.namespace else {}
+        return body | {"tools": list(map(self._narrowed, body["tools"])), "tool_choice": chosen}
+
+    def _narrowed(self, tool: dict[str, Any]) -> dict[str, Any]:
+        if tool["type"] == "namespace" and tool["name"] == self.namespace:
+            return tool | {"tools": [self._narrowed(inner) for inner in tool["tools"]]}
+        if tool.get("name") != self.name:
+            return tool
+        schema = {"type": "object", "properties": self.arguments, "required": list(self.arguments)}
+        return tool | {"parameters": schema | {"additionalProperties": False}}
 
 
 class Exchange:
@@ -43,25 +62,26 @@ class Exchange:
 
 
 class Forcing(http.server.ThreadingHTTPServer):
-    """``url`` is where clients go; ``answers`` are the expressions of the next answers, then :data:`TEXT`."""
+    """``url`` is where clients go; ``calls`` are the next answers, then come texts."""
 
     daemon_threads = True
 
-    def __init__(self, answers: Sequence[str]) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.exchanges: list[Exchange] = []
-        self._answers = list(answers)
+        self._calls = list(calls)
 
     def force(self, body: dict[str, Any]) -> dict[str, Any]:
-        expression = self._answers.pop(0) if self._answers else TEXT
-        return body | {"structured_outputs": {"regex": expression}, "seed": 1}
+        if self._calls:
+            return self._calls.pop(0).forced(body) | {"seed": 1}
+        return body | {"tool_choice": "none", "structured_outputs": {"regex": TEXT}, "seed": 1}
 
 
 @contextlib.contextmanager
-def forcing(*answers: str) -> Iterator[Forcing]:
+def forcing(*calls: Call) -> Iterator[Forcing]:
     """A server that runs meanwhile."""
-    server = Forcing(answers)
+    server = Forcing(calls)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import checks
 from checks import check
-from forcing import Exchange, Forcing, call, forcing
+from forcing import Call, Exchange, Forcing, forcing
 
 CODEX = Path("node_modules", ".bin", "codex").resolve()
 VERSION = json.loads(Path("node_modules", "@openai", "codex", "package.json").read_text())["version"]
@@ -100,7 +100,8 @@ def a_prompt_is_answered() -> None:
 def a_command_is_run_and_its_result_sent_back() -> None:
     needs_long_context()
     checks.needs_tool_parser()
-    with forcing(call("exec_command", r'\{"cmd": "echo ball-[0-9]{4}"\}')) as server:
+    command = {"cmd": {"type": "string", "pattern": "^echo ball-[0-9]{4}$"}}
+    with forcing(Call("exec_command", command)) as server:
         events = codex(server, "Echo something.")
         first, second = responses(server)
     (ran,) = finished(events, "command_execution")
@@ -116,9 +117,11 @@ def a_command_is_run_and_its_result_sent_back() -> None:
 def a_tool_of_a_namespace_is_called_and_sent_back() -> None:
     needs_long_context()
     checks.needs_tool_parser()
-    with forcing(
-        call("multi_agent_v1__wait_agent", r'\{"targets": \["nobody"\], "timeout_ms": 10000\}')
-    ) as server:
+    waiting: dict[str, Any] = {
+        "targets": {"type": "array", "items": {"const": "nobody"}, "minItems": 1, "maxItems": 1},
+        "timeout_ms": {"const": 10000},
+    }
+    with forcing(Call("wait_agent", waiting, namespace="multi_agent_v1")) as server:
         events = codex(server, "Wait for nobody.")
         _, second = responses(server)
     *_, asked, result = second.body["input"]
