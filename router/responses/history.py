@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from router.errors import refuse
-from router.responses.tools import custom_arguments, flat_name
+from router.responses.custom_input import custom_arguments
+from router.responses.tools import flat_name
 
 LEFT_OUT = frozenset(
     {
