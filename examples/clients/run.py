@@ -45,6 +45,8 @@ class Client:
     packages: Sequence[str]
     torch: bool = False
     """It needs torch: the version that Lockstep is tested with, of which a CPU build may be at hand."""
+    npm: bool = False
+    """The packages are npm's; a script in Python needs none of its own."""
     context: int = 0
     """Tokens that its prompts and answers take, if the shipped model's own context is too short. The model is
     served with such a one then; what it says beyond its own makes no sense."""
@@ -52,16 +54,20 @@ class Client:
 
 CLIENTS = {
     "openai": Client("use_openai.py", ["openai"]),
-    "openai-npm": Client("use_openai.mjs", ["openai"]),
+    "openai-npm": Client("use_openai.mjs", ["openai"], npm=True),
+    "openai-agents": Client("use_openai_agents.py", ["openai-agents"]),
+    "codex": Client("use_codex.py", ["@openai/codex"], npm=True, context=32768),
     "anthropic": Client("use_anthropic.py", ["anthropic"]),
-    "anthropic-npm": Client("use_anthropic.mjs", ["@anthropic-ai/sdk"]),
-    "ai-sdk-anthropic": Client("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"]),
-    "claude-code": Client("use_claude_code.mjs", ["@anthropic-ai/claude-code"], context=32768),
+    "anthropic-npm": Client("use_anthropic.mjs", ["@anthropic-ai/sdk"], npm=True),
+    "ai-sdk-anthropic": Client("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"], npm=True),
+    "claude-code": Client("use_claude_code.mjs", ["@anthropic-ai/claude-code"], npm=True, context=32768),
     "instructor": Client("use_instructor.py", ["instructor"]),
     "langchain-openai": Client("use_langchain.py", ["langchain-openai"]),
     "litellm": Client(
         "use_litellm.py", ["litellm", "mcp"]
     ),  # its tools import mcp, its metadata forgets to say so
+    "guidance": Client("use_guidance.py", ["guidance", "openai"]),
+    "inspect-ai": Client("use_inspect.py", ["inspect-ai", "openai"]),
     "llm": Client("use_llm.py", ["llm"]),
     "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
     "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),
@@ -81,14 +87,15 @@ def environment(name: str, client: Client, folder: Path, *, upgrade: bool) -> li
     place = folder / name
     if upgrade:
         shutil.rmtree(place, ignore_errors=True)
-    is_npm = client.script.endswith(".mjs")
     done = place / ".installed"
     if not done.exists():
         print(f"{name}: installing into {place}", flush=True)
         place.mkdir(parents=True, exist_ok=True)
-        (_install_npm if is_npm else _install_python)(place, client)
+        (_install_npm if client.npm else _install_python)(place, client)
         done.touch()
-    return ["node"] if is_npm else [str(place / "bin" / "python")]
+    if client.script.endswith(".mjs"):
+        return ["node"]
+    return [sys.executable if client.npm else str(place / "bin" / "python")]
 
 
 def _install_npm(place: Path, client: Client) -> None:
