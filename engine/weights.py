@@ -81,6 +81,8 @@ class LoadedModel:
     """Their modules, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
 
     @property
     def hidden_size(self) -> int:
@@ -198,8 +200,7 @@ def _read_model(
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
-    wanted = settings.max_model_len or -1
-    _fix_rope_scaling(module, wanted if wanted > 0 else info.context_length)
+    _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
     return _ReadModel(module, experts, expert_layers, sharded.stage_of(module), sharded.vocab_size)
@@ -215,7 +216,17 @@ def _run_first(
         vocab_size = width if read.vocab_size is None else read.vocab_size
         if settings.load_format != "dummy":
             verify(module, name, layers, vocab_size, dtype, stage)
-    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
 
 
 def _spread_experts(
@@ -398,6 +409,12 @@ def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> Non
             raise CheckpointError(
                 f"{info.architecture}: {info.directory} {problem.format(len(keys))}: {names}"
             )
+
+
+def _longest(info: ModelInfo, settings: ModelConfig) -> int:
+    """Positions of the longest request that is served."""
+    wanted = settings.max_model_len or -1
+    return wanted if wanted > 0 else info.context_length
 
 
 def _fix_rope_scaling(module: Any, longest: int) -> None:

@@ -47,8 +47,6 @@ MOST_POSITIONS = 48
 """Tokens of the comparison in float32."""
 FEW = 16
 """Tokens of the one in bfloat16."""
-DEFAULT_CONTEXT = 1 << 17
-"""Positions of a model that does not say how many it has."""
 BLOCK_SIZE = 16
 
 
@@ -68,7 +66,7 @@ def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
     Raises:
         Exception: either cannot; it may be of any kind.
     """
-    positions = telling_positions(model.module.config.get_text_config())
+    positions = telling_positions(model.module.config.get_text_config(), model.context_length)
     copy = NarrowCopy(model, decoder)
     with torch.inference_mode():
         problem = _difference(kernels, copy, positions)
@@ -77,11 +75,10 @@ def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
         return _compare_rounding(kernels, copy, positions[:: -(-len(positions) // FEW)], model.dtype)
 
 
-def telling_positions(config: Any) -> Int64s:
+def telling_positions(config: Any, context: int) -> Int64s:
     """Positions that tell forward passes apart, rising: the first and the last, and those around each whole
     number in the configuration; those that belong to rotary embeddings, windows and contexts before
     others."""
-    context = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     wanted = [0, 1, 2, context - 2, context - 1, context // 2]
     named = sorted(_whole_numbers(config.to_dict()), key=lambda each: not any(map(each[0].count, TELLING)))
     powers = [1 << exponent for exponent in range(2, context.bit_length())]

@@ -82,7 +82,7 @@ def deviations(directory: Path, dtype: torch.dtype, count: int, seed: int) -> De
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
     ).eval()
-    _fix_rope_scaling(theirs, CONTEXT)  # an instance has one scaling for all lengths
+    _fix_rope_scaling(theirs, model.context_length)  # an instance has one scaling for all lengths
     exact = theirs if dtype == torch.float32 else deepcopy(theirs).float()
     numbers, found, done = Random(seed), [], 0
     while done < count:

@@ -133,7 +133,7 @@ def test_positions_lie_on_both_sides_of_what_the_configuration_names(tmp_path: P
     config = load(make_family(tmp_path, "mistral")).module.config
     config.rope_parameters["original_max_position_embeddings"] = 777
     config.some_scale = 1234.0
-    positions = set(trial.telling_positions(config).tolist())
+    positions = set(trial.telling_positions(config, CONTEXT).tolist())
     window = config.sliding_window
     for number in (1, window, 777, 1234):
         assert {number - 1, number, number + 1} <= positions
@@ -147,7 +147,7 @@ def test_rounding_is_far_below_what_is_allowed(family: str, tmp_path: Path) -> N
     assert KERNELS is not None
     model = load(make_family(tmp_path, family), torch.bfloat16)
     decoder = recognise(model.module, model.layers, model.dtype)
-    positions = trial.telling_positions(model.module.config)
+    positions = trial.telling_positions(model.module.config, CONTEXT)
     copies = [NarrowCopy(model, decoder) for _ in range(2)]
     with torch.inference_mode():
         run = trial._run(copies[0], positions)
