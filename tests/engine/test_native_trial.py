@@ -11,13 +11,17 @@ import torch
 
 from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
+from engine.expert_weights import ExpertShare
 from engine.kernels import library, make, trial
 from engine.kernels.decoder import recognise
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.narrow import NarrowCopy
 from engine.kernels.program import Program
 from engine.weights import LoadedModel, load_model
+from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
+from parallel.placement import place
 from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, make_family
+from tests.engine.test_sharding import LAYOUTS, shards
 
 KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
@@ -162,6 +166,39 @@ def test_rounding_is_far_below_what_is_allowed(family: str, tmp_path: Path) -> N
         verdict = trial._compare_rounding(KERNELS, copies[1], positions[::3], torch.bfloat16)
     assert verdict.objection is None
     assert 1e-3 < verdict.rounding < 0.1
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2_pp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "ministral3", "smollm3"])
+def test_workers_of_one_model_agree(family: str, layout: str, tmp_path: Path) -> None:
+    """Also where only one stage has a layer that the kernels do not know."""
+    executor = shards(make_family(tmp_path, family), LAYOUTS[layout], BLOCK_SIZE)
+    try:
+        executor.allocate(20)
+        programs = [worker.executor._program for worker in executor.workers]
+    finally:
+        executor.close()
+    assert all(program is None for program in programs) == (family in ALIKE)
+    assert all(program is not None for program in programs) == (family in NATIVE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_whose_experts_are_spread_is_tried_with_all_of_them(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    info = read_model_info(make_family(tmp_path, "qwen3_moe"))
+    share = ExpertShare(place(info.num_experts, 2), 1)
+    model = load_model(info, ModelConfig(), dtype=dtype, device=torch.device("cpu"), share=share)
+    assert KERNELS is not None
+    decoder = recognise(model.module, model.layers, dtype)
+    assert trial.judge(KERNELS, model, decoder).objection is None
+    assert make_program(model, BLOCK_SIZE) is not None
+    held = [len(layer.gate_up_proj) for layer in model.expert_layers]
+    assert held == [info.num_experts // 2] * len(held)
+    assert all(getattr(layer, EXPERTS_ATTRIBUTE) is model.experts for layer in model.expert_layers)
 
 
 # ---- errors
