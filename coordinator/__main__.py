@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 
 from coordinator import process
-from coordinator.addresses import AddressError, own_for_others
+from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import parse
 from coordinator.keys import MeshKeys
@@ -40,7 +40,7 @@ async def serve(config: CoordinatorConfig, keys: MeshKeys | None) -> int:
     """Run until SIGTERM or SIGINT."""
     mesh = config.mesh
     try:
-        address = own_for_others("--data-parallel-address", mesh.data_parallel_address)
+        address = own("--data-parallel-address", mesh.data_parallel_address)
         coordinator = Coordinator(
             endpoint(address, mesh.data_parallel_rpc_port), rules_of(config), keys, config.listen_fd
         )

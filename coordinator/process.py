@@ -6,13 +6,16 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
 import logging
 import os
 import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -47,6 +50,17 @@ PATIENCE = 0.8
 its launcher must not give up before it."""
 
 
+SHORTAGES = {
+    errno.EMFILE: "too many files are open: raise the limit with ulimit -n",
+    errno.ENFILE: "too many files are open on this host: raise the limit with sysctl fs.file-max",
+    errno.ENOMEM: "no memory is left",
+    errno.ENOSPC: "no space is left on the device",
+}
+"""What an operation fails of that would succeed at another time."""
+
+REQUEST: ContextVar[str] = ContextVar("request", default="")
+"""The id of the request that is worked on; it stands in each log line that is written meanwhile."""
+
 _log_format: LogFormat = "text"
 
 
@@ -68,10 +82,27 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
     handler = logging.StreamHandler(sys.stderr)
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     handler.setFormatter(
-        JsonLines(role) if _log_format == "json" else logging.Formatter(text, datefmt="%m-%d %H:%M:%S")
+        JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
     )
+    logging.setLogRecordFactory(RequestRecord)
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+class RequestRecord(logging.LogRecord):
+    """A log record with the id of the request that it is about, wherever it is formatted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.request = REQUEST.get()
+
+
+class TextLines(logging.Formatter):
+    """A line for people, with the request's id at its end."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request = getattr(record, "request", "")
+        return super().formatMessage(record) + (f" (request {request})" if request else "")
 
 
 class JsonLines(logging.Formatter):
@@ -91,6 +122,8 @@ class JsonLines(logging.Formatter):
             "source": f"{record.filename}:{record.lineno}",
             "message": record.getMessage(),
         }
+        if request := getattr(record, "request", ""):
+            entry["request"] = request
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(entry).decode()
@@ -113,6 +146,20 @@ def raise_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def shortage_of(error: BaseException) -> str | None:
+    """What the host is short of, if that is why something failed; None if it is not."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in SHORTAGES:
+            return SHORTAGES[cause.errno]
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:

@@ -165,7 +165,6 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "set CUDA_VISIBLE_DEVICES to them": {"device-ids": ()},
     "--trace writes what workers computed when": {"profiler-config": ("{}",)},
     "--log-format and --log-level say what is logged": {"log-config-file": (), "logging-config": ("{}",)},
-    "the endpoint is at --host and --port: leave it out": {"uds": ()},
     "OpenSSL's choice is what there is: leave it out": {"ssl-ciphers": ("",)},
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from coordinator import process
-from coordinator.config import CoordinatorConfig, endpoint, url
+from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import secrets_of, to_argv
 from coordinator.messages import Settings
 from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
@@ -262,7 +262,7 @@ def _router(config: ServeConfig, number: int, doors: Doors | None) -> ProcessSpe
         name="Router" if config.api_server_count == 1 else f"Router_{number}",
         role="router",
         argv=(*to_argv(arguments), *file),
-        address=url(config.http.scheme, config.http.host, config.http.port),
+        address=config.http.address,
         threads=1,
         descriptors=doors.descriptors if doors else (),
     )

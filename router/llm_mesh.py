@@ -23,6 +23,7 @@ import msgspec
 import uvloop
 
 from coordinator import keys
+from coordinator.addresses import is_ipv6
 from coordinator.messages import Member, Settings, State
 from parallel.topology import cuda_devices, usable_cores
 from router.client import MeshClient
@@ -287,7 +288,7 @@ def _listen(config: ServeConfig, *, any_port: bool) -> tuple[socket.socket, int]
     """A socket that listens where the coordinator shall: held before anybody is told the port."""
     mesh = config.mesh
     address = (mesh.data_parallel_address, 0 if any_port else mesh.data_parallel_rpc_port)
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(address[0]) else socket.AF_INET
     try:
         listener = socket.create_server(address, family=family, backlog=128)
     except OSError as error:

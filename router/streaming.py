@@ -38,7 +38,12 @@ SEND_TIMEOUT = 60.0
 HEAVY = 4096
 """Tokens and log-probabilities. What tells more is made in a thread: other clients' streams do not wait."""
 
-EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""Headers of a stream. By the last one nginx, and others, pass events on as they come."""
 
 Result = TypeVar("Result")
 

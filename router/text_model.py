@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from coordinator.process import shortage_of
 from router.chat_template import ChatTemplateError, ChatTemplates, load_chat_templates
 from router.config import HttpConfig
 from router.mesh import ServedModel
@@ -59,7 +60,7 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
     try:
         templates = load_chat_templates(directory, tokenizer, config.chat_template)
     except ChatTemplateError as error:
-        if config.chat_template is not None:
+        if config.chat_template is not None or shortage_of(error) is not None:
             raise TokenizerError(f"--chat-template cannot be used: {error}") from error
         logger.error("chat requests will be refused: %s", error)
         templates = ChatTemplates({})
