@@ -83,6 +83,8 @@ class LoadedModel:
     """Their modules, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
 
     @property
     def hidden_size(self) -> int:
@@ -267,7 +269,17 @@ def _run_first(
             if read.sharded is not None:
                 uncut = share_run(read.uncut, stage.shard)
                 check(module, name, read.sharded, stage, uncut)
-    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
 
 
 def _spread_experts(
@@ -450,6 +462,12 @@ def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> Non
             raise CheckpointError(
                 f"{info.architecture}: {info.directory} {problem.format(len(keys))}: {names}"
             )
+
+
+def _longest(info: ModelInfo, settings: ModelConfig) -> int:
+    """Positions of the longest request that is served."""
+    wanted = settings.max_model_len or -1
+    return wanted if wanted > 0 else info.context_length
 
 
 def _fix_rope_scaling(module: Any, longest: int) -> None:
