@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.config import LogFormat, MeshConfig
 from coordinator.patient_log import PatientHandler
 
@@ -180,11 +180,23 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, None without; ends the process when the file cannot be used."""
-    if mesh.mesh_key_file is None:
-        return None
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
+    process when a file cannot be used."""
+    return _keys_or_end(mesh, prog, own_key.find)
+
+
+def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The same for a process that is to be in the mesh: it makes what it does not find."""
+    return _keys_or_end(mesh, prog, own_key.obtain)
+
+
+def _keys_or_end(
+    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+) -> keys.MeshKeys | None:
     try:
-        return keys.load(Path(mesh.mesh_key_file))
+        if mesh.mesh_key_file is not None:
+            return keys.load(Path(mesh.mesh_key_file))
+        return own(mesh) if own_key.is_own(mesh) else None
     except keys.KeyFileError as error:
         print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -198,6 +210,10 @@ def warn_if_open(mesh: MeshConfig) -> None:
         )
     elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")
+    elif mesh.insecure_mesh:
+        logger.warning(
+            "--insecure-mesh: any user of this host can send requests, join and read those of others"
+        )
 
 
 def how_it_ended(status: int) -> str:
