@@ -1,12 +1,13 @@
-"""Which addresses this host has, and which of them others reach it at."""
+"""Which addresses this host has, at which of them others reach it, and which others it reaches."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +15,10 @@ HOST_NAME = re.compile(r"[\w.-]+")
 WILDCARDS = ("0.0.0.0", "::", "*")
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 """Names that mean loopback on every host; the latter two in Debian's /etc/hosts, for IPv6."""
+
+
+CONNECT_SECONDS = 2.0
+"""Within which a connection is made, or counts as impossible."""
 
 
 class AddressError(ValueError):
@@ -167,3 +172,19 @@ def toward(address: str, port: int) -> str:
         raise AddressError(
             f"this host has no way to {address}: {error.strerror}; it has {choices(interfaces())}"
         ) from error
+
+
+async def reached(peers: Mapping[str, str], timeout: float = CONNECT_SECONDS) -> tuple[str, ...]:
+    """The names of those whose host:port takes a connection from here, all tried at once."""
+    found = await asyncio.gather(*(_connects(address, timeout) for address in peers.values()))
+    return tuple(name for name, connects in zip(peers, found, strict=True) if connects)
+
+
+async def _connects(address: str, timeout: float) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, OverflowError, TimeoutError, ValueError):
+        async with asyncio.timeout(timeout):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+        return True
+    return False

@@ -52,8 +52,9 @@ def make_app(
     mesh, as far as they are known."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
-    endpoints = Endpoints(config, metrics, models)
+    quotas = quotas or Quotas(config.key_limits)
+    generating = Generating(mesh, config, metrics, models, quotas, tracing)
+    endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
     prefix = prefix_of(config.root_path)
 
@@ -87,6 +88,7 @@ def make_app(
     routes = [
         Route("/v1/completions", generating.completions, methods=["POST"]),
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/invocations", generating.invocations, methods=["POST"]),
         Route("/v1/responses", generating.responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
@@ -100,6 +102,7 @@ def make_app(
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/get_load", endpoints.get_load, methods=["GET"]),
         Route("/load", endpoints.load, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/livez", alive, methods=["GET"]),

@@ -26,11 +26,6 @@ FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 
 CLOSE = {"connection": "close"}
 
-HEAVY = 50_000
-"""Bodies of more bytes are tokenised in a thread, so that other clients' streams do not wait for it."""
-
-Result = TypeVar("Result")
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -56,11 +51,6 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
         raise ApiError(408, f"The body did not arrive within {timeout:g} seconds.", headers=CLOSE) from error
     request.state.arrival = time.perf_counter()
     return body
-
-
-async def run_sized(work: Callable[[], Result], size: int) -> Result:
-    """Do work whose time grows with the body's size, in bytes."""
-    return work() if size <= HEAVY else await asyncio.to_thread(work)
 
 
 async def _receive_all(receive: Receive, max_bytes: int) -> bytes:

@@ -179,7 +179,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             json=True, help='JSON object of sampling defaults in place of those, like {"temperature": 0.5}.'
         ),
     ] = "{}"
-    max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
+    max_logprobs: Annotated[
+        int, Meta(ge=-1), flag(help="Most log-probabilities per token; -1: those of all tokens.")
+    ] = 20
     max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
         8 * 1024**2
     )

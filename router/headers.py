@@ -1,4 +1,4 @@
-"""What a request says in its headers about how it is to be treated (pure).
+"""Headers of requests that say how they are to be treated, and values for those of answers (pure).
 
 A header without a value, as proxies and templates make them, is none.
 """
@@ -14,6 +14,12 @@ from router.rules import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
 
 
+def key_of(request: Request) -> int:
+    """Number of the API key that was presented; 0 where there are none."""
+    key: int = getattr(request.state, "key", 0)
+    return key
+
+
 def request_id(request: Request, wanted: GenerationRequest) -> str:
     """The client's own, from the header or the body, else the one that it was given at the door."""
     given = request.headers.get("x-request-id")
@@ -25,14 +31,18 @@ def request_id(request: Request, wanted: GenerationRequest) -> str:
     return given
 
 
-def pinned_rank(request: Request) -> int | None:
-    """The instance that the client wants."""
+def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
+    """The instance that the client wants, by the header or by a field."""
     given = request.headers.get("x-data-parallel-rank")
-    if not given:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+    if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
         refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
-    return int(given)
+    ranks = {int(given) if given else None, wanted.data_parallel_rank, wanted.routed_dp_rank} - {None}
+    if len(ranks) > 1:
+        refuse(
+            "X-data-parallel-rank, data_parallel_rank and routed_dp_rank name several instances.",
+            "data_parallel_rank",
+        )
+    return next(iter(ranks), None)
 
 
 def deadline(request: Request, wanted: GenerationRequest) -> float | None:
@@ -61,3 +71,9 @@ def session(request: Request, wanted: GenerationRequest) -> str:
         if given:
             return given
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
+
+
+def printable(text: str, most: int) -> str:
+    """A text as a header's value: printable ASCII, at most so many characters."""
+    shown = "".join(letter if letter.isprintable() and letter.isascii() else "?" for letter in text)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

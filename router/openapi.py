@@ -9,7 +9,7 @@ import msgspec
 
 from router.anthropic_messages import wire as messages
 from router.errors import ErrorBody
-from router.loads import Loads, ServerLoad
+from router.loads import Loads, OlderLoad, ServerLoad
 from router.openai_api import (
     ChatCompletion,
     ChatRequest,
@@ -44,6 +44,9 @@ class Operation(msgspec.Struct, frozen=True):
 OPERATIONS = [
     Operation("post", "/v1/completions", "Text to text", CompletionRequest, Completion, True),
     Operation("post", "/v1/chat/completions", "Messages to a message", ChatRequest, ChatCompletion, True),
+    Operation(
+        "post", "/invocations", "Either of the two, by its fields", ChatRequest, ChatCompletion, True
+    ),
     Operation("post", "/v1/responses", "The same as a response", ResponsesRequest, ResponseObject, True),
     Operation(
         "post", "/v1/responses/input_tokens", "Tokens of such a request", ResponsesRequest, InputTokens
@@ -63,6 +66,7 @@ OPERATIONS = [
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
     Operation("get", "/v1/loads", "What each instance has to do", None, Loads),
+    Operation("get", "/get_load", "The same, as SGLang had it before", None, OlderLoad),
     Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest, TokenizeAnswer),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeAnswer),
     Operation("get", "/tokenizer_info", "tokenizer_config.json"),

@@ -57,7 +57,8 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form | None:
-    """The form that a request asks for, None for any text.
+    """The form that a request asks for, None for any text. Clients made for several servers ask for the same
+    one under several names.
 
     Raises:
         ApiError: it asks for several, or what it asks for cannot be.
@@ -71,9 +72,10 @@ def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form
         )
         if form is not None
     ]
-    if len(asked) > 1:
+    others = [form for form in asked if form.body != asked[0].body]
+    if others:
         names = " and ".join(form.param for form in asked)
-        refuse(f"{names} exclude each other: an answer has one form.", asked[1].param)
+        refuse(f"{names} exclude each other: an answer has one form.", others[0].param)
     return asked[0] if asked else None
 
 
@@ -83,14 +85,19 @@ def text_of(bodies: Mapping[str, Body]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
 
-def json_body(schema: Any, config: StructuredOutputsConfig, whitespace: str | None = None) -> Body:
-    """JSON by a schema: an object, or a boolean."""
+def json_body(
+    schema: Any, config: StructuredOutputsConfig, whitespace: str | None = None, *, strict: bool = False
+) -> Body:
+    """JSON by a schema: an object, or a boolean.
+
+    ``strict``: a schema that says more than can be enforced is refused; else it is enforced as far as it can.
+    """
     if config.disable_additional_properties:
         schema = _closed(schema)
     schema = without_unknown_formats(schema)
-    options: dict[str, Any] = {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": not strict}
     if not config.disable_any_whitespace:
-        options = {"whitespace_pattern": whitespace or WHITESPACE}
+        options = {"whitespace_pattern": whitespace or WHITESPACE, "lenient": not strict}
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     options |= own if isinstance(own, dict) else {}
     return {"json_schema": ({} if isinstance(schema, bool) else dict(schema)) | {"x-guidance": options}}
@@ -140,12 +147,16 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
         case "text":
             return None
         case "json_object":
-            return Form(param, json_body({"type": "object"}, config))
+            given = wanted.get("schema")
+            schema = None if given is None else _schema(given, param)
+            more = schema if isinstance(schema, dict) else {}
+            return Form(param, json_body({"type": "object"} | more, config))
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:
                 refuse("response_format of type json_schema needs json_schema with a schema.", param)
-            return Form(param, json_body(_schema(named["schema"], param), config))
+            schema = _schema(named["schema"], param)
+            return Form(param, json_body(schema, config, strict=named.get("strict") is True))
         case "structural_tag":
             return Form(param, _structural_tag(wanted, param, config))
     refuse(

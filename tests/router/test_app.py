@@ -38,6 +38,9 @@ def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
     assert answer["tokens"] == tokenizer.encode("Hello 🙂", add_special_tokens=True)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
     assert answer["token_strs"][0] == "<bos>"
+    strings = server.post("/tokenize", {"prompt": "a dog 🙂", "return_token_strs": True}).json()["token_strs"]
+    assert strings[1:3] == ["a", "Ġdog"], "as the vocabulary spells them"
+    assert tokenizer.backend.decoder.decode(strings[1:]) == "a dog 🙂"
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "<bos>Hello 🙂"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     plain = server.post("/tokenize", {"prompt": "Hello 🙂", "add_special_tokens": False}).json()
@@ -82,6 +85,24 @@ def test_the_rank_is_passed_on(server: Server) -> None:
     headers = {"X-data-parallel-rank": "3"}
     assert server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
     assert server.mesh.prompts[-1].rank == 3
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+    ],
+)
+def test_the_rank_in_a_body_is_passed_on(server: Server, path: str, body: dict[str, Any], name: str) -> None:
+    assert server.post(path, body | {name: 3}).status_code == 200
+    assert server.mesh.prompts[-1].rank == 3
+    for rank, status in (("3", 200), ("2", 400)):
+        headers = {"X-data-parallel-rank": rank}
+        assert server.client.post(path, json=body | {name: 3}, headers=headers).status_code == status
 
 
 def test_optional_answers(served: ServedModel) -> None:

@@ -26,7 +26,7 @@ from router.config import HttpConfig, RouterConfig
 from router.listen import wait_for_health
 from router.loads import Loads, loads_of
 from router.mesh import ServedModel
-from tests.router.conftest import Server, serving
+from tests.router.conftest import Server, events, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 
@@ -46,6 +46,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
     ("method", "path"),
     [
         ("POST", "/v1/completions"),
+        ("POST", "/invocations"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/responses"),
         ("POST", "/v1/responses/input_tokens"),
@@ -55,6 +56,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
         ("GET", "/v1/models"),
         ("GET", "/v1/models/tiny"),
         ("GET", "/v1/loads"),
+        ("GET", "/get_load"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
@@ -303,7 +305,23 @@ def test_usage_can_be_forced_into_streams(served: ServedModel) -> None:
     with served_with(served, enable_force_include_usage=True) as server:
         for options in (None, {"include_usage": False}):
             body = {"prompt": "a", "stream": True, "stream_options": options}
-            assert '"completion_tokens":2' in server.post("/v1/completions", body).text
+            chunks = events(server.post("/v1/completions", body).text)
+            assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
+            assert chunks[-1]["choices"] == []
+
+
+def test_one_path_for_chats_and_completions(server: Server) -> None:
+    """SageMaker knows no other."""
+    chat = server.post("/invocations", {"messages": [{"role": "user", "content": "a"}], "prompt": None})
+    completion = server.post("/invocations", {"prompt": "a", "max_tokens": 1})
+    found = (chat.json()["object"], completion.json()["object"])
+    assert found == ("chat.completion", "text_completion")
+    stream = server.post("/invocations", {"prompt": [5, 6], "stream": True}).text
+    assert stream.endswith("data: [DONE]\n\n")
+    for body in ({}, {"messages": [], "prompt": "a"}, {"input": "a"}, {"messages": None}):
+        answer = server.post("/invocations", body)
+        assert answer.status_code == 400
+        assert "needs messages, for a chat, or prompt" in answer.json()["error"]["message"]
 
 
 # ---- the model's text side
@@ -431,6 +449,15 @@ def test_loads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     (load,) = server.client.get("/v1/loads?dp_rank=3").json()["loads"]
     assert (load["dp_rank"], load["num_running_reqs"], load["max_total_num_blocks"]) == (3, 3, 40)
     assert server.client.get("/v1/loads?dp_rank=2").status_code == 400
+
+
+def test_loads_as_older_tools_ask_for_them(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.client.get("/get_load").json() == []
+    monkeypatch.setattr(server.metrics, "reports", lambda: {3: report(3), 0: report(0)})
+    monkeypatch.setattr(server.metrics, "block_size", lambda: 16)
+    assert server.client.get("/get_load").json()[1] == {
+        "dp_rank": 3, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 460, "num_pending_tokens": 300,
+    }  # fmt: skip
 
 
 # ---- TLS

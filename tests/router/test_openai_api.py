@@ -292,6 +292,8 @@ def test_the_log_probabilities_of_prompts_are_bounded(
         {"return_hidden_states": False, "modalities": ["text"], "audio": None, "web_search_options": None},
         {"structured_outputs": None, "use_beam_search": False, "bad_words": [], "kv_transfer_params": {}},
         {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "x": [[{}]]},
+        {"watermarking": False, "ec_transfer_params": {}, "return_prompt_text": False, "moderation": None},
+        {"separate_reasoning": True, "function_call": "auto", "length_penalty": 1.5, "stream_interval": 4},
         {"parallel_tool_calls": True, "reasoning_effort": "low", "documents": [{"text": "d"}]},
         {"stream": True, "stream_options": {"include_usage": True, "other": 1}},
         {"stream_options": None},
@@ -303,7 +305,7 @@ def test_fields_that_are_accepted(text_model: TextModel, fields: dict[str, Any])
 
 
 def test_templates_see_tools_documents_and_variables(tmp_path: Path, served: ServedModel) -> None:
-    source = "{{ tools[0].function.name }}{{ documents[0].text }}{{ reasoning_effort }}{{ thinking }}"
+    source = "{{ tools[0].function.name }}{{ documents[0].text }}{{ reasoning_effort }}{{ verbosity }}{{ thinking }}"
     directory = tiny_tokenizer.write_model(tmp_path, chat_template=source)
     model = load_text_model(msgspec.structs.replace(served, directory=str(directory)), HttpConfig())
     (prompt,) = chat(
@@ -311,9 +313,10 @@ def test_templates_see_tools_documents_and_variables(tmp_path: Path, served: Ser
         tools=[{"type": "function", "function": {"name": "fun"}}],
         documents=[{"text": "doc"}],
         reasoning_effort="low",
+        verbosity="high",
         chat_template_kwargs={"thinking": "yes"},
     )
-    assert model.tokenizer.decode(prompt.prompt_ids) == "fundoclowyes"
+    assert model.tokenizer.decode(prompt.prompt_ids) == "fundoclowhighyes"
 
 
 # ---- the text model
