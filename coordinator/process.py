@@ -15,12 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import msgspec
 
 from coordinator import keys, own_key
 from coordinator.config import LogFormat, MeshConfig
+from coordinator.patient_log import PatientHandler
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The id of the request that is worked on; it stands in each log line that is written meanwhile."""
 
 _log_format: LogFormat = "text"
+_handler = PatientHandler()
+"""Of this process, for all that it calls itself: one queue keeps the order of lines."""
 
 
 def log_format() -> LogFormat:
@@ -79,14 +83,27 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
         import setproctitle
 
         setproctitle.setproctitle(f"lockstep: {role}")
-    handler = logging.StreamHandler(sys.stderr)
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
-    handler.setFormatter(
+    _handler.setFormatter(
         JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
     )
     logging.setLogRecordFactory(RequestRecord)
-    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    root = logging.getLogger()
+    for other in [each for each in root.handlers if each is not _handler]:
+        root.removeHandler(other)
+        other.close()
+    root.addHandler(_handler)
+    root.setLevel(log_level.upper())
     logging.captureWarnings(True)
+    sys.excepthook = log_uncaught
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends this process, in its log: standard error may have a reader that stalls."""
+    if issubclass(kind, Exception):
+        logger.critical("this process ends by an error that nobody expected", exc_info=(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class RequestRecord(logging.LogRecord):
@@ -213,7 +230,7 @@ def how_it_ended(status: int) -> str:
 def finish(status: int) -> NoReturn:
     """The end of a process. What was registered for it still runs; libraries are not taken apart object by
     object, which takes seconds on a busy machine."""
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # logging's among them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

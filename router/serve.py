@@ -9,7 +9,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from coordinator.flags import parse, secrets_of
 from coordinator.foreign import ForeignFlags
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
+from coordinator.runtime import runtime_directory
 from engine import forked
 from engine.checkpoint import CheckpointError
 from engine.forked import ForkServer
@@ -83,7 +83,7 @@ def _serve(argv: list[str] | None) -> int:
         version=f"lockstep {lockstep_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
-    for line in foreign.said:
+    for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
         logger.warning("%s", line)
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
@@ -154,7 +154,7 @@ def _run(
         config = msgspec.structs.replace(config, http=http)
         if http.admin_port is not None:
             sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
-        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        counts = str(held.enter_context(runtime_directory()))
         descriptors = [listener.fileno() for listener in sockets]
         secrets = secret_file(config)
         if secrets is not None:
