@@ -104,7 +104,7 @@ class Handshakes:
                 )
             case "CURVE", True if self._failed >= ENOUGH_FAILURES:
                 return KeyRefused(
-                    "it has another mesh key: give the same --mesh-key-file everywhere, or none to all "
-                    "processes of one user on one host"
+                    "it has another mesh key: give the same --mesh-key-file everywhere, or, on one host, "
+                    "none and the same -dpa and -dpp to processes of the same user"
                 )
         return None
