@@ -26,6 +26,7 @@ from engine.families import (
     quantisation_of,
     why_not_served,
 )
+from engine.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 MODELS_DIRECTORY = Path(__file__).parent / "models"
 
@@ -398,7 +399,8 @@ def fingerprint(directory: Path, *, weights: bool = True) -> str:
     only the two files.
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json"):
+    names = ("config.json", TOKENIZER) if (directory / TOKENIZER).is_file() else ("config.json", *OTHER_FORMS)
+    for name in names:
         path = directory / name
         if path.is_file():
             digest.update(name.encode() + path.read_bytes())
@@ -523,7 +525,10 @@ def _tokenizer_eos(directory: Path) -> object:
     for token_id, token in _object(config.get("added_tokens_decoder")).items():
         if _object(token).get("content") == eos and token_id.isdecimal():
             return int(token_id)
-    tokenizer = _read_json(directory / "tokenizer.json")  # megabytes, and rarely needed
+    try:
+        tokenizer = _read_json(tokenizer_directory(directory) / TOKENIZER)  # megabytes, and rarely needed
+    except TokenizerFilesError:  # who needs it says so
+        return None
     added = tokenizer.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         if _object(token).get("content") == eos:
