@@ -343,6 +343,24 @@ def test_a_template_of_the_model_that_is_no_text(tmp_path: Path) -> None:
         load_chat_templates(directory, load_tokenizer(directory))
 
 
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    """chat_template.json, as older models with other modalities have it: taken where there is no other."""
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=None)
+    path = directory / "chat_template.json"
+
+    def text() -> str:
+        templates = load_chat_templates(directory, load_tokenizer(directory))
+        return templates.choose(with_tools=False).render(USER)
+
+    path.write_text(json.dumps({"chat_template": "from the processor: {{ messages[0].content }}"}))
+    assert text().startswith("from the processor: ")
+    (directory / "chat_template.jinja").write_text("file")
+    assert text() == "file"
+    path.write_text("{")
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.json is not valid JSON"):
+        text()
+
+
 def test_no_template(tmp_path: Path) -> None:
     directory = tiny_tokenizer.write_model(tmp_path, chat_template=None)
     templates = load_chat_templates(directory, load_tokenizer(directory))
