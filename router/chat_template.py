@@ -147,6 +147,8 @@ class ChatTemplate:
     def _shape(self, index: int, message: Message) -> Message:
         """A message as the template wants it: content as text, or as a list of parts."""
         content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            content = message["refusal"]  # OpenAI's name for the text of an answer that declines
         shaped = {key: value for key, value in message.items() if key != "tool_calls"}
         calls = message.get("tool_calls")
         if calls:

@@ -48,6 +48,8 @@ def test_render() -> None:
         (BOTH, [{"role": "assistant", "content": None}], ""),
         (BOTH, [{"role": "assistant"}], ""),
         (BOTH, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "[no]"),
+        (BOTH, [{"role": "assistant", "content": None, "refusal": "no"}], "no"),
+        (BOTH, [{"role": "assistant", "content": "yes", "refusal": None}], "yes"),
     ],
 )
 def test_content_in_the_form_that_the_template_takes(source: str, messages: Any, text: str) -> None:
