@@ -445,12 +445,6 @@ def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> Non
             )
 
 
-def _longest(info: ModelInfo, settings: ModelConfig) -> int:
-    """Positions of the longest request that is served."""
-    wanted = settings.max_model_len or -1
-    return wanted if wanted > 0 else info.context_length
-
-
 def _fix_rope_scaling(module: Any, longest: int) -> None:
     """Choose length-dependent rotary frequencies once, for the longest request that is served.
 
