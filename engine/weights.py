@@ -25,11 +25,12 @@ from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo
 from engine.config import ModelConfig
-from engine.cut_check import UncutRun, check, share_run, uncut_run
+from engine.cut_check import check, share_run
 from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.shard_weights import random_shard, read_shard
+from engine.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
 from parallel.placement import place
@@ -82,6 +83,8 @@ class LoadedModel:
     """Their modules, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
 
     @property
     def hidden_size(self) -> int:
@@ -266,7 +269,17 @@ def _run_first(
             if read.sharded is not None:
                 uncut = share_run(read.uncut, stage.shard)
                 check(module, name, read.sharded, stage, uncut)
-    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
 
 
 def _spread_experts(
@@ -449,6 +462,12 @@ def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> Non
             raise CheckpointError(
                 f"{info.architecture}: {info.directory} {problem.format(len(keys))}: {names}"
             )
+
+
+def _longest(info: ModelInfo, settings: ModelConfig) -> int:
+    """Positions of the longest request that is served."""
+    wanted = settings.max_model_len or -1
+    return wanted if wanted > 0 else info.context_length
 
 
 def _fix_rope_scaling(module: Any, longest: int) -> None:

@@ -175,7 +175,11 @@ class ChatTemplate:
         if isinstance(content, str):
             return content if self.takes_strings or not self.takes_parts else [_part(content)]
         texts = content_texts(index, content)
-        return [_part(text) for text in texts] if self.takes_parts else "\n".join(texts)
+        if not self.takes_parts:
+            return "\n".join(texts)
+        # What clients put beside a text is for templates that know it, like the languages of a translation.
+        parts = zip(content, texts, strict=True)
+        return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
 
     def _probe(self, content: Any) -> bool:
         """Whether content in this form comes out as its text, not as a printed list or not at all."""

@@ -54,6 +54,14 @@ def test_content_in_the_form_that_the_template_takes(source: str, messages: Any,
     assert template(source).render(messages, add_generation_prompt=False) == text
 
 
+def test_what_stands_beside_a_text_is_for_the_template() -> None:
+    source = (
+        "{% for p in messages[0].content %}{{ p.source_lang_code }}>{{ p.lang }}: {{ p.text }};{% endfor %}"
+    )
+    parts = [{"type": "input_text", "text": "a", "source_lang_code": "en", "lang": "es"}, "b"]
+    assert template(source).render([{"role": "user", "content": parts}]) == "en>es: a;>: b;"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
