@@ -99,12 +99,12 @@ class Handshakes:
                 )
             case "NULL", True:
                 return KeyRefused(
-                    "it was started without a mesh key: give it --mesh-key-file, too (or --insecure-mesh here, if "
-                    "you know who started it)"
+                    "it was started without a mesh key: give it --mesh-key-file, too (or, if you know who "
+                    "started it, --insecure-mesh here)"
                 )
             case "CURVE", True if self._failed >= ENOUGH_FAILURES:
                 return KeyRefused(
-                    "it has another mesh key: give the same --mesh-key-file everywhere, or none to all "
-                    "processes of one user on one host"
+                    "it has another mesh key: give the same --mesh-key-file everywhere, or, on one host, "
+                    "none and the same -dpa and -dpp to processes of the same user"
                 )
         return None

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -231,6 +232,7 @@ def main() -> None:
     if unknown := sorted(set(names) - set(CLIENTS)):
         parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     folder = args.environments.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mesh and the client end, too
     given = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
     outcomes: dict[str, str] = {}
     for context, group in groupby(sorted(names, key=_context_of), _context_of):

@@ -12,7 +12,8 @@ import pytest
 from coordinator import keys, own_key
 from coordinator.config import MeshConfig
 from engine.config import SHIPPED_MODEL
-from tests.mesh.harness import Command, Ports, ask, wait_until
+from tests.mesh.harness import Command, Ports, wait_until
+from tests.mesh.test_commands import ask
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
 

@@ -48,6 +48,8 @@ def test_render() -> None:
         (BOTH, [{"role": "assistant", "content": None}], ""),
         (BOTH, [{"role": "assistant"}], ""),
         (BOTH, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "[no]"),
+        (BOTH, [{"role": "assistant", "content": None, "refusal": "no"}], "no"),
+        (BOTH, [{"role": "assistant", "content": "yes", "refusal": None}], "yes"),
     ],
 )
 def test_content_in_the_form_that_the_template_takes(source: str, messages: Any, text: str) -> None:
@@ -341,6 +343,24 @@ def test_a_template_of_the_model_that_is_no_text(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ChatTemplateError, match="is no text in UTF-8"):
         load_chat_templates(directory, load_tokenizer(directory))
+
+
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    """chat_template.json, as older models with other modalities have it: taken where there is no other."""
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=None)
+    path = directory / "chat_template.json"
+
+    def text() -> str:
+        templates = load_chat_templates(directory, load_tokenizer(directory))
+        return templates.choose(with_tools=False).render(USER)
+
+    path.write_text(json.dumps({"chat_template": "from the processor: {{ messages[0].content }}"}))
+    assert text().startswith("from the processor: ")
+    (directory / "chat_template.jinja").write_text("file")
+    assert text() == "file"
+    path.write_text("{")
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.json is not valid JSON"):
+        text()
 
 
 def test_no_template(tmp_path: Path) -> None:
