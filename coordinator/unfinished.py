@@ -1,9 +1,9 @@
 """Peers that send the parts of a message without an end.
 
 ZeroMQ hands out a message when all of its parts are there, and holds them until then without a limit. What
-the kernel has received on a connection is compared with what it had received at the last whole message. Who is
-far beyond the largest message is cut off. Looked at only while the process grows, by whoever receives, when no
-whole message waits.
+the kernel has received on a connection is compared with what it had received at the last whole message. A
+peer that is far beyond the largest message is cut off. The listener looks only while the process grows, and
+when no whole message waits.
 """
 
 from __future__ import annotations
