@@ -121,7 +121,7 @@ class GrammarCompiler:
             except GrammarError as error:
                 problem = str(error)
             except BaseException:  # a panic of Rust is no Exception
-                logger.exception("a grammar could not be compiled")
+                logger.exception("the grammar of request %s could not be compiled", request.request_id)
                 problem = "the grammar could not be compiled"
         self._done.append(Compiled(request, problem))
         self.on_done()

@@ -57,11 +57,14 @@ def compiled(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _can_be_loaded(path, symbols):
             logger.info("compiling %s (once, a few seconds)", source.name)
-            for left in directory.glob("*.[0-9]*"):  # by processes that were killed
+            for left in (
+                *directory.glob("*.[0-9]*"),
+                *directory.glob("cc*"),
+            ):  # by processes that were killed
                 left.unlink(missing_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}")
             try:
-                _run([*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)])
+                _run([*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)], directory)
                 with fresh.open("rb") as made:
                     os.fchmod(made.fileno(), 0o755)  # whatever the umask
                     os.fsync(made.fileno())  # or the name may outlive a crash, and what it names not
@@ -71,10 +74,15 @@ def compiled(
     return path
 
 
-def _run(command: list[str]) -> None:
-    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group."""
+def _run(command: list[str], directory: Path) -> None:
+    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group.
+    Its temporary files are in a ``directory`` that is known to be writable."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(directory)},
     ) as running:
 
         def end() -> None:

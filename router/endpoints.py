@@ -13,7 +13,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, refuse
 from router.headers import key_of
 from router.heavy import run_sized
-from router.loads import Loads, ServerLoad, loads_of
+from router.loads import Loads, ServerLoad, loads_of, older_loads_of
 from router.mesh import ServedModel
 from router.metrics import Metrics
 from router.openai_api import (
@@ -57,7 +57,7 @@ class Endpoints:
             ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
             told = TokenizeAnswer(len(ids), model.served.max_model_len, ids)
             if wanted.return_token_strs:
-                told.token_strs = [model.tokenizer.token_text(token_id) for token_id in ids]
+                told.token_strs = [model.tokenizer.piece(token_id) for token_id in ids]
             return len(ids), encode(told)
 
         with self._quotas.counting(key_of(request)) as booked:
@@ -117,3 +117,7 @@ class Endpoints:
             if not found:
                 refuse(f"No instance with rank {wanted[:20]!r} has reported yet.", "dp_rank")
         return json_response(encode(Loads.of(found, time.time())))
+
+    async def get_load(self, request: Request) -> Response:
+        """Of each instance, as older tools for SGLang ask for it."""
+        return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.process import REQUEST
 from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router import harmony
@@ -27,7 +29,7 @@ from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
-from router.errors import in_terms_of
+from router.errors import in_terms_of, refuse
 from router.grammar_check import GrammarCheck
 from router.headers import deadline, key_of, pinned_rank, printable, request_id, session
 from router.heavy import run_sized
@@ -48,6 +50,19 @@ from router.text_models import TextModels
 from router.tracing import RequestTrace
 from router.turn_format import TurnFormat
 
+logger = logging.getLogger(__name__)
+
+NULL = msgspec.Raw(b"null")
+
+
+class Invocation(msgspec.Struct):
+    """What tells a chat from a completion."""
+
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
+
+
+_read_invocation = decoder(Invocation)
 _read_completion = decoder(CompletionRequest)
 _read_chat = decoder(ChatRequest)
 _read_responses = decoder(ResponsesRequest)
@@ -72,6 +87,8 @@ NOT_ENFORCED = "x-lockstep-not-enforced"
 """Response header: JSON paths of the schemas given that answers need not follow."""
 MOST_REMARKS = 1000
 """Characters of that header."""
+LEFT_OUT = "x-lockstep-left-out"
+"""Header of an answer: types of tools and items of the request that the model did not get."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""
@@ -104,6 +121,23 @@ class Generating:
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         self._check_room(request)
+        return await self._complete(request, body)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        return await self._chat(request, body)
+
+    async def invocations(self, request: Request) -> Response:
+        """A chat or a completion, whichever the fields say: the one path that SageMaker knows."""
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        given = _read_invocation(body)
+        if (given.messages == NULL) == (given.prompt == NULL):
+            refuse("/invocations needs messages, for a chat, or prompt, for a completion.", "messages")
+        return await (self._complete if given.messages == NULL else self._chat)(request, body)
+
+    async def _complete(self, request: Request, body: bytes) -> Response:
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
@@ -120,9 +154,7 @@ class Generating:
 
         return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape, not_enforced)
 
-    async def chat(self, request: Request) -> Response:
-        body = await read_body(request, self._config)
-        self._check_room(request)
+    async def _chat(self, request: Request, body: bytes) -> Response:
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -137,18 +169,25 @@ class Generating:
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
-            return ResponsesAnswer(asked, chat.params, chat.turn_format, **common)
+            tokenizer, names = chat.model.tokenizer, translated.names
+            return ResponsesAnswer(asked, chat.params, chat.turn_format, tokenizer, names, **common)
 
         with in_terms_of(responses_request.NAMES):
-            chat = await self._understand(responses_request.chat_request(asked), len(body))
-            return await self._answer(request, "resp_", chat, shape)
+            translated = responses_request.translated(asked)
+            chat = await self._understand(translated.chat, len(body))
+            answer = await self._answer(request, "resp_", chat, shape)
+        if translated.left_out:
+            answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
+            id = f"resp_{request.state.request_id}"
+            logger.info("%s goes without %s, which cannot run here", id, answer.headers[LEFT_OUT])
+        return answer
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens a request to /v1/responses would have as its prompt."""
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            count = await self._count(request, responses_request.chat_request(asked), len(body))
+            count = await self._count(request, responses_request.translated(asked).chat, len(body))
         return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
@@ -237,10 +276,11 @@ class Generating:
         shape: Shape,
         not_enforced: Sequence[str] = (),
     ) -> Response:
-        client_id = request_id(request, wanted)
+        client_id = request.state.request_id = request_id(request, wanted)
+        REQUEST.set(client_id)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
-            wanted.stream_options.include_usage = True
+            wanted.stream_options.include_usage = wanted.stream_options.continuous_usage_stats = True
         id = prefix + client_id
         arrival = request.state.arrival
         given = request.headers.get("traceparent")
@@ -251,7 +291,6 @@ class Generating:
         except Exception as error:
             trace.end_with(error)
             raise
-        request.state.request_id = client_id
         response: Response
         if wanted.stream:
             response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
@@ -274,8 +313,8 @@ class Generating:
     ) -> Call:
         """A request that is let in."""
         samples = make_samples(
-            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
-            trace.traceparent,
+            id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
+            session(request, wanted), trace.traceparent,
         )  # fmt: skip
         timeout = deadline(request, wanted)
         answer = shape(

@@ -1,8 +1,9 @@
-"""Headers of requests that say how they are to be treated, and values for those of answers (pure)."""
+"""Headers of requests that say how they are to be treated, and values for those of answers (pure).
+
+A header without a value, as proxies and templates make them, is none.
+"""
 
 from __future__ import annotations
-
-import uuid
 
 from starlette.requests import Request
 
@@ -20,29 +21,34 @@ def key_of(request: Request) -> int:
 
 
 def request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own, from the header or the body, else a new one."""
+    """The client's own, from the header or the body, else the one that it was given at the door."""
     given = request.headers.get("x-request-id")
-    if given is None:
-        return wanted.request_id or uuid.uuid4().hex
+    if not given:
+        at_door: str = request.state.request_id
+        return wanted.request_id or at_door
     if not usable_id(given):
         refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
     return given
 
 
-def pinned_rank(request: Request) -> int | None:
-    """The instance that the client wants."""
+def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
+    """The instance that the client wants, by the header or by a field."""
     given = request.headers.get("x-data-parallel-rank")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+    if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
         refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
-    return int(given)
+    ranks = {int(given) if given else None, wanted.data_parallel_rank, wanted.routed_dp_rank} - {None}
+    if len(ranks) > 1:
+        refuse(
+            "X-data-parallel-rank, data_parallel_rank and routed_dp_rank name several instances.",
+            "data_parallel_rank",
+        )
+    return next(iter(ranks), None)
 
 
 def deadline(request: Request, wanted: GenerationRequest) -> float | None:
     """Seconds that the answer may take: X-Request-Timeout, the field ``timeout``, or the shorter of both."""
     given = request.headers.get("x-request-timeout")
-    if given is None:
+    if not given:
         return wanted.timeout
     try:
         seconds = float(given)

@@ -9,7 +9,6 @@ from router.errors import ApiError, bad_request, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.rules import check_messages, check_template_fields, name_of_prompt, wanted_tokens
 from router.text_model import TextModel
-from router.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -56,7 +55,7 @@ def _from_text(request: CompletionRequest, text: str, model: TextModel) -> Promp
     ids = _encode(text, limit, request, model, add_special_tokens=adds)
     kept = _fit(ids, limit, request, model)
     if len(kept) < len(ids):
-        return PromptText(kept, _decode(kept, request, tokenizer))
+        return PromptText(kept, tokenizer.decode(kept))
     if request.echo and request.logprobs is not None:
         return PromptText(kept, text, tokenizer.encode_with_offsets(text, add_special_tokens=adds)[1])
     return PromptText(kept, text)
@@ -64,11 +63,7 @@ def _from_text(request: CompletionRequest, text: str, model: TextModel) -> Promp
 
 def _from_ids(request: CompletionRequest, ids: list[int], model: TextModel) -> PromptText:
     kept = _fit(ids, _limit(len(ids), request, model), request, model)
-    return PromptText(kept, _decode(kept, request, model.tokenizer) if request.echo else "")
-
-
-def _decode(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
+    return PromptText(kept, model.tokenizer.decode(kept) if request.echo else "")
 
 
 def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
@@ -96,6 +91,8 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
         thinks = effort != "none"  # templates that switch thinking off go by one of two names
         variables |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if isinstance(request, ChatRequest) and request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     variables |= request.chat_template_kwargs or {}
     documents = None
     if isinstance(request, ChatRequest):
@@ -188,7 +185,7 @@ def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
     vocab_size = model.served.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
-        refuse(f"Token id {wrong} is out of the vocabulary of {vocab_size} tokens.", param)
+        refuse(f"Token id {wrong} is out of vocabulary, which has {vocab_size} tokens.", param)
 
 
 def too_long(

@@ -59,7 +59,8 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form | None:
-    """The form that a request asks for, None for any text.
+    """The form that a request asks for, None for any text. Clients made for several servers ask for the same
+    one under several names.
 
     Raises:
         ApiError: it asks for several, or what it asks for cannot be.
@@ -73,9 +74,10 @@ def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form
         )
         if form is not None
     ]
-    if len(asked) > 1:
+    others = [form for form in asked if form.body != asked[0].body]
+    if others:
         names = " and ".join(form.param for form in asked)
-        refuse(f"{names} exclude each other: an answer has one form.", asked[1].param)
+        refuse(f"{names} exclude each other: an answer has one form.", others[0].param)
     return asked[0] if asked else None
 
 
@@ -151,7 +153,10 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
         case "text":
             return None
         case "json_object":
-            return Form(param, json_body({"type": "object"}, config))
+            given = wanted.get("schema")
+            schema = None if given is None else _schema(given, param)
+            more = schema if isinstance(schema, dict) else {}
+            return Form(param, json_body({"type": "object"} | more, config))
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:

@@ -17,9 +17,10 @@ import openai
 import pytest
 from llguidance import LLMatcher
 
+from coordinator import flags
 from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
 from router import grammar_check, harmony
-from router.config import HttpConfig
+from router.config import HttpConfig, ServeConfig
 from router.errors import ApiError
 from router.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
@@ -228,6 +229,12 @@ def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) 
     [
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {}]}', "[]"),
         (
+            {"response_format": {"type": "json_object", "schema": POINT}},
+            '{"x":1,"on":true}',
+            '{"a": [1, {}]}',
+        ),
+        ({"response_format": {"type": "json_object", "schema": json.dumps({})}}, '{"a":1}', "[]"),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": POINT}}},
             '{"x":1,"on":true}',
             "{}",
@@ -338,6 +345,19 @@ def test_the_formats_that_are_known() -> None:
     assert problem_with(grammar_of({"type": "string", "format": 5})) != ""
 
 
+def test_one_form_may_be_asked_for_under_several_names() -> None:
+    """As clients do that were made for several servers and versions."""
+    grammar = 'start: "a"'
+    asked = CompletionRequest(guided_grammar=grammar, structured_outputs=StructuredOutputs(grammar=grammar))
+    form = form_of(asked, DEFAULT)
+    assert form is not None
+    assert (form.param, form.body) == ("structured_outputs", {"lark_grammar": grammar})
+    asked.ebnf = 'start: "b"'
+    with pytest.raises(ApiError, match="structured_outputs and guided_grammar and ebnf exclude") as caught:
+        form_of(asked, DEFAULT)
+    assert caught.value.param == "ebnf"
+
+
 def test_text_needs_no_grammar() -> None:
     assert form_of(CompletionRequest(response_format={"type": "text"}), DEFAULT) is None
     assert TurnFormat(chat(), HttpConfig()).grammar("", None) is None  # type: ignore[arg-type]
@@ -371,9 +391,19 @@ def test_deep_and_large_schemas_are_refused_in_time() -> None:
 def test_config() -> None:
     with pytest.raises(ValueError, match=r"--structured-outputs-config: .*unknown field `backends`"):
         HttpConfig(structured_outputs_config='{"backends": 1}')
-    with pytest.raises(ValueError, match="Invalid enum value 'outlines'"):
-        HttpConfig(structured_outputs_config='{"backend": "outlines"}')
+    with pytest.raises(ValueError, match="Invalid enum value 'regexes'"):
+        HttpConfig(structured_outputs_config='{"backend": "regexes"}')
     assert HttpConfig(structured_outputs_config='{"backend": "auto"}').structured_outputs == DEFAULT
+    with pytest.raises(ValueError, match="give --reasoning-parser qwen3 instead"):
+        HttpConfig(structured_outputs_config='{"reasoning_parser": "qwen3"}')
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backends_start_and_are_said_to_be_ignored(backend: str) -> None:
+    argv = ["/m", "--structured-outputs-config.backend", backend]
+    config = flags.parse(ServeConfig, argv, prog="serve", description="").http.structured_outputs
+    assert config.ignored.startswith(f"--structured-outputs-config.backend {backend} ignored: llguidance")
+    assert DEFAULT.ignored == ""
 
 
 # ---- at the endpoint

@@ -214,7 +214,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json: name a directory"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be used \(Model missing"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be used \(.*Model missing"):
         load_tokenizer(tmp_path)
     tiny_tokenizer.write_model(tmp_path)
     for content, message in (("{", "not valid JSON"), ("[]", "no JSON object")):
