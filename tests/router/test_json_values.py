@@ -78,6 +78,20 @@ def bombs() -> dict[str, tuple[str, dict[str, Any]]]:
             "/v1/messages",
             {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 90_000}]},
         ),
+        "arguments of a call": (
+            chat,
+            {
+                "messages": [
+                    *USER,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": json.dumps({"a": [[]] * 2_000_000})}}
+                        ],
+                    },
+                ]
+            },
+        ),
         "stop tokens": (chat, {"messages": USER, "stop_token_ids": [1] * 1_990_000}),
         "tokens to convert": ("/detokenize", {"tokens": [1] * 1_990_000}),
     }
