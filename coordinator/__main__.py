@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 
 from coordinator import process
-from coordinator.addresses import AddressError, own_for_others
+from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import parse
 from coordinator.keys import MeshKeys
@@ -40,7 +40,7 @@ async def serve(config: CoordinatorConfig, keys: MeshKeys | None) -> int:
     """Run until SIGTERM or SIGINT."""
     mesh = config.mesh
     try:
-        address = own_for_others("--data-parallel-address", mesh.data_parallel_address)
+        address = own("--data-parallel-address", mesh.data_parallel_address)
         coordinator = Coordinator(
             endpoint(address, mesh.data_parallel_rpc_port), rules_of(config), keys, config.listen_fd
         )
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
     )
     process.set_up("Coordinator", config.log_level, config.mesh.observability.log_format)
-    keys = process.mesh_keys(config.mesh, "python -m coordinator")
+    keys = process.member_keys(config.mesh, "python -m coordinator")
     process.warn_if_open(config.mesh)
     return uvloop.run(serve(config, keys))
 

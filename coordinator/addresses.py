@@ -1,17 +1,24 @@
-"""Which addresses this host has, and which of them others reach it at."""
+"""Which addresses this host has, at which of them others reach it, and which others it reaches."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 HOST_NAME = re.compile(r"[\w.-]+")
 WILDCARDS = ("0.0.0.0", "::", "*")
+LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
+"""Names that mean loopback on every host; the latter two in Debian's /etc/hosts, for IPv6."""
+
+
+CONNECT_SECONDS = 2.0
+"""Within which a connection is made, or counts as impossible."""
 
 
 class AddressError(ValueError):
@@ -32,11 +39,25 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it, as far as its spelling tells: of names, that is `localhost`."""
+    """Whether only this host can reach it, as far as its spelling tells."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return address == "localhost"
+        return address.lower() in LOOPBACK_NAMES
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether it is an IPv6 address, or a name that means nothing else, as far as can be found out now."""
+    if ":" in address:
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.IPv4Address(address)
+        return False
+    try:
+        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(":" in str(info[4][0]) for info in infos)
 
 
 def interfaces() -> list[Interface]:
@@ -115,18 +136,6 @@ def own(flag: str, address: str) -> str:
     return numeric
 
 
-def own_for_others(flag: str, address: str) -> str:
-    """The same of an address that others connect to as it is written.
-
-    Raises:
-        AddressError: as there, or it is a name that they would look up in vain: ZeroMQ takes names for IPv4.
-    """
-    numeric = own(flag, address)
-    if ":" in numeric and ":" not in address:
-        raise AddressError(f"{flag} {address} means an IPv6 address alone: give that, {numeric}, everywhere")
-    return numeric
-
-
 def is_own(address: str) -> bool:
     """Whether it is an address of this host."""
     try:
@@ -163,3 +172,19 @@ def toward(address: str, port: int) -> str:
         raise AddressError(
             f"this host has no way to {address}: {error.strerror}; it has {choices(interfaces())}"
         ) from error
+
+
+async def reached(peers: Mapping[str, str], timeout: float = CONNECT_SECONDS) -> tuple[str, ...]:
+    """The names of those whose host:port takes a connection from here, all tried at once."""
+    found = await asyncio.gather(*(_connects(address, timeout) for address in peers.values()))
+    return tuple(name for name, connects in zip(peers, found, strict=True) if connects)
+
+
+async def _connects(address: str, timeout: float) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, OverflowError, TimeoutError, ValueError):
+        async with asyncio.timeout(timeout):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+        return True
+    return False

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import zmq.asyncio
 
+from coordinator.addresses import reached
 from coordinator.codec import OtherProtocol
 from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
@@ -22,6 +23,8 @@ from coordinator.messages import (
     Leave,
     Load,
     Lost,
+    Reach,
+    Reached,
     Refused,
     Register,
     Scale,
@@ -44,6 +47,8 @@ RECONNECT_INTERVAL = 0.05
 """Seconds between two tries while there is no connection."""
 COMPLAINT_INTERVAL = 5.0
 SILENCE_COMPLAINT = 10.0
+MAX_QUESTIONS = 16
+"""Questions of the coordinator for which connections to others are tried at once."""
 SILENCE = 3.0
 """Seconds without an answer after which the coordinator is said to be away."""
 
@@ -83,6 +88,8 @@ class Membership:
         self._changed: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = False
+        self._trying: set[asyncio.Task[None]] = set()
+        """Tries to connect to others, for one question each."""
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __repr__(self) -> str:
@@ -201,6 +208,8 @@ class Membership:
         finally:
             listening.cancel()
             guarding.cancel()
+            for task in self._trying:
+                task.cancel()
             connection.close()
             context.term()
 
@@ -237,6 +246,8 @@ class Membership:
                 logger.warning("the others went on without this instance: it joins them again")
             if isinstance(message, Drain):
                 self._drain_once(message)
+            if isinstance(message, Reach):
+                self._try_ways(connection, message)
             if isinstance(message, Welcome | Refused):
                 self._answered.set()
             if isinstance(message, Refused):
@@ -246,6 +257,18 @@ class Membership:
         if message.command != self._drain:
             self._drain = message.command
             self._on_drain(message.timeout)
+
+    def _try_ways(self, connection: AsyncConnection[FromCoordinator, ToCoordinator], question: Reach) -> None:
+        """Connect to others and say which this instance reaches, beside all that goes on here."""
+
+        async def answer() -> None:
+            name = self._standing.register.instance
+            connection.send(Reached(name, question.number, await reached(question.peers)))
+
+        if len(self._trying) < MAX_QUESTIONS:  # else the coordinator asks again
+            task = asyncio.create_task(answer())
+            self._trying.add(task)
+            task.add_done_callback(self._trying.discard)
 
     async def _watch_key(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
         """Who never was a member ends when its key is refused. A member serves on: what answers at the

@@ -7,6 +7,7 @@ again until they are in it. The next one is formed when
 - a member is gone (:mod:`coordinator.suspicion` decides who), or the group broke though all live: at once;
 - the group has begun everywhere, and somebody wants in, or is drained and wants out;
 - forming took too long;
+- somebody is left out whom others do not reach (:mod:`coordinator.reach`), or is let back;
 - a restarted coordinator finds that something was going on. It takes over the newest group that anybody
   steps in, and does nothing until all its members are back, or have had the time to.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from coordinator.messages import Form, Settings, State
+from coordinator.reach import Reachability
 from coordinator.records import Record, Records, Rules
 from parallel.placement import Placement, cover, place
 
@@ -33,10 +35,11 @@ MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
 class Epochs:
     """Numbers the groups, and says when the next one is formed and of whom."""
 
-    def __init__(self, rules: Rules, records: Records) -> None:
-        """``records`` are the membership's; only read here."""
+    def __init__(self, rules: Rules, records: Records, reach: Reachability) -> None:
+        """``records`` and ``reach`` are the membership's; only read here."""
         self._rules = rules
         self._records = records
+        self._reach = reach
         self.number = 0
         """The highest epoch known."""
         self.form: Form | None = None
@@ -47,6 +50,9 @@ class Epochs:
         """They, and who leaves when it begins: to whom it is sent."""
         self._formed_at = 0.0
         self._begun = False
+        self._begun_at = 0.0
+        self._counted = 0
+        """The newest epoch whose failure was returned by :meth:`failure`."""
         self._broken = 0
         """The newest epoch that is known to be broken after it began."""
         self._failed = 0
@@ -99,7 +105,7 @@ class Epochs:
         """After a heartbeat."""
         self.number = max(self.number, record.epoch, record.ready_epoch)
 
-    def begins(self) -> bool:
+    def begins(self, now: float) -> bool:
         """Whether the newest group has begun by now, told once: all its members are in it, and who leaves has
         left. (A leaver that is told of yet another group could not follow the others into this one.)"""
         form = self.form
@@ -108,6 +114,7 @@ class Epochs:
         members = map(self._records.named, self._names)
         entered = all(member is not None and member.epoch >= form.epoch for member in members)
         self._begun = entered and not any(map(self._records.named, form.leavers))
+        self._begun_at = now
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
@@ -153,6 +160,31 @@ class Epochs:
         members = [record for record in self._records.values() if record.instance in self._names]
         late = [record for record in members if record.epoch == 0 and record.ready_epoch < form.epoch]
         return late if len(late) < len(members) else []
+
+    def failure(self, now: float) -> tuple[Form, float] | None:
+        """The newest group, if it broke or did not begin though all its members live, and the seconds for
+        which it had stepped. Returned once per group. To be asked while nobody is under suspicion."""
+        form = self.form
+        if form is None or self._adopted_at is not None or form.epoch <= self._counted or self._gone():
+            return None
+        late = not self._begun and now - self._formed_at >= self._rules.forming_timeout
+        if self._failed < form.epoch and not late:
+            return None
+        self._counted = form.epoch
+        return form, now - self._begun_at if self._begun else 0.0
+
+    def fits(self, settings: Settings, members: list[Record]) -> bool:
+        """Whether all experts have room on some instances."""
+        return not _shortage(settings, members)
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Of the newest group."""
+        return self._names
+
+    def others(self) -> list[Record]:
+        """Instances that have their weights and are not in the newest group: new ones, and those left out."""
+        return [record for record in self._loaded() if record.instance not in self._names]
 
     # ---- the next group
 
@@ -254,6 +286,7 @@ class Epochs:
                 return False
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
         self._begun = epochs == {self.form.epoch}
+        self._begun_at = now
         older = [record.epoch for record in self._records.values() if record.epoch < self.form.epoch]
         self._broken = max([self._broken, *older])
         self._adopted_at = None
@@ -265,6 +298,10 @@ class Epochs:
 
     def _candidates(self) -> list[Record]:
         """Who would be in a group that is formed now, by rank."""
+        return [record for record in self._loaded() if not self._reach.leaves_out(record.instance)]
+
+    def _loaded(self) -> list[Record]:
+        """Who has its weights and is not on its way out, by rank."""
         return [
             record
             for _, record in sorted(self._records.items())

@@ -6,7 +6,8 @@ join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coo
 An instance is *loading* after registration, *loaded* once it has its weights, *ready* when it serves,
 *draining* when it is about to leave. Where instances are independent, the world is the ready ones, and
 the epoch counts its changes. Where experts are spread, the world is a group: who is in the next one, and
-when it is formed, :mod:`coordinator.epochs` decides, and who is dead, :mod:`coordinator.suspicion`.
+when it is formed, :mod:`coordinator.epochs` decides, who is dead, :mod:`coordinator.suspicion`, and who is
+left out of groups though alive, :mod:`coordinator.reach`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from coordinator.messages import (
     Lost,
     Member,
     Probe,
+    Reached,
     Refused,
     Register,
     Scale,
+    Settings,
     State,
     ToCoordinator,
     Unknown,
@@ -40,6 +43,7 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.operations import Operations
+from coordinator.reach import Asked, Reachability
 from coordinator.records import Instruction, Note, Peer, Record, Records, Rules, Send
 from coordinator.suspicion import Suspicions
 
@@ -58,7 +62,8 @@ class Membership:
         self._reserved = set(rules.reserved)
         self._records = Records()
         self._watchers: dict[Peer, float] = {}
-        self._epochs = Epochs(rules, self._records)
+        self._reach = Reachability(rules, self._records)
+        self._epochs = Epochs(rules, self._records, self._reach)
         self._suspicions = Suspicions(rules)
         self._operations = Operations()
         self._left: set[int] = set()
@@ -81,6 +86,9 @@ class Membership:
                     return instructions  # nothing new: most heartbeats
             case Lost():
                 instructions = list(self._lost(peer, message, now))
+            case Reached():
+                self._reach.answered(message)
+                instructions = []
             case Leave():
                 instructions = list(self._leave(message))
             case Exited():
@@ -118,7 +126,7 @@ class Membership:
 
     def view(self) -> View:
         """The world, for watchers."""
-        shortage = self._epochs.starved(self._settings) if self._spreads else ""
+        shortage = self._reach.problem or self._epochs.starved(self._settings) if self._spreads else ""
         return View(
             mesh=self._rules.name,
             epoch=self._epochs.number,
@@ -254,6 +262,10 @@ class Membership:
             yield from self._remove(record)
 
     def _remove(self, record: Record) -> Iterator[Instruction]:
+        self._reach.forget(record.instance)
+        yield from self._take_out(record)
+
+    def _take_out(self, record: Record) -> Iterator[Instruction]:
         self._records.remove(record)
         self._suspicions.forget(record.instance)
         if record.state is State.READY and not self._spreads:
@@ -273,6 +285,8 @@ class Membership:
         entered = record.epoch >= message.epoch
         news = self._epochs.lost(message.epoch, message.suspects, entered=entered)
         self._suspicions.waits(record.instance)
+        if self._epochs.form is not None and message.epoch == self._epochs.form.epoch:
+            self._reach.reported(record.instance, message.suspects, message.evidence, entered=entered)
         for other in list(self._records.values()):
             if other is record or not self._epochs.is_member(other.instance):
                 continue
@@ -304,11 +318,15 @@ class Membership:
             if record is not None:
                 yield Note(f"instance {record.rank} taken out: {why}", warning=True)
                 yield from self._remove(record)
-        if self._epochs.begins():
+        if self._epochs.begins(now):
             self._suspicions.all_is_well()
+            self._reach.has_begun()
             yield Note(f"epoch {self._epochs.number} has begun")
             yield from self._publish()
         if self._suspicions:
+            return
+        yield from self._look_at_ways(self._settings, now)
+        if self._reach.is_undecided(now):
             return
         size = self._size or self._settings.data_parallel_size
         following = self._epochs.next_form(size, self._settings, now)
@@ -316,11 +334,29 @@ class Membership:
             return
         form, why = following
         self._suspicions.begin_group()
+        self._reach.begin_group()
         yield Note(f"{len(form.peers)} instances form the group of epoch {form.epoch}: {why}")
         for record in self._records.values():
             if self._epochs.awaits(record) is not None:
                 yield Send(record.peer, form)
         yield from self._publish()
+
+    def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
+        """Who is left out of groups, as others do not reach it, and who is let back."""
+        failure = self._epochs.failure(now)
+        if failure is not None:
+            yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))
+        for record, why in self._reach.choose(lambda stay: self._epochs.fits(settings, stay), now):
+            yield Note(f"instance {record.rank} is left out: {why}", warning=True)
+            yield from self._take_out(record)  # it registers again, and gives up its group and its requests
+        yield from self._send_questions(self._reach.look_again(self._epochs.members, now))
+        for record in self._reach.let_back(now):
+            yield Note(f"instance {record.rank} is let back: all reach it, and it them")
+            yield from self._publish()
+
+    def _send_questions(self, asked: list[Asked]) -> Iterator[Instruction]:
+        for record, question in asked:
+            yield Send(record.peer, question)
 
     def _watch(self, peer: Peer, message: Watch, now: float) -> Iterator[Instruction]:
         if message.launcher and message.launcher == self._rules.name:
@@ -361,6 +397,8 @@ class Membership:
         member = record.member()
         if record.state.stays and self._operations.was_told(record.instance):
             return msgspec.structs.replace(member, state=State.DRAINING, phase="told to drain")
+        if record.state.stays and (why := self._reach.why(record.instance)):
+            return msgspec.structs.replace(member, state=State.LOADED, phase=why)
         if not self._spreads or record.state is not State.READY:
             return member
         if shortage:
@@ -380,7 +418,7 @@ class Membership:
         if self._num_ready() >= self._size:
             return ""
         parts = [
-            f"rank {rank} ({record.phase})"
+            f"rank {rank} ({self._reach.why(record.instance) or record.phase})"
             for rank, record in sorted(self._records.items())
             if record.state in (State.LOADING, State.LOADED)
         ]

@@ -16,6 +16,9 @@ from msgspec import Meta
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 """The number of a group; what is no number of one is dropped where it is decoded."""
 
+MAX_REACH_PEERS = 64
+"""Instances that one instance is asked to connect to at a time."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The model of a mesh and how it is run. Instances must agree on most of this
@@ -157,6 +160,15 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     evidence: Evidence = Evidence.CLOSED
 
 
+class Reached(msgspec.Struct, frozen=True, tag="reached"):
+    """Answer to a :class:`Reach`."""
+
+    instance: str
+    number: int
+    reached: Annotated[tuple[str, ...], Meta(max_length=MAX_REACH_PEERS)]
+    """The instances whose address takes connections from here."""
+
+
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """The launcher of an instance saw its process end: there is no need to wait for its silence."""
 
@@ -204,7 +216,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
     """For the operator: what happens now, or what is in the way and what to do."""
 
 
-ToCoordinator = Register | Heartbeat | Lost | Leave | Exited | Watch | Drain | Scale | Answer
+ToCoordinator = Register | Heartbeat | Lost | Reached | Leave | Exited | Watch | Drain | Scale | Answer
 
 
 # ---- from the coordinator
@@ -272,6 +284,15 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
+class Reach(msgspec.Struct, frozen=True, tag="reach"):
+    """Try to connect to these instances where they would host the rendezvous of a group, and send
+    :class:`Reached`. Sent when groups break again and again though all members live."""
+
+    number: int
+    peers: Annotated[dict[str, str], Meta(max_length=MAX_REACH_PEERS)]
+    """host:port by name of the instance."""
+
+
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """A heartbeat of an instance that is not in the world (any more): register again."""
 
@@ -318,4 +339,6 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Instances on the asking one's host, itself included: they share its cores."""
 
 
-FromCoordinator = Welcome | Wait | Refused | Form | Probe | Unknown | View | Beat | Drain | Scale | Answer
+FromCoordinator = (
+    Welcome | Wait | Refused | Form | Probe | Reach | Unknown | View | Beat | Drain | Scale | Answer
+)

@@ -6,18 +6,23 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
 import logging
 import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.config import LogFormat, MeshConfig
+from coordinator.patient_log import PatientHandler
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,20 @@ PATIENCE = 0.8
 its launcher must not give up before it."""
 
 
+SHORTAGES = {
+    errno.EMFILE: "too many files are open: raise the limit with ulimit -n",
+    errno.ENFILE: "too many files are open on this host: raise the limit with sysctl fs.file-max",
+    errno.ENOMEM: "no memory is left",
+    errno.ENOSPC: "no space is left on the device",
+}
+"""What an operation fails of that would succeed at another time."""
+
+REQUEST: ContextVar[str] = ContextVar("request", default="")
+"""The id of the request that is worked on; it stands in each log line that is written meanwhile."""
+
 _log_format: LogFormat = "text"
+_handler = PatientHandler()
+"""Of this process, for all that it calls itself: one queue keeps the order of lines."""
 
 
 def log_format() -> LogFormat:
@@ -65,13 +83,43 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
         import setproctitle
 
         setproctitle.setproctitle(f"lockstep: {role}")
-    handler = logging.StreamHandler(sys.stderr)
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
-    handler.setFormatter(
-        JsonLines(role) if _log_format == "json" else logging.Formatter(text, datefmt="%m-%d %H:%M:%S")
+    _handler.setFormatter(
+        JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
     )
-    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    logging.setLogRecordFactory(RequestRecord)
+    root = logging.getLogger()
+    for other in [each for each in root.handlers if each is not _handler]:
+        root.removeHandler(other)
+        other.close()
+    root.addHandler(_handler)
+    root.setLevel(log_level.upper())
     logging.captureWarnings(True)
+    sys.excepthook = log_uncaught
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends this process, in its log: standard error may have a reader that stalls."""
+    if issubclass(kind, Exception):
+        logger.critical("this process ends by an error that nobody expected", exc_info=(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+class RequestRecord(logging.LogRecord):
+    """A log record with the id of the request that it is about, wherever it is formatted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.request = REQUEST.get()
+
+
+class TextLines(logging.Formatter):
+    """A line for people, with the request's id at its end."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request = getattr(record, "request", "")
+        return super().formatMessage(record) + (f" (request {request})" if request else "")
 
 
 class JsonLines(logging.Formatter):
@@ -91,6 +139,8 @@ class JsonLines(logging.Formatter):
             "source": f"{record.filename}:{record.lineno}",
             "message": record.getMessage(),
         }
+        if request := getattr(record, "request", ""):
+            entry["request"] = request
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(entry).decode()
@@ -115,12 +165,38 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def shortage_of(error: BaseException) -> str | None:
+    """What the host is short of, if that is why something failed; None if it is not."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in SHORTAGES:
+            return SHORTAGES[cause.errno]
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, None without; ends the process when the file cannot be used."""
-    if mesh.mesh_key_file is None:
-        return None
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
+    process when a file cannot be used."""
+    return _keys_or_end(mesh, prog, own_key.find)
+
+
+def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The same for a process that is to be in the mesh: it makes what it does not find."""
+    return _keys_or_end(mesh, prog, own_key.obtain)
+
+
+def _keys_or_end(
+    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+) -> keys.MeshKeys | None:
     try:
-        return keys.load(Path(mesh.mesh_key_file))
+        if mesh.mesh_key_file is not None:
+            return keys.load(Path(mesh.mesh_key_file))
+        return own(mesh) if own_key.is_own(mesh) else None
     except keys.KeyFileError as error:
         print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -134,6 +210,10 @@ def warn_if_open(mesh: MeshConfig) -> None:
         )
     elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")
+    elif mesh.insecure_mesh:
+        logger.warning(
+            "--insecure-mesh: any user of this host can send requests, join and read those of others"
+        )
 
 
 def how_it_ended(status: int) -> str:
@@ -150,7 +230,7 @@ def how_it_ended(status: int) -> str:
 def finish(status: int) -> NoReturn:
     """The end of a process. What was registered for it still runs; libraries are not taken apart object by
     object, which takes seconds on a busy machine."""
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # logging's among them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

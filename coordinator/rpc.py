@@ -21,10 +21,12 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
+from coordinator.addresses import is_ipv6
 from coordinator.arrivals import Arrivals, is_readable
 from coordinator.codec import Decoder, Malformed, OtherProtocol, encode
 from coordinator.complaints import Complaints
@@ -90,7 +92,14 @@ def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    socket.setsockopt(zmq.IPV6, _is_ipv6(endpoint))
+
+
+def _is_ipv6(endpoint: str) -> bool:
+    """Whether ZeroMQ is to look for IPv6: else it takes every name for IPv4, and with it prefers IPv6 for
+    names that mean both."""
+    host = urlsplit(endpoint).hostname if endpoint.startswith("tcp:") else None
+    return host is not None and is_ipv6(host)
 
 
 def _identify(socket: zmq.Socket[Any], keys: MeshKeys | None) -> None:

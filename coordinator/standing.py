@@ -19,6 +19,7 @@ from coordinator.messages import (
     Load,
     Lost,
     Probe,
+    Reach,
     Refused,
     Register,
     State,
@@ -109,8 +110,8 @@ class Standing:
                 return True
             case Unknown():
                 return self._register_again()
-            case View():
-                pass  # for watchers; an instance needs no view
+            case Reach() | View():
+                pass  # one takes connections to answer, the other is for watchers
         return False
 
     def _welcomed(self, message: Welcome) -> None:

@@ -12,6 +12,9 @@ import logging
 import re
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from coordinator.addresses import is_loopback
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -94,6 +97,15 @@ class Away(logging.Filter):
             self._since = None
 
 
+def _session(url: str) -> Any:
+    """For requests to a collector. One on this host is asked without a proxy, which could not reach it."""
+    import requests  # as the exporter does
+
+    session = requests.Session()
+    session.trust_env = not is_loopback(urlsplit(url).hostname or "")
+    return session
+
+
 class Tracing:
     """The spans of one process."""
 
@@ -135,7 +147,7 @@ class Tracing:
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                Exporter(endpoint=url, timeout=EXPORT_TIMEOUT),
+                Exporter(endpoint=url, timeout=EXPORT_TIMEOUT, session=_session(url)),
                 max_queue_size=MAX_QUEUED,
                 schedule_delay_millis=1000,
             )

@@ -5,20 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 STACK_BYTES = 256 << 20
-"""Pages that are not reached cost nothing."""
+"""Pages that are not reached cost nothing. Those that were are held until the thread ends."""
+
+IDLE = 10.0
+"""Seconds without a task after which the thread ends; the next task starts another one."""
 
 
 class DeepThread:
-    """Does one thing after another; starts with the first one, and ends with the process."""
+    """Does one thing after another; starts with the first one, and ends when there is none for a while."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_idle: Callable[[], None] = lambda: None) -> None:
+        """``on_idle``: called by the thread before it ends."""
         self._name = name
+        self._on_idle = on_idle
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -47,10 +52,24 @@ class DeepThread:
 
     def _run(self) -> None:
         while True:
-            future, work = self._tasks.get()
+            try:
+                future, work = self._tasks.get(timeout=IDLE)
+            except Empty:
+                self._on_idle()
+                if self._ends():
+                    return
+                continue
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits; a panic of Rust is no Exception)
                 future.set_exception(error)
+            del future, work  # what they hold is not kept until the next task
+
+    def _ends(self) -> bool:
+        """Whether the thread ends now: no task has come meanwhile."""
+        with self._starting:
+            if self._tasks.empty():
+                self._thread = None
+        return self._thread is None

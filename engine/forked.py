@@ -93,7 +93,7 @@ class Forked:
         return f"<Forked {self.pid}, {'runs' if self.returncode is None else f'status {self.returncode}'}>"
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # it was never watched
             os.close(self._pidfd)
 
     def poll(self) -> int | None:
@@ -217,11 +217,15 @@ class ForkServer:
             frame = msgspec.msgpack.encode(request)
         except ValueError as error:  # bytes of a variable or of the directory that are no UTF-8
             raise Unforked(f"the fork server takes valid UTF-8 only: {error}") from error
-        with self._asking:
+        with contextlib.ExitStack() as held, self._asking:
             if self.problem:
                 raise Unforked(self.problem)
             try:
-                with open(os.devnull) as nothing, _takes_orphans():
+                nothing = held.enter_context(open(os.devnull))
+            except OSError as error:  # for now: the server has nothing to do with it
+                raise Unforked(f"{os.devnull} cannot be opened: {error.strerror}") from error
+            try:
+                with _takes_orphans():
                     self._connection.settimeout(timeout)
                     passed = (*(streams or (nothing.fileno(), 1, 2)), *descriptors)
                     socket.send_fds(self._connection, [frame], passed)
@@ -237,7 +241,12 @@ class ForkServer:
                 raise Unforked(self.problem) from error
         if isinstance(answer, Failed):
             raise Unforked(answer.reason)
-        return Forked(answer.pid)
+        try:
+            return Forked(answer.pid)
+        except OSError as error:  # nobody could watch it
+            os.kill(answer.pid, signal.SIGKILL)
+            os.waitpid(answer.pid, 0)
+            raise Unforked(f"pid {answer.pid} cannot be watched: {error.strerror}") from error
 
     def close(self) -> None:
         """End it; what it has made lives on. Whoever waits for its answer gets ``Unforked``."""

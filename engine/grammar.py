@@ -8,7 +8,7 @@ and an instance that goes on with a request of another one reads the tokens that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Bits = npt.NDArray[np.uint8]
 """One bit per token, the lowest bit of a byte first."""
 
-MAX_LEXER_STATES = 50_000
-"""Of one grammar: 1 to 2 kB each."""
+MAX_LEXER_STATES = 20_000
+"""Of one grammar: 1 to 3 kB each, held while a request with it runs."""
 
 
 class GrammarError(ValueError):
@@ -125,14 +125,17 @@ class Grammar:
         ignore_eos: bool = False,
         allowed_token_ids: Sequence[int] | None = None,
         output_ids: Sequence[int] = (),
+        on_error: Callable[[], None] = lambda: None,
     ) -> None:
         """``matcher``: at the beginning, this request's own. ``output_ids``: tokens that are there already.
+        ``on_error``: called when the library fails, not when an answer merely does not follow.
 
         Raises:
             GrammarError: they do not follow the grammar.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._on_error = on_error
         self._min_tokens = min_tokens
         self._ends = vocabulary.bits_of(vocabulary.eos_ids) if ignore_eos else None
         self._stops = vocabulary.bits_of(stop_ids) if min_tokens else None
@@ -176,6 +179,8 @@ class Grammar:
 
     def _fail(self, reason: str) -> None:
         self._problem = f"the structured output cannot go on: {reason}"
+        if self._matcher.is_error():
+            self._on_error()
 
 
 def why_stopped(matcher: LLMatcher) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine.checkpoint import ModelInfo
 from engine.deep_thread import DeepThread
 from engine.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
+from engine.memory import private_memory, return_freed_memory
 from engine.request import Request, RequestKey
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ logger = logging.getLogger(__name__)
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 8 << 20
 """Of the texts of cached grammars; what is made of them is about a hundred times as large."""
+
+MAX_USES = 256
+"""Requests that share what one compilation has made. The states of its lexer add up over all of them, and are
+limited."""
+
+MAX_GROWTH = 128 << 20
+"""Bytes that the process may grow by, for whatever reason, until its cached grammars are dropped. The library
+does not tell what a grammar holds, which grows as answers follow it."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,13 @@ class GrammarCompiler:
         self._done: deque[Compiled] = deque()
         self._waiting: dict[RequestKey, Request] = {}
         self._under_way = 0
-        self._thread = DeepThread("grammars")
+        self._thread = DeepThread("grammars", on_idle=self._limit_growth)
         self._vocabulary: Vocabulary | None = None
         self._trouble: str | None = None
         """Why no grammar at all can be used here."""
         self._cache = GrammarCache()
+        self._level: int | None = None
+        """Private memory of the process when it held no cached grammars, in bytes, or less."""
         self.on_done: Callable[[], None] = lambda: None
         """Called by the thread when a request is ready."""
 
@@ -110,7 +121,7 @@ class GrammarCompiler:
             except GrammarError as error:
                 problem = str(error)
             except BaseException:  # a panic of Rust is no Exception
-                logger.exception("a grammar could not be compiled")
+                logger.exception("the grammar of request %s could not be compiled", request.request_id)
                 problem = "the grammar could not be compiled"
         self._done.append(Compiled(request, problem))
         self.on_done()
@@ -119,26 +130,43 @@ class GrammarCompiler:
         vocabulary = self._load()
         if vocabulary is None:
             raise GrammarError(self._trouble or "")
-        template = self._cache.get(text)
-        if template is None:
-            began = time.perf_counter()
-            template = compile_grammar(text, vocabulary)
-            self._cache.put(text, template)
-            milliseconds = (time.perf_counter() - began) * 1e3
-            logger.debug("a grammar of %d characters took %.1f ms", len(text), milliseconds)
         params = request.params
+        compiled = self._compiled(text, vocabulary)
         grammar = Grammar(
-            template.deep_copy(),
+            compiled.template.deep_copy(),
             vocabulary,
             stop_ids=request.stop_ids,
             min_tokens=params.min_tokens,
             ignore_eos=params.ignore_eos,
             allowed_token_ids=params.allowed_token_ids,
             output_ids=output_ids,
+            on_error=compiled.fail,
         )
         if params.allowed_token_ids is not None and grammar.mask(len(output_ids)) is None:
             raise GrammarError("none of allowed_token_ids may stand next")
         return grammar
+
+    def _compiled(self, text: str, vocabulary: Vocabulary) -> Cached:
+        self._cache.discard_failed()
+        self._limit_growth()
+        compiled = self._cache.get(text)
+        if compiled is None:
+            began = time.perf_counter()
+            compiled = Cached(compile_grammar(text, vocabulary))
+            self._cache.put(text, compiled)
+            milliseconds = (time.perf_counter() - began) * 1e3
+            logger.debug("a grammar of %d characters took %.1f ms", len(text), milliseconds)
+        return compiled
+
+    def _limit_growth(self) -> None:
+        """Drop all cached grammars if the process has grown too far since it had none."""
+        size = private_memory()
+        self._level = size if self._level is None else min(self._level, size)
+        if size - self._level > MAX_GROWTH:
+            self._cache.clear()
+            return_freed_memory()
+            self._level = private_memory()
+            logger.debug("cached grammars dropped: %d MiB freed", (size - self._level) >> 20)
 
     def _load(self) -> Vocabulary | None:
         if self._vocabulary is None and self._trouble is None:
@@ -151,13 +179,27 @@ class GrammarCompiler:
         return self._vocabulary
 
 
+@dataclass
+class Cached:
+    """A grammar that was compiled, for all requests that bring it."""
+
+    template: LLMatcher
+    uses: int = 0
+    has_failed: bool = False
+    """Copies of the template share its lexer: where it failed in one, it fails in all."""
+
+    def fail(self) -> None:
+        """From any thread."""
+        self.has_failed = True
+
+
 class GrammarCache:
     """The grammars used last, bounded in number and in size (pure)."""
 
     def __init__(self, most: int = CACHED_GRAMMARS, most_bytes: int = CACHED_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[str, Cached] = OrderedDict()
         self._bytes = 0
 
     def __repr__(self) -> str:
@@ -166,15 +208,34 @@ class GrammarCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, text: str) -> LLMatcher | None:
+    def get(self, text: str) -> Cached | None:
+        """One that may be used once more."""
         found = self._kept.get(text)
-        if found is not None:
-            self._kept.move_to_end(text)
+        if found is None:
+            return None
+        found.uses += 1
+        if found.uses >= MAX_USES:
+            self.discard(text)
+            return None
+        self._kept.move_to_end(text)
         return found
 
-    def put(self, text: str, template: LLMatcher) -> None:
-        self._kept[text] = template
+    def put(self, text: str, compiled: Cached) -> None:
+        self.discard(text)
+        self._kept[text] = compiled
         self._bytes += len(text)
         while len(self._kept) > self._most or (self._bytes > self._most_bytes and len(self._kept) > 1):
-            oldest, _ = self._kept.popitem(last=False)
-            self._bytes -= len(oldest)
+            self.discard(next(iter(self._kept)))
+
+    def discard(self, text: str) -> None:
+        """Harmless if it is not there."""
+        if self._kept.pop(text, None) is not None:
+            self._bytes -= len(text)
+
+    def discard_failed(self) -> None:
+        for text in [text for text, compiled in self._kept.items() if compiled.has_failed]:
+            self.discard(text)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0

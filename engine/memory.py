@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,21 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     left = [limit.most - limit.used + limit.files for limit in memory_limits()]
     return max(0, min([available, *left]))
+
+
+def private_memory() -> int:
+    """Resident bytes that only this process has: no files, nothing shared. 0 where they are not known."""
+    try:
+        resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def return_freed_memory() -> None:
+    """Have the allocator return freed pages to the system; it keeps them for later, in each arena."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

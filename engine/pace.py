@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""
 
+PASS_ON_AFTER = 1.0
+"""Seconds until an instance that was woken wakes its peers, too, if the step has not begun: whoever sent the
+wake may have sent it to this instance alone."""
+
 
 class NoGroup(Exception):
     """This instance can be in no group of the mesh; says why."""
@@ -158,7 +162,10 @@ class InLockstep:
             self._waker.begin(wake)
 
     def on_wake(self, wake: Wake) -> None:
+        slept = not self._lockstep.awake
         self._lockstep.on_wake(wake)
+        if slept and self._lockstep.awake:
+            self._waker.begin(wake, after=PASS_ON_AFTER)
 
     def agree(
         self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int, ready_epoch: int
@@ -201,15 +208,17 @@ class Waker:
         self._peers = list(peers)
         self._keys = keys
         self._wake: Wake | None = None
+        self._begins = 0.0
+        """When it is sent first, by the monotonic clock."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
         self._thread.start()
 
-    def begin(self, wake: Wake) -> None:
-        """Send this to all peers, now and until :meth:`end`."""
+    def begin(self, wake: Wake, *, after: float = 0.0) -> None:
+        """Send this to all peers, from ``after`` seconds on and until :meth:`end`."""
         with self._changed:
-            self._wake = wake
+            self._wake, self._begins = wake, time.monotonic() + after
             self._changed.notify()
 
     def end(self) -> None:
@@ -230,11 +239,12 @@ class Waker:
                 with self._changed:
                     self._changed.wait_for(lambda: self._wake is not None or self._closed)
                 continue
-            for sender in senders:
+            early = self._begins - time.monotonic()
+            for sender in senders if early <= 0 else ():
                 sender.send(wake)
             with self._changed:
                 if self._wake is wake and not self._closed:
-                    self._changed.wait(WAKE_INTERVAL)
+                    self._changed.wait(early if early > 0 else WAKE_INTERVAL)
         for sender in senders:
             sender.close()
         context.term()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,13 @@ class PassThrough(torch.nn.Module):  # type: ignore[misc]
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
 
+    def looks_like(self, module: Any) -> PassThrough:
+        """Have the plain attributes of the module whose place this takes: some models look them up."""
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor):
+                self.__dict__.setdefault(name, value)
+        return self
+
 
 class StageInput(PassThrough):
     """Stands in place of the last layer of the stage before: gives what came from there. Whatever the model
@@ -162,6 +170,9 @@ class ShardedClass:
     done: CutModel = field(default_factory=CutModel)
     ties_head: bool = False
     """Whether this worker's output layer is the embedding of another stage."""
+    targets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    """By the name of a tensor on disk: its parameter in the whole model, and the pattern of its converter.
+    Filled by whoever reads; working them out takes seconds for tens of thousands of experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -200,19 +211,27 @@ def sharded_class(
     tied = whole.get_output_embeddings() is not None and bool(whole.all_tied_weights_keys)
     result.ties_head = tied and shard.is_last and not shard.is_first
 
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, *args, **kwargs)
-        _cut(self, result)
-
-    result.model_class = type(
-        name, (model_class,), {"__init__": initialise, "__module__": model_class.__module__}
-    )
+    result.model_class = class_leaving(model_class, lambda model: _cut(model, result))
     try:
         with torch.device("meta"):
             result.model_class(config)  # says what does not divide before anything is read
     except CannotCut as error:
         raise CheckpointError(f"{name} with --tensor-parallel-size {shard.size}: {error}") from error
     return result
+
+
+def class_leaving(model_class: Any, leave: Callable[[Any], None]) -> Any:
+    """A class like ``model_class`` whose new models ``leave`` has rid of what is not held."""
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        leave(self)
+
+    return type(
+        model_class.__name__,
+        (model_class,),
+        {"__init__": initialise, "__module__": model_class.__module__},
+    )
 
 
 def tensor_plan(name: str, whole: Any) -> dict[str, str]:
@@ -290,17 +309,17 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
 
 
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
-    """The stage's layers keep their places and numbers; models look up what they need by them."""
+    """The stage's layers keep their places and numbers; models look up what they need by them. The final norm
+    stays on all stages: it is small, and some models use it before their first layer, too."""
     base = model.base_model
-    for index in range(len(base.layers)):
+    for index, layer in enumerate(list(base.layers)):
         if index == layers.start - 1:
-            base.layers[index] = StageInput()
+            base.layers[index] = StageInput().looks_like(layer)
         elif index == layers.stop:
-            base.layers[index] = StageOutput()
+            base.layers[index] = StageOutput().looks_like(layer)
         elif index not in layers:
-            base.layers[index] = PassThrough()
+            base.layers[index] = PassThrough().looks_like(layer)
     if not shard.is_last:
-        base.norm = PassThrough()
         model.set_output_embeddings(PassThrough())
     if not shard.is_first:
         base.embed_tokens = PassThrough()

@@ -80,6 +80,7 @@ class _Reader:
         self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
         self._prefix = whole.base_model_prefix
         self._known = whole.state_dict()
+        self._targets = sharded.targets
         with torch.device("meta"):
             kept = sharded.model_class(whole.config)
         self._kept = set(kept.state_dict())
@@ -98,9 +99,7 @@ class _Reader:
 
     def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Read what is needed of one tensor of a file."""
-        target, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._known
-        )
+        target, pattern = self._target(name)
         if PACKED_SUFFIX.sub("", target) in self._known:
             target = PACKED_SUFFIX.sub("", target)
         if target == self._embedding and self._head is not None:
@@ -114,6 +113,13 @@ class _Reader:
             tensors[name] = self._part(opened, name, target)
         elif target not in self._known and not any(each.search(target) for each in self._ignored):
             tensors[name] = opened.get_tensor(name)  # unknown: transformers will say so
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        if name not in self._targets:
+            self._targets[name] = rename_source_key(
+                name, self._renamings, self._converters, self._prefix, self._known
+            )
+        return self._targets[name]
 
     def _part(self, opened: Any, name: str, target: str) -> torch.Tensor:
         cut = self._cuts.get(target)

@@ -26,6 +26,7 @@ from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
 from engine.checkpoint import CheckpointError, ModelInfo, is_laid_out_as_usual
 from engine.config import ModelConfig
+from engine.cut_check import check, share_run
 from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
 from engine.families import (
@@ -41,6 +42,7 @@ from engine.families import (
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
 from engine.shard_weights import all_tensors, random_shard, read_shard
 from engine.text_parts import NAMES, OTHER_MODALITIES, class_with_head
+from engine.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
 from parallel.placement import place
@@ -81,6 +83,8 @@ class LoadedModel:
     """Their modules, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
 
     @property
     def hidden_size(self) -> int:
@@ -152,6 +156,9 @@ class _ReadModel:
     stage: Stage
     vocab_size: int | None
     """Of a shard, over all ranks; None: as wide as what the model gives."""
+    sharded: ShardedClass | None = None
+    uncut: UncutRun | None = None
+    """What a few layers compute that were not cut, on the worker of a cut model that reads them."""
 
 
 def _read_model(
@@ -198,11 +205,55 @@ def _read_model(
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
-    wanted = settings.max_model_len or -1
-    _fix_rope_scaling(module, wanted if wanted > 0 else info.context_length)
+    _fix_rope_scaling(module, _longest(info, settings))
     if sharded is None:
         return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
-    return _ReadModel(module, experts, expert_layers, sharded.stage_of(module), sharded.vocab_size)
+    uncut = None
+    if shard.is_last and shard.rank == 0 and not dummy:
+        with _LOADING:
+            uncut = _run_uncut(info, settings, sharded, config, dtype, device, is_part)
+    stage = sharded.stage_of(module)
+    return _ReadModel(module, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
+
+
+def _longest(info: ModelInfo, settings: ModelConfig) -> int:
+    """Tokens of the longest request that is served."""
+    wanted = settings.max_model_len or -1
+    return wanted if wanted > 0 else info.context_length
+
+
+def _run_uncut(
+    info: ModelInfo,
+    settings: ModelConfig,
+    sharded: ShardedClass,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_part: bool,
+) -> UncutRun:
+    """What the cut model is checked against.
+
+    Raises:
+        CheckpointError: its layers cannot be computed one by one.
+    """
+
+    def load(part: ShardedClass) -> Any:
+        module = _read_shard(info, settings, part, config, dtype, is_part)
+        module = module.to(device).eval().requires_grad_(False)
+        if module._can_set_experts_implementation():
+            module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        _fix_rope_scaling(module, _longest(info, settings))
+        return module
+
+    try:
+        return uncut_run(sharded, load, device)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # whatever layers of some family need that a few of them lack
+        raise CheckpointError(
+            f"{info.architecture}: a few of its layers cannot be computed without the others, so that -tp "
+            f"and -pp cannot be checked: use -tp 1 -pp 1. {type(error).__name__}: {_first_line(error)}"
+        ) from error
 
 
 def _run_first(
@@ -215,7 +266,20 @@ def _run_first(
         vocab_size = width if read.vocab_size is None else read.vocab_size
         if settings.load_format != "dummy":
             verify(module, name, layers, vocab_size, dtype, stage)
-    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
+            if read.sharded is not None:
+                uncut = share_run(read.uncut, stage.shard)
+                check(module, name, read.sharded, stage, uncut)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
 
 
 def _spread_experts(

@@ -7,8 +7,9 @@ step with zero rows. When all headers say "no work", all sleep.
 
 Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch,
 step) that it wants begun, so a stale one is ignored, an early one is remembered until its step comes,
-and a repeated one is harmless; the waker repeats it until the step has begun. :class:`Lockstep` is the
-state of one instance; it knows no sockets and no clock. docs/lockstep.md has the proof obligations.
+one for a step beyond the next but one is ignored, and a repeated one is harmless; the waker repeats it until
+the step has begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock.
+docs/lockstep.md has the proof obligations.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import msgspec
 
 HEADER_INTS = 7
 """Width of a header as it is exchanged: one collective of fixed size per step."""
+
+EARLIEST = 1
+"""Steps by which a wake can be early: its sender has all headers of the step before, this instance's, too."""
 
 
 class LockstepError(RuntimeError):
@@ -167,8 +171,8 @@ class Lockstep:
         return decision
 
     def on_wake(self, wake: Wake) -> None:
-        """Somebody wants a step begun."""
-        if wake.epoch != self.epoch or wake.step < self.step:
+        """Somebody wants a step begun. A wake for a step beyond the next but one comes from no member."""
+        if wake.epoch != self.epoch or not self.step <= wake.step <= self.step + EARLIEST:
             return  # of an earlier epoch or step; a later epoch begins awake without it
         self._wanted = max(self._wanted, wake.step)
         if self._wanted >= self.step:

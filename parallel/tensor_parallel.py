@@ -156,6 +156,18 @@ class SummedExperts:
         return self._ranks.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
 
 
+class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
+    """An identity among modules whose outputs are summed over the ranks: the first rank alone adds it."""
+
+    def __init__(self, ranks: TensorRank) -> None:
+        super().__init__()
+        self._is_first = ranks.rank == 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., width] -> the same, or zeros."""
+        return hidden if self._is_first else torch.zeros_like(hidden)
+
+
 def mix_in(mixin: type, module: Any, ranks: TensorRank) -> None:
     """Let a module go through ``mixin`` first: otherwise it stays of its own class, with all it does."""
     kind = type(module)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from parallel.tensor_parallel import (
+    FirstRankOnly,
     GatheredLinear,
     ParallelRMSNorm,
     RowParallelLinear,
@@ -89,10 +90,12 @@ def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutMode
         plan: pattern of a module's or parameter's path (``*`` is a number) -> style.
 
     Raises:
-        CannotCut: sizes that do not divide, or a style that is not known.
+        CannotCut: sizes that do not divide, a style that is not known, or an entry of the plan that names a
+            part of this model and would not be applied.
     """
     done = CutModel()
     cutter = _Cutter(model, plan, ranks, done)
+    named = cutter.named_by_plan()
     for path, module in list(model.named_modules()):
         if (
             module is not model
@@ -102,6 +105,7 @@ def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutMode
         ):
             cutter.cut_children(path, module)
     cutter.cut_vocabulary()
+    cutter.check_applied(named)
     return done
 
 
@@ -114,10 +118,30 @@ class _Cutter:
         self._ranks = ranks
         self._done = done
         self._config = model.config.get_text_config()
+        self._vocabulary = model.get_input_embeddings(), model.get_output_embeddings()
+        self._applied: set[str] = set()
+        """Patterns of the plan that were followed, or ask for nothing."""
+
+    def named_by_plan(self) -> set[str]:
+        """Patterns of the plan that name a module or parameter of the model as it is now."""
+        paths = [path for path, _ in self._model.named_modules()]
+        paths += [path for path, _ in self._model.named_parameters()]
+        return {pattern for path in paths if (pattern := _pattern(path)) in self._plan}
+
+    def check_applied(self, named: set[str]) -> None:
+        """Refuse a plan of which a part was left out: what it would have cut is now summed as if it had been.
+
+        Raises:
+            CannotCut: ``named`` has patterns that were not applied.
+        """
+        left_out = sorted(named - self._applied)
+        if left_out:
+            entries = ", ".join(f"{pattern} ({self._plan[pattern]!r})" for pattern in left_out)
+            raise CannotCut(f"these entries of its plan are not applied: {entries}. Use -tp 1")
 
     def style(self, path: str) -> str | None:
         """What the plan says of a path."""
-        return self._plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path))
+        return self._plan.get(_pattern(path))
 
     def has_cut_children(self, path: str, module: Any) -> bool:
         names = [name for name, _ in module.named_children()]
@@ -143,7 +167,8 @@ class _Cutter:
     def _cut_child(self, path: str, parent: Any, name: str, style: str) -> None:
         child = getattr(parent, name)
         where = f"{path}.{name}"
-        if child is None or style in REPLICATED:
+        self._applied.add(_pattern(where))
+        if child is None or style in REPLICATED or any(child is each for each in self._vocabulary):
             return
         if style == "colwise":
             self._colwise(where, parent, name, *self._ranks.share(child.out_features, where))
@@ -160,6 +185,8 @@ class _Cutter:
             self._cut_experts(where, child)
         elif style == "whole_experts":
             self._keep_whole_experts(where, child)
+        elif style == "moe_identity_expert":
+            setattr(parent, name, FirstRankOnly(self._ranks))
         else:
             raise CannotCut(f"{where}: the plan's style {style!r} is not built: use -tp 1")
 
@@ -202,7 +229,10 @@ class _Cutter:
         widths = {}
         for name, style in styles.items():
             child = getattr(module, name, None)
-            if style is None or style in REPLICATED or child is None:
+            if style is None:
+                continue
+            self._applied.add(_pattern(f"{path}.{name}"))
+            if style in REPLICATED or child is None:
                 continue
             if name in ranges:
                 each = child.out_features // units[name]
@@ -231,7 +261,8 @@ class _Cutter:
         self, path: str, module: Any, norm: str, projection: str, widths: Mapping[str, int]
     ) -> None:
         whole = getattr(module, norm, None)
-        if whole is None or whole.weight.shape[0] != widths.get(projection):
+        weight = getattr(whole, "weight", None)
+        if weight is None or weight.shape[0] != widths.get(projection):
             return  # over one head: every rank has all of it
         cut = self._done.cuts[f"{path}.{projection}.weight"]
         copies = self._ranks.size * cut.size // cut.total
@@ -260,6 +291,10 @@ class _Cutter:
             style = self.style(f"{where}.{name}")
             if style is not None:
                 self._cut_parameter(where, experts, name, parameter, style)
+        for name, _ in list(experts.named_children()):
+            style = self.style(f"{where}.{name}")
+            if style is not None:
+                self._cut_child(where, experts, name, style)
 
     def _keep_whole_experts(self, where: str, experts: Any) -> None:
         """Some experts, whole: what the others would add comes from their ranks."""
@@ -267,6 +302,7 @@ class _Cutter:
         first, stop = self._ranks.share(total, f"{where}: the experts")
         mix_in(SummedExperts, experts, self._ranks)
         for name, parameter in list(experts.named_parameters(recurse=False)):
+            self._applied.add(_pattern(f"{where}.{name}"))
             if parameter.shape[0] == total:
                 self._done.cuts[f"{where}.{name}"] = Cut(0, total, ((first, stop),))
                 setattr(experts, name, empty_parameter(parameter, (stop - first, *parameter.shape[1:])))
@@ -275,6 +311,7 @@ class _Cutter:
 
     def _cut_parameter(self, path: str, module: Any, name: str, parameter: torch.Tensor, style: str) -> None:
         where = f"{path}.{name}"
+        self._applied.add(_pattern(where))
         if where in self._done.cuts:
             return
         if style == "packed_colwise":
@@ -316,3 +353,8 @@ class _Cutter:
             getattr(parent, name).first = start
             if tied:
                 getattr(parent, name).weight = embedding.weight
+
+
+def _pattern(path: str) -> str:
+    """A path as plans have it: ``*`` for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

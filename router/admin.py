@@ -13,6 +13,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,7 +28,7 @@ from router.config import HttpConfig
 from router.errors import ApiError, error_response
 from router.faults import Event, Fault, Faults
 from router.ledger import Flight
-from router.middleware import OPEN_PATHS, KeyCheck, foreign_host
+from router.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.pool import Standing
 from router.refusals import Refusals
 
@@ -124,7 +125,7 @@ _read_scale = decoder(ScaleRequest)
 
 
 def make_admin_app(
-    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0
+    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
 ) -> Starlette:
     """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
 
@@ -173,9 +174,11 @@ def make_admin_app(
             Route("/admin/drain", drain, methods=["POST"]),
             Route("/admin/scale", scale, methods=["POST"]),
         ],
+        middleware=[Middleware(RequestIds)],
         exception_handlers=exception_handlers(),
     )
     app.state.refusals = Refusals()
+    app.state.prefix = prefix
     app.router.redirect_slashes = False
     return app
 

@@ -78,6 +78,12 @@ class Answer(ABC):
         last; None if they differ in more than that."""
         return None
 
+    def whole_usage(self) -> Usage:
+        """:meth:`usage` in an answer that is not streamed: null stands for details that are not told."""
+        usage = self.usage()
+        usage.prompt_tokens_details = usage.prompt_tokens_details or None
+        return usage
+
     def usage(self) -> Usage:
         """Of all samples; a prompt with several samples counts once."""
         of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
@@ -97,7 +103,7 @@ class ChunkedAnswer(Answer):
         super().__init__(**common)
         options = stream_options or StreamOptions()
         self._includes_usage = options.include_usage is True
-        self._usage_in_every_chunk = options.continuous_usage_stats is True
+        self._usage_in_every_chunk = self._includes_usage and options.continuous_usage_stats is True
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """By sample: what stands before and after the text in chunks with nothing but text."""
 
@@ -129,10 +135,10 @@ class ChunkedAnswer(Answer):
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n" + DONE
 
-    def usage_so_far(self, sample: Sample) -> Usage | msgspec.UnsetType | None:
+    def usage_so_far(self, sample: Sample, num_tokens: int) -> Usage | msgspec.UnsetType | None:
         """What a chunk says of usage: that of its sample, null, or nothing."""
         if self._usage_in_every_chunk:
-            return _usage(len(sample.prompt.prompt_ids), sample.num_tokens)
+            return _usage(len(sample.prompt.prompt_ids), num_tokens)
         return None if self._includes_usage else msgspec.UNSET
 
 

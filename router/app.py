@@ -18,19 +18,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from coordinator.messages import Settings
+from coordinator.process import shortage_of
 from coordinator.tracing import Tracing
 from router.answers import json_response
 from router.config import HttpConfig
 from router.dashboard.page import Dashboard
 from router.endpoints import Endpoints
-from router.errors import ApiError, ClientGone, from_mesh, unexpected
+from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
 from router.generating import Generating
 from router.http_counts import Counting, Handlers
 from router.mesh import Mesh, MeshError
 from router.metrics import Metrics
 from router.middleware import error_response, middleware
 from router.openapi import document
-from router.paths import not_there
+from router.paths import not_there, prefix_of
 from router.quotas import Quotas
 from router.refusals import Refusals
 from router.server_info import Sleeping, server_info, version_of
@@ -51,12 +52,18 @@ def make_app(
     mesh, as far as they are known."""
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
-    generating = Generating(mesh, config, metrics, models, quotas or Quotas(config.key_limits), tracing)
-    endpoints = Endpoints(config, metrics, models)
+    quotas = quotas or Quotas(config.key_limits)
+    generating = Generating(mesh, config, metrics, models, quotas, tracing)
+    endpoints = Endpoints(config, metrics, models, quotas)
     refusals = Refusals()
+    prefix = prefix_of(config.root_path)
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if mesh.healthy else 503)
+
+    async def alive(request: Request) -> Response:
+        """Whoever comes here has been accepted, read and answered by the loop: no more is asked."""
+        return Response()
 
     async def version(request: Request) -> Response:
         return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
@@ -69,7 +76,7 @@ def make_app(
         return json_response(msgspec.json.encode(Sleeping()))
 
     async def openapi(request: Request) -> Response:
-        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys)))
+        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
 
     async def exposition(request: Request) -> Response:
         page, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -81,6 +88,7 @@ def make_app(
     routes = [
         Route("/v1/completions", generating.completions, methods=["POST"]),
         Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/invocations", generating.invocations, methods=["POST"]),
         Route("/v1/responses", generating.responses, methods=["POST"]),
         Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
@@ -94,8 +102,10 @@ def make_app(
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/get_load", endpoints.get_load, methods=["GET"]),
         Route("/load", endpoints.load, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
+        Route("/livez", alive, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
         Route("/server_info", info, methods=["GET"]),
@@ -108,11 +118,12 @@ def make_app(
         routes=routes,
         middleware=[
             Middleware(Counting, counts=metrics.http, handlers=Handlers(routes)),
-            *middleware(config, refusals),
+            *middleware(config, refusals, routes),
         ],
         exception_handlers=exception_handlers(),
     )
     app.state.refusals = refusals
+    app.state.prefix = prefix
     app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
     return app
 
@@ -124,6 +135,7 @@ def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[R
         MeshError: _on_mesh_error,
         ClientGone: _on_client_gone,
         HTTPException: _on_http_exception,
+        OSError: _on_os_error,
         Exception: _on_unexpected,
     }
 
@@ -152,10 +164,18 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}."
+    path, prefix = request.url.path, request.app.state.prefix
+    message = f"{request.method} {prefix}{path}: {error.detail}."
     if error.status_code == 404:
-        message = not_there(request.url.path)
+        message = not_there(path, prefix)
     return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _on_os_error(request: Request, error: Exception) -> Response:
+    """No fault of a request where the host is short of something; else as any other fault of ours."""
+    if shortage_of(error) is None:
+        raise error
+    return _refused(request, short_of(error))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, bad_request, refuse
+from router.json_values import too_many
 
 DRAIN_FACTOR = 8
 """A body too large is read up to so many times the limit and thrown away: a client that is still sending
@@ -24,12 +25,10 @@ FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 
 FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 
+SMALL = 50_000
+"""Bytes of a body that cannot hold too many values."""
+
 CLOSE = {"connection": "close"}
-
-HEAVY = 50_000
-"""Bodies of more bytes are tokenised in a thread, so that other clients' streams do not wait for it."""
-
-Result = TypeVar("Result")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -56,11 +55,6 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
         raise ApiError(408, f"The body did not arrive within {timeout:g} seconds.", headers=CLOSE) from error
     request.state.arrival = time.perf_counter()
     return body
-
-
-async def run_sized(work: Callable[[], Result], size: int) -> Result:
-    """Do work whose time grows with the body's size, in bytes."""
-    return work() if size <= HEAVY else await asyncio.to_thread(work)
 
 
 async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
@@ -118,6 +112,8 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
     decode = msgspec.json.Decoder(kind).decode
 
     def read(body: bytes) -> Body:
+        if len(body) > SMALL and (many := too_many(body)):
+            raise bad_request(f"The body holds more than {many}.")
         try:
             try:
                 return decode(body)

@@ -64,11 +64,11 @@ class ChatAnswer(ChunkedAnswer):
                 logprobs=self._logprobs(piece),
                 finish_reason=self._finish_reason(sample, piece),
                 stop_reason=piece.stop_reason,
-                token_ids=piece.token_ids if self._returns_ids else UNSET,
+                token_ids=piece.token_ids if self._returns_ids else None,
             )
             choices.append(choice)
         first = self.samples[0]
-        answer = ChatCompletion(self.id, self.created, self.model, choices, self.usage())
+        answer = ChatCompletion(self.id, self.created, self.model, choices, self.whole_usage())
         if self._num_prompt_logprobs is not None:
             most = self._num_prompt_logprobs
             answer.prompt_logprobs = self._shapes.prompt_encoded(first.prompt_logprobs, most)
@@ -90,7 +90,7 @@ class ChatAnswer(ChunkedAnswer):
             logprobs=self._logprobs(piece),
             finish_reason=self._finish_reason(sample, piece),
             stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
-            token_ids=piece.token_ids if self._returns_ids else UNSET,
+            token_ids=piece.token_ids if self._returns_ids else None,
         )
         return opening + event(self._chunk([choice], sample))
 
@@ -98,7 +98,8 @@ class ChatAnswer(ChunkedAnswer):
         return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)
 
     def text_chunk(self, sample: Sample, text: str) -> bytes:
-        return event(self._chunk([ChatChunkChoice(sample.index, ChatDelta(text))], sample))
+        choice = ChatChunkChoice(sample.index, ChatDelta(text), token_ids=None)
+        return event(self._chunk([choice], sample))
 
     def usage_chunk(self) -> bytes:
         return event(ChatChunk(self.id, self.created, self.model, [], self.usage()))
@@ -110,10 +111,10 @@ class ChatAnswer(ChunkedAnswer):
         return usage
 
     def _opening(self, sample: Sample) -> bytes:
-        """The first chunk of a choice: whose message it is."""
+        """The first chunk of a choice: whose message it is. It stands before the first token."""
         chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
-        if self._returns_ids:
-            chunk.prompt_token_ids = sample.prompt.prompt_ids
+        chunk.usage = self.usage_so_far(sample, 0)
+        chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None
         return event(chunk)
 
     def _message(self, sample: Sample, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
@@ -134,10 +135,12 @@ class ChatAnswer(ChunkedAnswer):
         """A chunk with nothing but a delta, nothing at all for an empty one."""
         if delta.reasoning is UNSET and delta.tool_calls is UNSET:
             return self.framed(sample, delta.content) if delta.content else b""
-        return event(self._chunk([ChatChunkChoice(sample.index, delta)], sample))
+        return event(self._chunk([ChatChunkChoice(sample.index, delta, token_ids=None)], sample))
 
     def _chunk(self, choices: list[ChatChunkChoice], sample: Sample) -> ChatChunk:
-        return ChatChunk(self.id, self.created, self.model, choices, self.usage_so_far(sample))
+        return ChatChunk(
+            self.id, self.created, self.model, choices, self.usage_so_far(sample, sample.num_tokens)
+        )
 
     def _finish_reason(self, sample: Sample, piece: Piece) -> str | None:
         return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason

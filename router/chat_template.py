@@ -36,6 +36,12 @@ KEEPS_NOTHING = (
 )
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+INVALID_JSON = "INVALID_JSON"
+"""The key under which arguments of a call that are no JSON object stand, as Anthropic's pages have it."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles of messages that say how to answer."""
+BETWEEN_INSTRUCTIONS = "\n\n"
+"""Between the texts of several of them that become one."""
 RESERVED = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
@@ -67,6 +73,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
+        self._takes_more = {role: self._probe_more(role) for role in INSTRUCTIONS}
         self.takes_null = self._probe_null()
 
     def __repr__(self) -> str:
@@ -91,6 +98,7 @@ class ChatTemplate:
         if taken := RESERVED & variables.keys():
             raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
         shaped = [self._shape(index, message) for index, message in enumerate(messages)]
+        shaped = self._with_one_system(shaped, keeps_last=continue_final_message)
         optional = {"tools": tools, "documents": documents}
         variables = (
             self._special_tokens
@@ -139,6 +147,8 @@ class ChatTemplate:
     def _shape(self, index: int, message: Message) -> Message:
         """A message as the template wants it: content as text, or as a list of parts."""
         content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            content = message["refusal"]  # OpenAI's name for the text of an answer that declines
         shaped = {key: value for key, value in message.items() if key != "tool_calls"}
         calls = message.get("tool_calls")
         if calls:
@@ -150,13 +160,28 @@ class ChatTemplate:
             shaped["role"] = "system"  # as it was called; what a template does not know, it drops or refuses
         return _with_reasoning(shaped)
 
+    def _with_one_system(self, messages: list[Message], *, keeps_last: bool) -> list[Message]:
+        """All instructions as one message in front, if the template does not write others where they stand.
+        ``keeps_last``: the last message is gone on with, so it stays."""
+        end = len(messages) - 1 if keeps_last else len(messages)
+        if all(self._takes_more.get(message.get("role"), True) for message in messages[1:end]):
+            return messages
+        told = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
+        turns = [message for message in messages[:end] if message.get("role") not in INSTRUCTIONS]
+        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, told)))
+        return [told[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
+
     def _shape_content(self, index: int, content: Any) -> Any:
         if content is None:
             content = ""
         if isinstance(content, str):
             return content if self.takes_strings or not self.takes_parts else [_part(content)]
         texts = content_texts(index, content)
-        return [_part(text) for text in texts] if self.takes_parts else "\n".join(texts)
+        if not self.takes_parts:
+            return "\n".join(texts)
+        # What clients put beside a text is for templates that know it, like the languages of a translation.
+        parts = zip(content, texts, strict=True)
+        return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
 
     def _probe(self, content: Any) -> bool:
         """Whether content in this form comes out as its text, not as a printed list or not at all."""
@@ -169,6 +194,17 @@ class ChatTemplate:
         user: Message = {"role": "user", "content": "" if self.takes_strings else [_part("")]}
         text = self._try([user, {"role": "assistant", "content": None, "tool_calls": [call]}])
         return PROBE in text and "None" not in text
+
+    def _probe_more(self, role: str) -> bool:
+        """Whether messages of a role come out behind a first message of instructions, and between turns: many
+        templates look at the first message alone, and drop or refuse what comes later."""
+        behind, between = f"{PROBE}1", f"{PROBE}2"
+        turns = [
+            ("system", PROBE), (role, behind), ("user", PROBE),
+            ("assistant", PROBE), (role, between), ("user", PROBE),
+        ]  # fmt: skip
+        text = self._try([{"role": role, "content": self._shape_content(0, text)} for role, text in turns])
+        return behind in text and between in text
 
     def _try(self, messages: list[Message]) -> str:
         """What comes of some messages, nothing if they do not fit."""
@@ -314,6 +350,12 @@ def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
+def _text_of(message: Message) -> str:
+    """The text of a message whose content is shaped."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def _with_parsed_arguments(call: Any) -> Any:
     """A tool call whose arguments, JSON text in the API, are an object, as templates expect them."""
     function = call.get("function") if isinstance(call, dict) else None
@@ -323,11 +365,16 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call | {"function": function | {"arguments": {}}}
     if not isinstance(function["arguments"], str):
         return call
+    return call | {"function": function | {"arguments": _arguments(function["arguments"])}}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Arguments as an object; a model may slip, or be cut, and its conversation goes on all the same."""
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ChatTemplateError("The arguments of a tool call are not valid JSON.") from error
-    return call | {"function": function | {"arguments": arguments}}
+        arguments: dict[str, Any] = msgspec.json.decode(text.strip() or "{}", type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {INVALID_JSON: text}
+    return arguments
 
 
 def _with_reasoning(message: Message) -> Message:

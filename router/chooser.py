@@ -62,8 +62,8 @@ class Chooser:
         """The instance that gets a request.
 
         Raises:
-            MeshError: nobody can take it (503), the rank it names does not exist, or it asks for more tokens
-                than anybody holds (400).
+            MeshError: nobody can take it, or the rank it names not now (503); that rank does not exist, or it
+                asks for more tokens than anybody holds (400).
         """
         instances = self._instances_for(entry)
         lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
@@ -132,6 +132,8 @@ class Chooser:
         if pinned is None or entry.owed:
             return instances
         found = [instance for instance in instances if instance.rank == pinned]
+        if not found and self._pool.expects(pinned):
+            raise unavailable(f"instance {pinned} is not there now: it starts, or is started again")
         if not found:
             ranks = ", ".join(str(instance.rank) for instance in sorted(instances, key=lambda i: i.rank))
             raise MeshError(

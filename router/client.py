@@ -28,7 +28,7 @@ from engine.checkpoint import CheckpointError, find_model
 from engine.messages import Abort, Attached, Recall, Recalled, Refused, Report, Tokens, ToRouter
 from router.chooser import Chooser, unavailable
 from router.faults import Event, Faults
-from router.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss
+from router.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss, named
 from router.link import Link
 from router.mesh import MeshError, Prompt, ServedModel
 from router.passing import Passing
@@ -238,8 +238,8 @@ class MeshClient:
         if address is not None and address[0] in self._links:
             self._links[address[0]].send(Abort([address[1]]))
 
-    def give_up_all(self, why: str) -> int:
-        """End every request in flight with a 503; how many there were."""
+    def give_up_all(self, why: str) -> list[str]:
+        """End every request in flight with a 503; their ids."""
         entries = list(self._streams)
         self._orphans.clear()
         for entry in entries:
@@ -247,7 +247,7 @@ class MeshClient:
             if address is not None and address[0] in self._links:
                 self._links[address[0]].send(Abort([address[1]]))
             self._give_up(entry, unavailable(why))
-        return len(entries)
+        return [entry.prompt.request_id for entry in entries]
 
     # ---- choosing
 
@@ -374,7 +374,7 @@ class MeshClient:
         if not lost:
             return
         text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
-        logger.info("%s (%s)", text, reason)
+        logger.info("%s (%s): %s", text, reason, named(entry.prompt.request_id for entry in lost))
         self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._links[instance.name].send(Abort(numbers))

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.addresses import is_loopback
-from coordinator.config import LogLevel, MeshConfig
+from coordinator.config import LogLevel, MeshConfig, url
 from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
 from router import harmony
@@ -72,6 +72,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host: Annotated[str, flag(help="Address of the endpoint; 0.0.0.0 opens it to the network.")] = "127.0.0.1"
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
+    uds: Annotated[
+        str | None,
+        flag(
+            path=True, help="Path of a Unix socket that the endpoint listens at, and at no --host and --port."
+        ),
+    ] = None
     api_key: Annotated[
         tuple[str, ...],
         flag(repeated=True, secret=True, help="Key that clients must present; repeat it for several."),
@@ -173,7 +179,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             json=True, help='JSON object of sampling defaults in place of those, like {"temperature": 0.5}.'
         ),
     ] = "{}"
-    max_logprobs: Annotated[Natural, flag(help="Most log-probabilities per token.")] = 20
+    max_logprobs: Annotated[
+        int, Meta(ge=-1), flag(help="Most log-probabilities per token; -1: those of all tokens.")
+    ] = 20
     max_request_bytes: Annotated[Bytes, flag(help="Largest request body; larger ones are answered 413.")] = (
         8 * 1024**2
     )
@@ -204,7 +212,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = False
     disable_access_log_for_endpoints: Annotated[
         str, flag(help="Paths whose requests are not logged, with commas; empty: all are.")
-    ] = "/health,/ping,/metrics,/load,/v1/loads"
+    ] = "/health,/ping,/livez,/metrics,/load,/v1/loads"
     dashboard: Annotated[bool, flag(help="Show the mesh, live, in a page at / of the endpoint.")] = True
     shutdown_timeout: Annotated[
         float, Meta(ge=0), flag(help="Seconds that requests may still run after SIGTERM.")
@@ -219,7 +227,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"--admin-host {self.admin_host} is not loopback: give --admin-api-key, too, or anybody "
                 "there could drain the mesh"
             )
-        if self.admin_port and self.admin_port == self.port:
+        if self.uds is not None and not self.uds.strip():
+            raise ValueError("--uds is empty: give the path of a Unix socket, or leave it out")
+        if self.admin_port and self.admin_port == self.port and self.uds is None:
             raise ValueError(f"--admin-port {self.admin_port} is --port, too: choose another one")
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_name("--reasoning-parser", self.reasoning_parser, ALL_REASONING_PARSERS)
@@ -276,6 +286,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def sampling_overrides(self) -> dict[str, Any]:
         """``override_generation_config``, read."""
         return _json_object("--override-generation-config", self.override_generation_config)
+
+    @property
+    def address(self) -> str:
+        """Where the endpoint is, for people."""
+        return f"unix:{self.uds}" if self.uds is not None else url(self.scheme, self.host, self.port)
 
     @property
     def scheme(self) -> str:

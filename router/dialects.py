@@ -25,6 +25,8 @@ class Dialect(ABC):
     """Whether an answer ends with its first call."""
     opening = ""
     """What an answer of a given form begins with."""
+    calls: type[ToolParser] | None = None
+    """The parser of calls that the model writes in a format of its own; None if it has none."""
 
     @property
     @abstractmethod
@@ -53,25 +55,25 @@ class Tags(Dialect):
     ) -> None:
         self.reasoning = reasoning
         self.written = calls.written if calls is not None else None
-        self._calls = calls
+        self.calls = calls
         self._offered = offered
 
     def __repr__(self) -> str:
-        return f"<Tags {self.reasoning} {self._calls}>"
+        return f"<Tags {self.reasoning} {self.calls}>"
 
     @property
     def is_plain(self) -> bool:
-        return self.reasoning is None and self._calls is None
+        return self.reasoning is None and self.calls is None
 
     @property
     def markers(self) -> Sequence[str]:
         around = (*self.reasoning.begin, *self.reasoning.end) if self.reasoning is not None else ()
-        return (*around, *(self._calls.markers if self._calls is not None else ()))
+        return (*around, *(self.calls.markers if self.calls is not None else ()))
 
     def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
         return (
             None if self.reasoning is None else ReasoningParser(self.reasoning, prompt),
-            None if self._calls is None else self._calls(self._offered),
+            None if self.calls is None else self.calls(self._offered),
         )
 
 

@@ -21,6 +21,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Annotated[str, flag(help="Address of the endpoint.")] = "127.0.0.1"
     port: Annotated[Port, flag(help="Port of the endpoint.")] = 8000
+    uds: Annotated[
+        str | None, flag(path=True, help="Path of the endpoint's Unix socket, instead of those.")
+    ] = None
     ssl_certfile: Annotated[
         str | None, flag(path=True, help="Certificate in PEM of an endpoint that speaks HTTPS.")
     ] = None
@@ -36,6 +39,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def base_url(self) -> str:
         """Without a path."""
         scheme = "http" if self.ssl_certfile is None else "https"
+        if self.uds is not None:
+            return f"{scheme}://localhost"
         return url(scheme, EVERYWHERE.get(self.host, self.host), self.port)
 
     def trust(self) -> ssl.SSLContext | None:
@@ -49,5 +54,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         context = ssl.create_default_context()
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.load_verify_locations(self.ssl_certfile)
-        context.check_hostname = not is_loopback(EVERYWHERE.get(self.host, self.host))
+        is_here = self.uds is not None or is_loopback(EVERYWHERE.get(self.host, self.host))
+        context.check_hostname = not is_here
         return context

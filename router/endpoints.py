@@ -8,10 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.answers import encode, json_response
-from router.body import decoder, read_body, run_sized
+from router.body import decoder, read_body
 from router.config import HttpConfig
 from router.errors import ApiError, refuse
-from router.loads import Loads, ServerLoad, loads_of
+from router.headers import key_of
+from router.heavy import run_sized
+from router.loads import Loads, ServerLoad, loads_of, older_loads_of
 from router.mesh import ServedModel
 from router.metrics import Metrics
 from router.openai_api import (
@@ -23,6 +25,7 @@ from router.openai_api import (
     TokenizeRequest,
 )
 from router.prompts import check_vocabulary, text_to_tokenize
+from router.quotas import Quotas
 from router.text_models import TextModels, no_such_model
 
 _read_tokenize = decoder(TokenizeRequest)
@@ -32,10 +35,11 @@ _read_detokenize = decoder(DetokenizeRequest)
 class Endpoints:
     """Handlers."""
 
-    def __init__(self, config: HttpConfig, metrics: Metrics, models: TextModels) -> None:
+    def __init__(self, config: HttpConfig, metrics: Metrics, models: TextModels, quotas: Quotas) -> None:
         self._config = config
         self._metrics = metrics
         self._models = models
+        self._quotas = quotas
         self._started = int(time.time())
 
     def __repr__(self) -> str:
@@ -48,23 +52,30 @@ class Endpoints:
         wanted = _read_tokenize(body)
         model = await self._models.get(wanted.model)
 
-        def encode_text() -> list[int]:
+        def answer() -> tuple[int, bytes]:
             text, add_special_tokens = text_to_tokenize(wanted, model)
-            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            told = TokenizeAnswer(len(ids), model.served.max_model_len, ids)
+            if wanted.return_token_strs:
+                told.token_strs = [model.tokenizer.piece(token_id) for token_id in ids]
+            return len(ids), encode(told)
 
-        ids = await run_sized(encode_text, len(body))
-        answer = TokenizeAnswer(len(ids), model.served.max_model_len, ids)
-        if wanted.return_token_strs:
-            answer.token_strs = [model.tokenizer.token_text(token_id) for token_id in ids]
-        return json_response(encode(answer))
+        with self._quotas.counting(key_of(request)) as booked:
+            booked.tokens, told = await run_sized(answer, len(body))
+        return json_response(told)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         wanted = _read_detokenize(body)
         model = await self._models.get(wanted.model)
-        check_vocabulary(wanted.tokens, model, "tokens")
-        text = await run_sized(lambda: model.tokenizer.decode(wanted.tokens), len(body))
-        return json_response(encode(DetokenizeAnswer(text)))
+
+        def answer() -> bytes:
+            check_vocabulary(wanted.tokens, model, "tokens")
+            return encode(DetokenizeAnswer(model.tokenizer.decode(wanted.tokens)))
+
+        with self._quotas.counting(key_of(request)) as booked:
+            booked.tokens = len(wanted.tokens)
+            return json_response(await run_sized(answer, len(body)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What tokenizer_config.json says, special tokens as plain strings; only where a flag allows it."""
@@ -106,3 +117,7 @@ class Endpoints:
             if not found:
                 refuse(f"No instance with rank {wanted[:20]!r} has reported yet.", "dp_rank")
         return json_response(encode(Loads.of(found, time.time())))
+
+    async def get_load(self, request: Request) -> Response:
+        """Of each instance, as older tools for SGLang ask for it."""
+        return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

@@ -53,8 +53,9 @@ KIND_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the field at fault as the client spells it; ``logged`` stands
-    in the log in place of a message that may quote the prompt."""
+    """An answer other than 200. ``param`` names the field at fault as the client spells it; ``reason`` is a
+    word that Anthropic's clients act on; ``logged`` stands in the log in place of a message that may quote
+    the prompt."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class ApiError(Exception):
         *,
         kind: str | None = None,
         param: str | None = None,
+        reason: str | None = None,
         headers: dict[str, str] | None = None,
         logged: str | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class ApiError(Exception):
         self.status = status
         self.kind = kind or KIND_OF_STATUS.get(status) or HTTPStatus(status).phrase
         self.param = param
+        self.reason = reason
         self.logged = logged
         self.headers = headers or {}
         if "retry-after" in self.headers:
@@ -105,6 +108,7 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
             message,
             kind=error.kind,
             param=param,
+            reason=error.reason,
             headers=error.headers,
             logged=error.logged,
         ) from error
@@ -129,6 +133,12 @@ def too_late(timeout: float) -> ApiError:
     """The client's own limit has passed: a second try would only add to the load."""
     message = f"The answer took longer than the {timeout:g} seconds that the request allows."
     return ApiError(504, message, param="timeout", headers={"x-should-retry": "false"})
+
+
+def short_of(error: BaseException) -> ApiError:
+    """The host lacks something for now (:func:`coordinator.process.shortage_of`): the log says what."""
+    message = "The server is short of files or memory now: try again in a moment."
+    return ApiError(503, message, headers={"retry-after": "1"}, logged=f"{message[:-1]} ({error}).")
 
 
 def unexpected() -> ApiError:

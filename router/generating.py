@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from coordinator.process import REQUEST
 from coordinator.tracing import Attributes, Tracing
 from engine.sampling import SamplingParams
 from router import harmony
@@ -22,14 +24,15 @@ from router.answers import Answer, encode, json_response
 from router.anthropic_messages import request as messages_request
 from router.anthropic_messages.answer import MessageAnswer
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest, TokenCount
-from router.body import decoder, read_body, run_sized
+from router.body import decoder, read_body
 from router.calls import UNPREDICTABLE, make_samples
 from router.chat import ChatAnswer
 from router.completions import CompletionAnswer
 from router.config import HttpConfig
-from router.errors import in_terms_of
+from router.errors import in_terms_of, refuse
 from router.grammar_check import GrammarCheck
-from router.headers import deadline, pinned_rank, request_id, session
+from router.headers import deadline, key_of, pinned_rank, printable, request_id, session
+from router.heavy import run_sized
 from router.mesh import Mesh
 from router.metrics import Metrics
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
@@ -47,6 +50,19 @@ from router.text_models import TextModels
 from router.tracing import RequestTrace
 from router.turn_format import TurnFormat
 
+logger = logging.getLogger(__name__)
+
+NULL = msgspec.Raw(b"null")
+
+
+class Invocation(msgspec.Struct):
+    """What tells a chat from a completion."""
+
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
+
+
+_read_invocation = decoder(Invocation)
 _read_completion = decoder(CompletionRequest)
 _read_chat = decoder(ChatRequest)
 _read_responses = decoder(ResponsesRequest)
@@ -63,7 +79,16 @@ class Chat:
     model: TextModel
     params: SamplingParams
     prompt: PromptText
+    not_enforced: Sequence[str] = ()
+    """What the answer need not follow of the schemas that were given."""
 
+
+NOT_ENFORCED = "x-lockstep-not-enforced"
+"""Response header: JSON paths of the schemas given that answers need not follow."""
+MOST_REMARKS = 1000
+"""Characters of that header."""
+LEFT_OUT = "x-lockstep-left-out"
+"""Header of an answer: types of tools and items of the request that the model did not get."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""
@@ -96,23 +121,40 @@ class Generating:
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, self._config)
         self._check_room(request)
+        return await self._complete(request, body)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        return await self._chat(request, body)
+
+    async def invocations(self, request: Request) -> Response:
+        """A chat or a completion, whichever the fields say: the one path that SageMaker knows."""
+        body = await read_body(request, self._config)
+        self._check_room(request)
+        given = _read_invocation(body)
+        if (given.messages == NULL) == (given.prompt == NULL):
+            refuse("/invocations needs messages, for a chat, or prompt, for a completion.", "messages")
+        return await (self._complete if given.messages == NULL else self._chat)(request, body)
+
+    async def _complete(self, request: Request, body: bytes) -> Response:
         wanted = _read_completion(body)
         check_completion(wanted)
         model = await self._models.get(wanted.model)
         form = form_of(wanted, self._config.structured_outputs)
         params = sampling_params(wanted, model, self._config.max_logprobs)
+        not_enforced: Sequence[str] = ()
         if form is not None:
-            params = await self._with_grammar(params, text_of({ANSWER: form.body}), form.param)
+            grammar = text_of({ANSWER: form.body})
+            params, not_enforced = await self._with_grammar(params, grammar, form.param, {ANSWER: form.param})
         prompts = await run_sized(lambda: completion_prompts(wanted, model), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
             return CompletionAnswer(wanted, model.tokenizer, **common)
 
-        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape)
+        return await self._generate(request, "cmpl-", wanted, params, prompts, model, shape, not_enforced)
 
-    async def chat(self, request: Request) -> Response:
-        body = await read_body(request, self._config)
-        self._check_room(request)
+    async def _chat(self, request: Request, body: bytes) -> Response:
         chat = await self._understand(_read_chat(body), len(body))
 
         def shape(common: dict[str, Any]) -> Answer:
@@ -127,18 +169,25 @@ class Generating:
         asked = _read_responses(body)
 
         def shape(common: dict[str, Any]) -> Answer:
-            return ResponsesAnswer(asked, chat.params, chat.turn_format, **common)
+            tokenizer, names = chat.model.tokenizer, translated.names
+            return ResponsesAnswer(asked, chat.params, chat.turn_format, tokenizer, names, **common)
 
         with in_terms_of(responses_request.NAMES):
-            chat = await self._understand(responses_request.chat_request(asked), len(body))
-            return await self._answer(request, "resp_", chat, shape)
+            translated = responses_request.translated(asked)
+            chat = await self._understand(translated.chat, len(body))
+            answer = await self._answer(request, "resp_", chat, shape)
+        if translated.left_out:
+            answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
+            id = f"resp_{request.state.request_id}"
+            logger.info("%s goes without %s, which cannot run here", id, answer.headers[LEFT_OUT])
+        return answer
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens a request to /v1/responses would have as its prompt."""
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
-            count = await self._count(responses_request.chat_request(asked), len(body))
+            count = await self._count(request, responses_request.translated(asked).chat, len(body))
         return json_response(encode(InputTokens(count)))
 
     async def messages(self, request: Request) -> Response:
@@ -158,7 +207,7 @@ class Generating:
         body = await read_body(request, self._config)
         asked = _read_count_tokens(body)
         with in_terms_of(messages_request.NAMES):
-            count = await self._count(messages_request.chat_request(asked), len(body))
+            count = await self._count(request, messages_request.chat_request(asked), len(body))
         return json_response(encode(TokenCount(count)))
 
     # ---- helpers
@@ -166,7 +215,7 @@ class Generating:
     def _check_room(self, request: Request) -> None:
         """Before anything is made of a request: whether it would be let in, as far as that can be told."""
         self._mesh.check_room()
-        self._quotas.check(_key(request))
+        self._quotas.check(key_of(request))
 
     async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
         """``budget_is_advice``: a budget of reasoning that cannot be kept is no reason to refuse."""
@@ -184,29 +233,36 @@ class Generating:
             thinking = turn_format.thinking(prompt.text, model.tokenizer)
             params = msgspec.structs.replace(params, thinking=thinking)
         grammar = turn_format.grammar(prompt.text, model.tokenizer)
+        not_enforced: Sequence[str] = ()
         if grammar is not None:
-            params = await self._with_grammar(params, grammar, turn_format.grammar_param)
-        return Chat(wanted, turn_format, model, params, prompt)
+            param, places = turn_format.grammar_param, turn_format.grammar_places
+            params, not_enforced = await self._with_grammar(params, grammar, param, places)
+        return Chat(wanted, turn_format, model, params, prompt, not_enforced)
 
-    async def _count(self, wanted: ChatRequest, size: int) -> int:
+    async def _count(self, request: Request, wanted: ChatRequest, size: int) -> int:
         """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         self._keep_tools_out(wanted)
-        return await run_sized(lambda: num_prompt_tokens(wanted, model), size)
+        with self._quotas.counting(key_of(request)) as booked:
+            booked.tokens = await run_sized(lambda: num_prompt_tokens(wanted, model), size)
+        return booked.tokens
 
     def _keep_tools_out(self, wanted: ChatRequest) -> None:
         """Of a prompt whose answer may not call them, if that is wanted."""
         if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
             wanted.tools = None
 
-    async def _with_grammar(self, params: SamplingParams, text: str, param: str) -> SamplingParams:
-        await self._grammars.check(text, param)
-        return msgspec.structs.replace(params, grammar=text)
+    async def _with_grammar(
+        self, params: SamplingParams, text: str, param: str, places: Mapping[str, str]
+    ) -> tuple[SamplingParams, Sequence[str]]:
+        """Parameters with a grammar, and what of it is not enforced."""
+        checked = await self._grammars.check(text, param, places)
+        return msgspec.structs.replace(params, grammar=checked.text), checked.remarks(places)
 
     async def _answer(self, request: Request, prefix: str, chat: Chat, shape: Shape) -> Response:
         return await self._generate(
-            request, prefix, chat.wanted, chat.params, [chat.prompt], chat.model, shape
+            request, prefix, chat.wanted, chat.params, [chat.prompt], chat.model, shape, chat.not_enforced
         )
 
     async def _generate(
@@ -218,11 +274,13 @@ class Generating:
         prompts: list[PromptText],
         model: TextModel,
         shape: Shape,
+        not_enforced: Sequence[str] = (),
     ) -> Response:
-        client_id = request_id(request, wanted)
+        client_id = request.state.request_id = request_id(request, wanted)
+        REQUEST.set(client_id)
         if self._config.enable_force_include_usage and wanted.stream:
             wanted.stream_options = wanted.stream_options or StreamOptions()
-            wanted.stream_options.include_usage = True
+            wanted.stream_options.include_usage = wanted.stream_options.continuous_usage_stats = True
         id = prefix + client_id
         arrival = request.state.arrival
         given = request.headers.get("traceparent")
@@ -233,10 +291,14 @@ class Generating:
         except Exception as error:
             trace.end_with(error)
             raise
-        request.state.request_id = client_id
+        response: Response
         if wanted.stream:
-            return EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
-        return json_response(await whole_answer(call, request.receive))
+            response = EventStream(call, keep_alive=self._config.sse_keep_alive_interval)
+        else:
+            response = json_response(await whole_answer(call, request.receive))
+        if not_enforced:
+            response.headers[NOT_ENFORCED] = printable("; ".join(not_enforced), MOST_REMARKS)
+        return response
 
     def _call(
         self,
@@ -251,8 +313,8 @@ class Generating:
     ) -> Call:
         """A request that is let in."""
         samples = make_samples(
-            id, wanted, params, prompts, model, pinned_rank(request), self._chance, session(request, wanted),
-            trace.traceparent,
+            id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
+            session(request, wanted), trace.traceparent,
         )  # fmt: skip
         timeout = deadline(request, wanted)
         answer = shape(
@@ -271,15 +333,9 @@ class Generating:
             answer,
             arrival=request.state.arrival,
             timeout=timeout,
-            lease=self._quotas.admit(_key(request), sum(len(prompt.ids) for prompt in prompts)),
+            lease=self._quotas.admit(key_of(request), sum(len(prompt.ids) for prompt in prompts)),
             trace=trace,
         )
-
-
-def _key(request: Request) -> int:
-    """Number of the key that was presented; 0 where there are none."""
-    key: int = getattr(request.state, "key", 0)
-    return key
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:

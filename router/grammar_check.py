@@ -1,69 +1,130 @@
 """Grammars are tried before a request goes to an instance, so that a wrong one is answered at once.
 
-Without a tokenizer this is quick; what only a tokenizer shows, the instance refuses.
+Without a tokenizer this is quick; what only a tokenizer shows, the instance refuses. JSON schemas that say
+more than can be enforced are cut down to what can (:mod:`router.schema_support`), unless they are strict.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from engine.deep_thread import DeepThread
 from engine.grammar import first_line
 from router.errors import ApiError, bad_request
+from router.schema_support import Trial, supported, where_wrong
+from router.structured import text_of
+
+logger = logging.getLogger(__name__)
 
 MOST_KEPT = 512
 MOST_KEPT_CHARACTERS = 4 << 20
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
 
+Places = Mapping[str, str]
+"""What a client calls each grammar of an answer, such as ``tools[3] ("draw")``."""
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """A grammar as instances take it, or why none can."""
+
+    text: str
+    problem: str = ""
+    culprit: str = ""
+    """The name of the grammar that is wrong, if it is one of several."""
+    unenforced: Mapping[str, list[str]] = {}
+    """Per grammar, the JSON paths of what answers need not follow."""
+
+    def remarks(self, places: Places) -> list[str]:
+        """What is not enforced, in the client's terms."""
+        return [
+            f"{places.get(name, name)} {', '.join(paths)}".strip() for name, paths in self.unenforced.items()
+        ]
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.text) + sum(len(path) for paths in self.unenforced.values() for path in paths)
+
 
 class GrammarCheck:
     """Remembers what it has checked lately."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, str] = OrderedDict()
-        """What is wrong with each, empty if nothing is."""
+        self._kept: OrderedDict[str, Checked] = OrderedDict()
         self._characters = 0
         self._thread = DeepThread("grammars")
 
     def __repr__(self) -> str:
         return f"<GrammarCheck of {len(self._kept)}>"
 
-    async def check(self, text: str, param: str) -> None:
-        """
+    async def check(self, text: str, param: str, places: Places | None = None) -> Checked:
+        """The grammar as instances are to take it.
+
         Raises:
             ApiError: the grammar is wrong (400), there is no library for any (501), or too many wait (503).
         """
-        problem = self._kept.get(text)
-        if problem is None:
+        checked = self._kept.get(text)
+        if checked is None:
             if self._thread.num_waiting >= MOST_WAITING:
                 raise ApiError(503, "Too many grammars wait to be checked.", headers={"retry-after": "1"})
-            problem = await asyncio.wrap_future(self._thread.submit(lambda: problem_with(text)))
-            self._keep(text, problem)
+            checked = await asyncio.wrap_future(self._thread.submit(lambda: checked_grammar(text)))
+            self._keep(text, checked)
+            if checked.unenforced:
+                logger.info("not enforced: %s", "; ".join(checked.remarks(places or {})))
         else:
             self._kept.move_to_end(text)
-        if problem:
-            raise bad_request(f"{param}: {problem}", param)
+        if checked.problem:
+            raise bad_request(f"{(places or {}).get(checked.culprit, param)}: {checked.problem}", param)
+        return checked
 
-    def _keep(self, text: str, problem: str) -> None:
+    def _keep(self, text: str, checked: Checked) -> None:
         if text not in self._kept:
-            self._characters += len(text)
-        self._kept[text] = problem
+            self._characters += len(text) + checked.size
+        self._kept[text] = checked
         while len(self._kept) > MOST_KEPT or self._characters > MOST_KEPT_CHARACTERS:
-            oldest, _ = self._kept.popitem(last=False)
-            self._characters -= len(oldest)
+            oldest, gone = self._kept.popitem(last=False)
+            self._characters -= len(oldest) + gone.size
+
+
+def checked_grammar(text: str) -> Checked:
+    """Try a grammar; if the library does not take it as it is, each of its schemas alone."""
+    problem, messages = _tried(text)
+    if not (problem or messages):
+        return Checked(text)
+    grammars = json.loads(text)["grammars"]
+    unenforced: dict[str, list[str]] = {}
+    for grammar in grammars:
+        body = grammar.get("json_schema")
+        if body is None:
+            continue
+        options = body.pop("x-guidance", {})
+        found = supported(body, _trial(options | {"lenient": False}))
+        if found.unenforced and not options.get("lenient"):
+            return Checked(text, _not_enforceable(found.unenforced), grammar["name"])
+        if wrong := _trial(options)(found.schema):
+            place = where_wrong(found.schema, _trial(options))
+            return Checked(text, wrong if place == "$" else f"{place}: {wrong}", grammar["name"])
+        if found.unenforced:
+            unenforced[grammar["name"]] = found.unenforced
+        grammar["json_schema"] = found.schema | {"x-guidance": options}
+    settled = text_of({grammar.pop("name"): grammar for grammar in grammars})
+    problem, messages = _tried(settled)
+    if messages and not problem:
+        unenforced[""] = [first_line(message) for message in messages]
+    return Checked(settled, problem, unenforced=unenforced)
 
 
 def problem_with(text: str) -> str:
     """What is wrong with a grammar, empty if nothing is."""
-    try:
-        from llguidance import LLMatcher, LLParserLimits
-    except ImportError as error:
-        raise ApiError(501, f"Structured outputs need the package llguidance: {error}.") from error
-    limits = LLParserLimits(verbose_errors=False)
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
-    return summary(messages[0]) if is_wrong and messages else ""
+    return checked_grammar(text).problem
 
 
 def summary(message: str) -> str:
@@ -72,3 +133,28 @@ def summary(message: str) -> str:
     lines = [line.strip() for line in message.strip().splitlines()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     return " ".join(filter(None, [first_line(message), reason]))
+
+
+def _tried(text: str) -> tuple[str, list[str]]:
+    """What is wrong with a grammar, and all messages of the library about it."""
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ImportError as error:
+        raise ApiError(501, f"Structured outputs need the package llguidance: {error}.") from error
+    limits = LLParserLimits(verbose_errors=False)
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+    return (summary(messages[0]) if is_wrong and messages else ""), list(messages)
+
+
+def _trial(options: Mapping[str, Any]) -> Trial:
+    def trial(schema: Any) -> str:
+        if not isinstance(schema, dict):
+            return ""
+        return _tried(text_of({"tried": {"json_schema": {**schema, "x-guidance": options}}}))[0]
+
+    return trial
+
+
+def _not_enforceable(paths: list[str]) -> str:
+    places = ", ".join(paths)
+    return f"{places} cannot be enforced, and the schema is strict: leave it out, or do not set strict."

@@ -1,8 +1,9 @@
-"""What a request says in its headers about how it is to be treated (pure)."""
+"""Headers of requests that say how they are to be treated, and values for those of answers (pure).
+
+A header without a value, as proxies and templates make them, is none.
+"""
 
 from __future__ import annotations
-
-import uuid
 
 from starlette.requests import Request
 
@@ -13,30 +14,41 @@ from router.rules import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
 SESSION_HEADERS = ("x-session-affinity", "x-session-id")
 
 
+def key_of(request: Request) -> int:
+    """Number of the API key that was presented; 0 where there are none."""
+    key: int = getattr(request.state, "key", 0)
+    return key
+
+
 def request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own, from the header or the body, else a new one."""
+    """The client's own, from the header or the body, else the one that it was given at the door."""
     given = request.headers.get("x-request-id")
-    if given is None:
-        return wanted.request_id or uuid.uuid4().hex
+    if not given:
+        at_door: str = request.state.request_id
+        return wanted.request_id or at_door
     if not usable_id(given):
         refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
     return given
 
 
-def pinned_rank(request: Request) -> int | None:
-    """The instance that the client wants."""
+def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
+    """The instance that the client wants, by the header or by a field."""
     given = request.headers.get("x-data-parallel-rank")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+    if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
         refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
-    return int(given)
+    ranks = {int(given) if given else None, wanted.data_parallel_rank, wanted.routed_dp_rank} - {None}
+    if len(ranks) > 1:
+        refuse(
+            "X-data-parallel-rank, data_parallel_rank and routed_dp_rank name several instances.",
+            "data_parallel_rank",
+        )
+    return next(iter(ranks), None)
 
 
 def deadline(request: Request, wanted: GenerationRequest) -> float | None:
     """Seconds that the answer may take: X-Request-Timeout, the field ``timeout``, or the shorter of both."""
     given = request.headers.get("x-request-timeout")
-    if given is None:
+    if not given:
         return wanted.timeout
     try:
         seconds = float(given)
@@ -59,3 +71,9 @@ def session(request: Request, wanted: GenerationRequest) -> str:
         if given:
             return given
     return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
+
+
+def printable(text: str, most: int) -> str:
+    """A text as a header's value: printable ASCII, at most so many characters."""
+    shown = "".join(letter if letter.isprintable() and letter.isascii() else "?" for letter in text)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

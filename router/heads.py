@@ -21,6 +21,10 @@ MOST_HEADERS = 256
 MOST_WAITING = 32
 """Requests of one connection that wait for the answer of an earlier one."""
 
+WHOLE_SERVER = b"*"
+"""What a request is for that is for no path."""
+BLANKS = b" \t"
+"""What may stand around the value of a header, and is no part of it."""
 OFFERS = (b"upgrade", b"http2-settings")
 """Headers of an offer to go on with another protocol, and their names among the options of the connection."""
 
@@ -75,9 +79,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers += 1
         self._count(len(name) + len(value))
         if not self._has_head:  # else it is a trailer, which nobody here reads
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(BLANKS))  # the parser takes off those before it alone
 
     def on_headers_complete(self) -> None:
+        if self.url == WHOLE_SERVER and self.parser.get_method() == b"OPTIONS":
+            self.url = b"/"
         self._num_unread = 0
         self._has_head = True
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":

@@ -25,7 +25,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 OTHER_METHOD = "OTHER"
 NO_HANDLER = "none"
 """Of paths that lead nowhere."""
-WATCHING = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
+WATCHING = frozenset({"/metrics", "/health", "/livez", "/load", "/ping", "/version", "/server_info"})
 """Not counted."""
 
 

@@ -7,7 +7,7 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +20,16 @@ Address = tuple[str, int]
 
 MAX_FRUITLESS = 8
 """Tries of one request in a row without a token before its client is told: it may be what ends instances."""
+
+MAX_NAMED = 8
+"""Requests that a log line names, of those that it is about."""
+
+
+def named(request_ids: Iterable[str]) -> str:
+    """The first of some requests, for a log line; samples of one request have the same id."""
+    each = list(dict.fromkeys(request_ids))
+    more = f" and {len(each) - MAX_NAMED} more" if len(each) > MAX_NAMED else ""
+    return ", ".join(each[:MAX_NAMED]) + more
 
 
 @dataclass

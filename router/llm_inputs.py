@@ -13,7 +13,7 @@ import msgspec
 
 from router.calls import make_samples
 from router.errors import ApiError, refuse
-from router.grammar_check import problem_with
+from router.grammar_check import checked_grammar
 from router.llm_params import SamplingParams, request_of
 from router.mesh import MeshError
 from router.openai_api import ChatRequest, CompletionRequest
@@ -91,10 +91,10 @@ class JobMaker:
         wanted = sampling_params(request, self._model, self._max_logprobs)
         form = form_of(request, StructuredOutputsConfig())
         if form is not None:
-            grammar = text_of({ANSWER: form.body})
-            if problem := problem_with(grammar):
-                refuse(f"{form.param}: {problem}", form.param)
-            wanted = msgspec.structs.replace(wanted, grammar=grammar)
+            checked = checked_grammar(text_of({ANSWER: form.body}))
+            if checked.problem:
+                refuse(f"{form.param}: {checked.problem}", form.param)
+            wanted = msgspec.structs.replace(wanted, grammar=checked.text)
         samples = make_samples(
             request_id, request, wanted, [prompt], self._model, None, self._chance, may_be_cut=True
         )

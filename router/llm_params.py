@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine import sampling
-from engine.sampling import BadParameter
+from engine.sampling import ALL_LOGPROBS, BadParameter
 from router.openai_api import CompletionRequest
 
 WHOLE_OUTPUTS = (None, 0, 2)
@@ -88,8 +88,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 max_tokens=self.max_tokens,
                 min_tokens=self.min_tokens,
-                logprobs=self.logprobs,
-                prompt_logprobs=self.prompt_logprobs,
+                logprobs=None if self.logprobs == ALL_LOGPROBS else self.logprobs,
+                prompt_logprobs=None if self.prompt_logprobs == ALL_LOGPROBS else self.prompt_logprobs,
                 logit_bias=self.logit_bias or {},
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             ).check(vocab_size=sampling.UNBOUNDED, max_logprobs=sampling.UNBOUNDED)

@@ -32,6 +32,17 @@ class Load(msgspec.Struct):
     """Part of the prompt tokens looked up in the prefix cache that were found, since its start."""
 
 
+class OlderLoad(msgspec.Struct):
+    """One instance, as SGLang's /get_load has it."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    """Tokens in the KV cache of requests, a block counted as full, and tokens that wait."""
+    num_pending_tokens: int
+
+
 class Aggregate(msgspec.Struct):
     """All instances together."""
 
@@ -59,6 +70,20 @@ class Loads(msgspec.Struct):
 def loads_of(reports: Mapping[int, Report]) -> list[Load]:
     """By rank."""
     return [_load(rank, report) for rank, report in sorted(reports.items())]
+
+
+def older_loads_of(reports: Mapping[int, Report], block_size: int) -> list[OlderLoad]:
+    """By rank."""
+    return [
+        OlderLoad(
+            dp_rank=rank,
+            num_reqs=report.running + report.waiting,
+            num_waiting_reqs=report.waiting,
+            num_tokens=report.blocks_used * block_size + report.waiting_tokens,
+            num_pending_tokens=report.waiting_tokens,
+        )
+        for rank, report in sorted(reports.items())
+    ]
 
 
 def _load(rank: int, report: Report) -> Load:

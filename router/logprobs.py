@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from engine.messages import TokenLogprobs
+from engine.sampling import ALL_LOGPROBS
 from router.openai_api import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -64,7 +65,7 @@ class LogprobShapes:
         return list(self._tokenizer.token_bytes(token_id))
 
     def _top(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
-        top = zip(entry.top_ids[: self._num_top], entry.top_logprobs, strict=False)
+        top = zip(_first(entry.top_ids, self._num_top), entry.top_logprobs, strict=False)
         return [(token_id, _finite(logprob)) for token_id, logprob in top]
 
     def _top_by_text(self, entry: TokenLogprobs) -> dict[str, float]:
@@ -89,10 +90,14 @@ class LogprobShapes:
         text = self._tokenizer.token_text
         own = PromptLogprob(_finite(entry.logprob), entry.rank, text(entry.token_id))
         found = {entry.token_id: own}
-        top = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+        top = zip(_first(entry.top_ids, num_top), entry.top_logprobs, strict=False)
         for rank, (token_id, logprob) in enumerate(top, start=1):
             found.setdefault(token_id, PromptLogprob(_finite(logprob), rank, text(token_id)))
         return found
+
+
+def _first(ids: Sequence[int], count: int) -> Sequence[int]:
+    return ids if count == ALL_LOGPROBS else ids[:count]
 
 
 def encoded(value: Shape) -> Shape:
@@ -101,9 +106,9 @@ def encoded(value: Shape) -> Shape:
     return cast(Shape, msgspec.Raw(msgspec.json.encode(value)))
 
 
-def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Where in their text each of these tokens begins."""
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """Where in their text, with all special tokens, each of these tokens begins."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     offsets = []
     length = 0
     for token_id in token_ids:

@@ -75,7 +75,7 @@ class Metrics:
         self._epoch = epoch
         self._instances = instances
         self._refused_peers = refused_peers
-        self._block_size = block_size
+        self.block_size = block_size
         self._shelf = shelf
         self._choices = ChoiceCounts(choices)
         self.faults = Faults() if faults is None else faults
@@ -158,7 +158,7 @@ class Metrics:
         for (engine, reason), count in sorted((none | self._success_of_all(others)).items()):
             success.add_metric((model, engine, reason), count)
         yield success
-        yield from of_reports(model, reports, self._block_size())
+        yield from of_reports(model, reports, self.block_size())
         yield from self.http.families(other.http for other in others)
         yield from self._of_mesh(others)
 

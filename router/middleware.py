@@ -13,29 +13,31 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.addresses import is_loopback
+from coordinator.addresses import LOOPBACK_NAMES, is_loopback
+from coordinator.process import REQUEST
 from router import errors
 from router.anthropic_messages import errors as anthropic_errors
 from router.config import HttpConfig
 from router.dashboard.page import open_paths
 from router.errors import ApiError
-from router.paths import without_slash
+from router.paths import without_prefix, without_slash
 from router.refusals import Refusals
 from router.rules import usable_id
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"})
+PROBES = frozenset({"/health", "/ping", "/livez"})
+"""What is asked by whatever name this server has for who watches it; the answers say nothing else."""
+OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"}
 """What needs no key: nothing there costs or changes anything."""
 
 HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
-def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
+def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) -> list[Middleware]:
     """From the outside in: a browser asks what it may do before it presents a key."""
-    found = [Middleware(Slashes)]
-    if config.enable_request_id_headers:
-        found.append(Middleware(RequestIds))
+    found = [Middleware(Slashes), Middleware(RequestIds, tells=config.enable_request_id_headers)]
     if config.allowed_origins:
         found.append(
             Middleware(
@@ -46,19 +48,23 @@ def middleware(config: HttpConfig, refusals: Refusals) -> list[Middleware]:
                 allow_credentials=config.allow_credentials,
             )
         )
+    found.append(Middleware(Options, routes=routes))
     opened = open_paths() if config.dashboard else ()
     if keys := config.keys:
         found.append(Middleware(KeyCheck, keys=keys, refusals=refusals, open_paths=opened))
-    elif is_loopback(config.host):
+    elif config.uds is None and is_loopback(config.host):  # no page reaches a Unix socket
         found.append(Middleware(HostCheck, refusals=refusals))
     return found
 
 
 class RequestIds:
-    """Answers with X-Request-Id: what the handler chose, else the client's own, else a new one."""
+    """Gives each request an id: the client's own, else a new one, unless a handler chooses another. It stands
+    in all log lines about the request, and, where asked for, in the answer's X-Request-Id."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, tells: bool = False) -> None:
+        """``tells``: answers have the header."""
         self._app = app
+        self._tells = tells
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,6 +73,10 @@ class RequestIds:
         state = scope.setdefault("state", {})
         given = Headers(scope=scope).get("x-request-id", "")
         state["request_id"] = given if usable_id(given) else uuid.uuid4().hex
+        REQUEST.set(state["request_id"])
+        if not self._tells:
+            await self._app(scope, receive, send)
+            return
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -75,12 +85,6 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def without_prefix(path: str, prefix: str) -> str:
-    """A path as it is here, whether the proxy in front, whose ``prefix`` it may have, left it in or not."""
-    name = prefix.strip("/")
-    return path.removeprefix(f"/{name}") if name and path.startswith(f"/{name}/") else path
 
 
 class RootPath:
@@ -107,6 +111,34 @@ class Slashes:
         if scope["type"] == "http" and (path := without_slash(scope["path"])) != scope["path"]:
             scope = {**scope, "path": path}
         await self._app(scope, receive, send)
+
+
+class Options:
+    """Answers OPTIONS with the methods of a path, to anybody: so proxies ask whether a server is there
+    (HAProxy: ``OPTIONS /``). Pages that ask what they may do hear it from what allows them something."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        is_asked = scope["type"] == "http" and scope["method"] == "OPTIONS" and not _is_preflight(scope)
+        if is_asked and (methods := self._methods(scope["path"])):
+            app = Response(status_code=204, headers={"allow": ", ".join(sorted(methods))})
+        await app(scope, receive, send)
+
+    def _methods(self, path: str) -> set[str]:
+        """Empty for a path that does not exist."""
+        found = {"OPTIONS"} if path == "/" else set()
+        for route in self._routes:
+            if route.path_regex.match(path):
+                found |= {"OPTIONS", *(route.methods or ())}
+        return found
+
+
+def _is_preflight(scope: Scope) -> bool:
+    return any(name == b"access-control-request-method" for name, _ in scope["headers"])
 
 
 class KeyCheck:
@@ -147,7 +179,8 @@ class KeyCheck:
 
 
 class HostCheck:
-    """For loopback without keys: lets in who asks for this machine, and not for some site."""
+    """For loopback without keys: lets in who asks for this machine, and not for some site. Probes may ask for
+    any."""
 
     def __init__(self, app: ASGIApp, refusals: Refusals) -> None:
         self._app = app
@@ -155,7 +188,8 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and (host := foreign_host(scope)) is not None:
+        is_guarded = scope["type"] == "http" and scope["path"] not in PROBES
+        if is_guarded and (host := foreign_host(scope)) is not None:
             message = (
                 f"Without --api-key this server answers for localhost and for addresses, not for {host!r}: "
                 "give it a key, or have the proxy in front of it say Host: localhost."
@@ -183,8 +217,8 @@ def _is_here(value: bytes) -> bool:
         return False
     host = match["ipv6"] or match["name"] or "localhost"
     name = host.lower().rstrip(".")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True  # browsers never look these names up
+    if name in LOOPBACK_NAMES or name.endswith(".localhost"):
+        return True  # no site can have these names
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -54,7 +54,8 @@ class MoreFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Int, float] | None = None
+    logit_bias: dict[Int | str, float] | None = None
+    """By token id; JSON has them as text."""
     bad_words: list[str] | None = None
     thinking_token_budget: Int | None = None
     """Most tokens of reasoning; -1: no limit."""
@@ -69,6 +70,9 @@ class MoreFields(msgspec.Struct, kw_only=True):
     """Requests of one session go to the same instance while that costs little."""
     prompt_cache_key: str | None = None
     """OpenAI's name for the like; ``session_id`` wins."""
+    data_parallel_rank: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    """The instance to use, under both of SGLang's names."""
+    routed_dp_rank: Annotated[int, Meta(ge=0, le=MOST)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     """The older names of ``structured_outputs``."""
@@ -85,16 +89,23 @@ class MoreFields(msgspec.Struct, kw_only=True):
     logprob_token_ids: Any = None
     use_beam_search: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     repetition_detection: Any = None
     vllm_xargs: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
+    moderation: Any = None
     custom_logit_processor: Any = None
     stop_regex: Any = None
-    """SGLang's names, as the next five."""
+    """SGLang's names, as the rest."""
     no_stop_trim: Any = None
     min_new_tokens: Any = None
     input_ids: Any = None
     lora_path: Any = None
+    session_params: Any = None
     return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    separate_reasoning: bool | None = None
 
 
 class GenerationRequest(MoreFields, kw_only=True):
@@ -141,8 +152,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    verbosity: str | None = None
+    prompt_token_ids: Any = None
     functions: Any = None
-    """What tools were before; refused, as the next three where they ask for more than text."""
+    """What tools were before; refused, as the next four where they ask for more than text."""
+    function_call: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -223,12 +237,12 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
-    """Of a whole answer and of a chunk alike."""
+    """Of a whole answer and, without ``prompt_logprobs``, of a chunk."""
 
     index: int
     text: str
@@ -236,8 +250,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
@@ -248,6 +262,10 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    """Null in whole answers, as vLLM has it; so are the next two."""
+    system_fingerprint: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 class FunctionCall(msgspec.Struct):
@@ -267,7 +285,10 @@ class AssistantMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    reasoning: str | UnsetType = UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
     """The same under the name that it had before."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -279,7 +300,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -288,8 +309,11 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
 class ToolCallDelta(msgspec.Struct):
@@ -315,7 +339,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -324,7 +348,7 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class TokenizeAnswer(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 
 from router.anthropic_messages import wire as messages
 from router.errors import ErrorBody
-from router.loads import Loads, ServerLoad
+from router.loads import Loads, OlderLoad, ServerLoad
 from router.openai_api import (
     ChatCompletion,
     ChatRequest,
@@ -44,6 +44,9 @@ class Operation(msgspec.Struct, frozen=True):
 OPERATIONS = [
     Operation("post", "/v1/completions", "Text to text", CompletionRequest, Completion, True),
     Operation("post", "/v1/chat/completions", "Messages to a message", ChatRequest, ChatCompletion, True),
+    Operation(
+        "post", "/invocations", "Either of the two, by its fields", ChatRequest, ChatCompletion, True
+    ),
     Operation("post", "/v1/responses", "The same as a response", ResponsesRequest, ResponseObject, True),
     Operation(
         "post", "/v1/responses/input_tokens", "Tokens of such a request", ResponsesRequest, InputTokens
@@ -63,13 +66,15 @@ OPERATIONS = [
     Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
     Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
     Operation("get", "/v1/loads", "What each instance has to do", None, Loads),
+    Operation("get", "/get_load", "The same, as SGLang had it before", None, OlderLoad),
     Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest, TokenizeAnswer),
     Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeAnswer),
     Operation("get", "/tokenizer_info", "tokenizer_config.json"),
     Operation("get", "/load", "Requests being generated for", None, ServerLoad, is_open=True),
     Operation("get", "/health", "200 while an instance is ready", is_open=True),
-    Operation("get", "/ping", "The same", is_open=True),
-    Operation("post", "/ping", "The same", is_open=True),
+    Operation("get", "/livez", "200 while this router answers at all", is_open=True),
+    Operation("get", "/ping", "The same as /health", is_open=True),
+    Operation("post", "/ping", "The same as /health", is_open=True),
     Operation("get", "/version", "The version of Lockstep", is_open=True),
     Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
     Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
@@ -79,8 +84,8 @@ OPERATIONS = [
 
 
 @functools.cache
-def document(version: str, *, with_keys: bool) -> bytes:
-    """The document as JSON. ``with_keys``: clients must present one."""
+def document(version: str, *, with_keys: bool, prefix: str = "") -> bytes:
+    """The document as JSON. ``with_keys``: clients must present one; ``prefix``: stands before each path."""
     structs = list({struct for op in OPERATIONS for struct in (op.body, op.answer) if struct} | {ErrorBody})
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     reference = dict(zip(structs, schemas, strict=True))
@@ -92,6 +97,7 @@ def document(version: str, *, with_keys: bool) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "Lockstep", "version": version},
+            "servers": [{"url": prefix or "/"}],
             "paths": paths,
             "components": {"schemas": components} | ({"securitySchemes": schemes} if with_keys else {}),
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.sampling import MAX_BAD_WORDS, MOST_BIAS, BadParameter, SamplingParams
+from engine.sampling import ALL_LOGPROBS, MAX_BAD_WORDS, MOST_BIAS, BadParameter, SamplingParams
 from router.errors import bad_request, in_terms_of, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.prompts import PromptText, too_long
@@ -19,6 +20,9 @@ MIN_TEMPERATURE = 0.01
 """Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
 RANDOM_SEED = -1
 """Stands for no seed, as in vLLM."""
+TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
+MAX_NAMED = 8
+"""Keys at most that an error names."""
 MAX_STOP_CHARACTERS = 8000
 """Of all stop strings together, and of all bad words."""
 
@@ -29,11 +33,11 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
     is_chat = isinstance(request, ChatRequest)
     temperature = float(_first(request.temperature, given.get("temperature"), 1.0))
     vocab_size = model.served.vocab_size
+    max_logprobs = vocab_size if max_logprobs == ALL_LOGPROBS else max_logprobs
     if len(request.allowed_token_ids or ()) > vocab_size:
         refuse(
             f"allowed_token_ids names more than the {vocab_size} tokens that there are.", "allowed_token_ids"
         )
-    biases = request.logit_bias or {}  # beyond the bounds they are brought to them, as in vLLM
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     params = SamplingParams(
         n=_first(request.n, 1),
@@ -50,9 +54,9 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
         ignore_eos=request.ignore_eos is True,
         max_tokens=wanted_tokens(request),
         min_tokens=_first(request.min_tokens, 0),
-        logprobs=_chat_logprobs(request) if isinstance(request, ChatRequest) else _logprobs(request),
-        prompt_logprobs=request.prompt_logprobs,
-        logit_bias={token: min(MOST_BIAS, max(-MOST_BIAS, bias)) for token, bias in biases.items()},
+        logprobs=_number(_logprobs(request), vocab_size, max_logprobs, _name_of_logprobs(request)),
+        prompt_logprobs=_number(request.prompt_logprobs, vocab_size, max_logprobs, "prompt_logprobs"),
+        logit_bias=_biases(request.logit_bias or {}),
         bad_words=_bad_words(request.bad_words or (), model.tokenizer),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output is True,
@@ -75,12 +79,12 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
 def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
     """How many tokens to generate: as asked, or as many as the default and the context allow."""
     room = model.served.max_model_len - len(prompt.ids)
-    if params.max_tokens is not None:
-        if params.max_tokens > room:
-            raise too_long(len(prompt.ids), params.max_tokens, request, model)
-        return params.max_tokens
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise too_long(len(prompt.ids), params.max_tokens, request, model)
+    most = room if model.most_tokens is None else min(room, model.most_tokens)
     default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
-    count = min(room, int(default)) if default else room
+    wanted = params.max_tokens if params.max_tokens is not None else default
+    count = most if wanted is None else min(most, int(wanted))
     if params.min_tokens > count:
         refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
     return count
@@ -104,13 +108,36 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     return (*ids[: len(bare)], *inside)
 
 
+def _biases(given: Mapping[int | str, float]) -> dict[int, float]:
+    """By token id; biases beyond the bounds are brought to them, as in vLLM."""
+    if wrong := [str(key) for key in given if not TOKEN_ID.fullmatch(str(key))]:
+        named = ", ".join(repr(key[:40]) for key in wrong[:MAX_NAMED])
+        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        refuse(f"logit_bias must have token ids as its keys, got {named}{more}.", "logit_bias")
+    return {int(key): min(MOST_BIAS, max(-MOST_BIAS, bias)) for key, bias in given.items()}
+
+
 def _logprobs(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
     assert isinstance(request, CompletionRequest)
     return request.logprobs
 
 
-def _chat_logprobs(request: ChatRequest) -> int | None:
-    return (request.top_logprobs or 0) if request.logprobs else None
+def _name_of_logprobs(request: GenerationRequest) -> str:
+    return "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+
+
+def _number(wanted: int | None, vocab_size: int, max_logprobs: int, name: str) -> int | None:
+    """How many log-probabilities of a token are wanted, where they may be those of all tokens."""
+    if wanted != ALL_LOGPROBS:
+        return wanted
+    if max_logprobs < vocab_size:
+        refuse(
+            f"{name} -1 asks for all {vocab_size} tokens, --max-logprobs allows {max_logprobs} (-1: all).",
+            name,
+        )
+    return vocab_size
 
 
 def _first(*values: Any) -> Any:

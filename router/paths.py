@@ -26,6 +26,18 @@ MAX_COMPARED = 100
 """Characters of a path that is compared with others: the time grows with their square."""
 
 
+def prefix_of(root_path: str) -> str:
+    """What ``--root-path`` puts before each path: empty, or with a slash at its beginning alone."""
+    name = root_path.strip("/")
+    return f"/{name}" if name else ""
+
+
+def without_prefix(path: str, root_path: str) -> str:
+    """A path as it is here, whether the proxy in front left its prefix in or not."""
+    prefix = prefix_of(root_path)
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
+
+
 def without_slash(path: str) -> str:
     """A path as it is known here: a slash at its end means nothing."""
     return path[:-1] if len(path) > 1 and path.endswith("/") else path
@@ -40,13 +52,11 @@ def meant(path: str) -> str | None:
     return next(iter(difflib.get_close_matches(path.lower(), KNOWN, n=1, cutoff=LIKENESS)), None)
 
 
-def not_there(path: str) -> str:
-    """What to say about a path that does not exist."""
+def not_there(path: str, prefix: str = "") -> str:
+    """What to say about a path that does not exist, to who finds all of them behind a ``prefix``."""
+    listed = f"GET {prefix}/openapi.json lists what it has."
     if NOT_BUILT.fullmatch(path):
-        return (
-            f"This server has no {path}: it serves a model that generates text. "
-            "GET /openapi.json lists what it has."
-        )
+        return f"This server has no {prefix}{path}: it serves a model that generates text. {listed}"
     if (found := meant(path)) is not None:
-        return f"This server has no {path}: did you mean {found}?"
-    return f"This server has no {path}. GET /openapi.json lists what it has."
+        return f"This server has no {prefix}{path}: did you mean {prefix}{found}?"
+    return f"This server has no {prefix}{path}. {listed}"

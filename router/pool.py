@@ -205,6 +205,8 @@ class Pool:
         self.index = PrefixIndex()
         self._trust: dict[int, Trust] = {}
         """By rank, also of ranks that are away."""
+        self._size = 0
+        """Instances that the mesh starts with, as far as is known."""
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
@@ -217,6 +219,11 @@ class Pool:
 
     def with_rank(self, rank: int) -> Instance | None:
         return next((instance for instance in self if instance.rank == rank), None)
+
+    def expects(self, rank: int) -> bool:
+        """Whether an instance of this rank, which is not here, is one that the mesh starts with, or was lost
+        lately."""
+        return rank < self._size or rank in self._trust
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
         """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
@@ -243,6 +250,7 @@ class Pool:
         """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
         unless the coordinator has just started and may not know of it yet; but a rank that another instance
         has by now is lost to its old holder in any case."""
+        self._size = view.size or 0
         members = {member.instance: member for member in view.members if member.address}
         taken = {member.rank: member.instance for member in view.members}
         missing = [

@@ -77,6 +77,15 @@ def ignored_when_headless(config: ServeConfig) -> list[str]:
     return [field.long_name for field, _ in changed(config) if field.path[0] in OF_FRONT_ENDS]
 
 
+def ignored_with_uds(config: ServeConfig) -> list[str]:
+    """Flags given in vain: those of an address, where the endpoint is at a path."""
+    if config.http.uds is None:
+        return []
+    return [
+        field.long_name for field, _ in changed(config) if field.path in (("http", "host"), ("http", "port"))
+    ]
+
+
 def machine_of(config: ServeConfig) -> Machine:
     """What there is for instances here."""
     device = config.engine.device

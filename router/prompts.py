@@ -9,7 +9,6 @@ from router.errors import ApiError, bad_request, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from router.rules import check_messages, check_template_fields, name_of_prompt, wanted_tokens
 from router.text_model import TextModel
-from router.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
@@ -51,26 +50,20 @@ def completion_prompts(request: CompletionRequest, model: TextModel) -> list[Pro
 def _from_text(request: CompletionRequest, text: str, model: TextModel) -> PromptText:
     if not text:
         refuse("The prompt is empty.", "prompt")
-    _check_length(text, request, model)
-    add_special_tokens = request.add_special_tokens is not False
-    offsets = None
-    if request.echo and request.logprobs is not None:
-        ids, offsets = model.tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
-    else:
-        ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    kept = _fit(ids, request, model)
+    tokenizer, adds = model.tokenizer, request.add_special_tokens is not False
+    limit = _limit(tokenizer.fewest_tokens(text), request, model, at_least="at least ")
+    ids = _encode(text, limit, request, model, add_special_tokens=adds)
+    kept = _fit(ids, limit, request, model)
     if len(kept) < len(ids):
-        return PromptText(kept, _decode(kept, request, model.tokenizer))
-    return PromptText(kept, text, offsets)
+        return PromptText(kept, tokenizer.decode(kept))
+    if request.echo and request.logprobs is not None:
+        return PromptText(kept, text, tokenizer.encode_with_offsets(text, add_special_tokens=adds)[1])
+    return PromptText(kept, text)
 
 
 def _from_ids(request: CompletionRequest, ids: list[int], model: TextModel) -> PromptText:
-    kept = _fit(ids, request, model)
-    return PromptText(kept, _decode(kept, request, model.tokenizer) if request.echo else "")
-
-
-def _decode(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens is not False)
+    kept = _fit(ids, _limit(len(ids), request, model), request, model)
+    return PromptText(kept, model.tokenizer.decode(kept) if request.echo else "")
 
 
 def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
@@ -78,18 +71,17 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
     if len(request.messages) > model.served.max_model_len:
         refuse("There are more messages than the model's context can hold.", "messages")
     text = render_chat(request, model)
-    _check_length(text, request, model)
-    return PromptText(_fit(_chat_ids(text, request, model), request, model), text)
-
-
-def _chat_ids(text: str, request: ChatRequest, model: TextModel) -> list[int]:
-    """A template writes special tokens itself."""
-    return model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True)
+    limit = _limit(model.tokenizer.fewest_tokens(text), request, model, at_least="at least ")
+    adds = request.add_special_tokens is True  # a template writes special tokens itself
+    ids = _encode(text, limit, request, model, add_special_tokens=adds)
+    return PromptText(_fit(ids, limit, request, model), text)
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
-    """How many tokens a conversation is, also where they are more than the model takes."""
-    return len(_chat_ids(render_chat(request, model), request, model))
+    """How many tokens a conversation is, also where they are somewhat more than the model takes."""
+    text = render_chat(request, model)
+    _check_countable(text, "messages", model)
+    return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
 
 
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:
@@ -99,6 +91,8 @@ def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
         thinks = effort != "none"  # templates that switch thinking off go by one of two names
         variables |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if isinstance(request, ChatRequest) and request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     variables |= request.chat_template_kwargs or {}
     documents = None
     if isinstance(request, ChatRequest):
@@ -123,41 +117,67 @@ def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, b
     if (request.prompt is None) == (request.messages is None):
         refuse("give either prompt or messages.", "prompt")
     if request.prompt is not None:
+        _check_countable(request.prompt, "prompt", model)
         return request.prompt, request.add_special_tokens is not False
     check_messages(request.messages or [])
     check_template_fields(request)
-    return render_chat(request, model), request.add_special_tokens is True
+    text = render_chat(request, model)
+    _check_countable(text, "messages", model)
+    return text, request.add_special_tokens is True
 
 
-def _fit(ids: list[int], request: GenerationRequest, model: TextModel) -> list[int]:
-    """The prompt, truncated if the request says so; it must leave room and have known tokens only."""
+def _limit(
+    num_tokens: int, request: GenerationRequest, model: TextModel, *, at_least: str = ""
+) -> int | None:
+    """Tokens that a prompt of ``num_tokens`` is truncated to; None if it is to be whole.
+
+    Raises:
+        ApiError: the limit is none, or a whole prompt is too long.
+    """
     context = model.served.max_model_len
     limit = request.truncate_prompt_tokens
-    if limit == -1:
-        wanted = max(1, wanted_tokens(request) or 0)
-        if wanted >= context:
-            raise too_long(len(ids), wanted, request, model)
-        limit = context - wanted
+    wanted = max(1, wanted_tokens(request) or 0)
+    if (limit is None and num_tokens >= context) or (limit == -1 and wanted >= context):
+        raise too_long(num_tokens, wanted, request, model, at_least=at_least)
+    if limit is not None and limit > context:
+        refuse(
+            f"truncate_prompt_tokens ({limit}) exceeds the context length ({context}).",
+            "truncate_prompt_tokens",
+        )
+    return context - wanted if limit == -1 else limit
+
+
+def _encode(
+    text: str, limit: int | None, request: GenerationRequest, model: TextModel, *, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of a text, or of the part of it that truncation leaves, and a little more."""
+    if limit is None:
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    from_end = request.truncation_side != "right"
+    return model.tokenizer.encode_part(text, limit, from_end=from_end, add_special_tokens=add_special_tokens)
+
+
+def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: TextModel) -> list[int]:
+    """The prompt, truncated if the request says so; it must leave room and have known tokens only."""
     if limit is not None:
-        if limit > context:
-            refuse(
-                f"truncate_prompt_tokens ({limit}) exceeds the context length ({context}).",
-                "truncate_prompt_tokens",
-            )
-        ids = ids[: max(0, limit)] if request.truncation_side == "right" else ids[max(0, len(ids) - limit) :]
+        ids = ids[:limit] if request.truncation_side == "right" else ids[max(0, len(ids) - limit) :]
     if not ids:
         refuse("The prompt is empty.", name_of_prompt(request))
-    if len(ids) >= context:
+    if len(ids) >= model.served.max_model_len:
         raise too_long(len(ids), max(1, wanted_tokens(request) or 0), request, model)
     check_vocabulary(ids, model, name_of_prompt(request))
     return ids
 
 
-def _check_length(text: str, request: GenerationRequest, model: TextModel) -> None:
-    """Refuse a text that is far too long before time is spent on its tokens."""
-    fewest = model.tokenizer.fewest_tokens(text)
-    if request.truncate_prompt_tokens is None and fewest >= model.served.max_model_len:
-        raise too_long(fewest, max(1, wanted_tokens(request) or 0), request, model, at_least="at least ")
+def _check_countable(text: str, param: str, model: TextModel) -> None:
+    """Refuse a text that is far longer than any prompt before time is spent on its tokens."""
+    fewest, context = model.tokenizer.fewest_tokens(text), model.served.max_model_len
+    if fewest >= context:
+        refuse(
+            f"This model's maximum context length is {context} tokens, and the length of {param} is at least "
+            f"{fewest}: so many are not counted. Please reduce the length of the {param}.",
+            param,
+        )
 
 
 def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
@@ -165,7 +185,7 @@ def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
     vocab_size = model.served.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
-        refuse(f"Token id {wrong} is out of the vocabulary of {vocab_size} tokens.", param)
+        refuse(f"Token id {wrong} is out of vocabulary, which has {vocab_size} tokens.", param)
 
 
 def too_long(

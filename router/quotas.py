@@ -2,8 +2,9 @@
 
 Each key has two buckets that fill up steadily and hold a minute's worth. A request takes one from the first
 and its prompt's tokens from the second when it comes, and the tokens that it generated when it ends, which
-may leave a debt to wait for. Front ends of one endpoint share the accounts through a small piece of memory,
-so a key has its quota once however many there are.
+may leave a debt to wait for. A request that only counts or converts tokens takes them when it ends. Front
+ends of one endpoint share the accounts through a small piece of memory, so a key has its quota once however
+many there are.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ def _fill_up(limits: KeyLimits, account: Account, now: float) -> None:
     account.tokens = min(most_tokens, account.tokens + passed * most_tokens)
 
 
+class Booked(msgspec.Struct):
+    """Tokens of a request that generates none."""
+
+    tokens: int = 0
+
+
 class Lease:
     """One request that was let in; :meth:`end` when it has ended, however."""
 
@@ -160,6 +167,22 @@ class Quotas:
                 self._numbers[key * self._width + 3 + self._front_end] += 1
                 return Lease(self, key, prompt_tokens)
         raise _too_many(refusal)
+
+    @contextlib.contextmanager
+    def counting(self, key: int) -> Iterator[Booked]:
+        """Around a request that only counts or converts tokens: they are booked when it ends.
+
+        Raises:
+            ApiError: the key has used up its quota (429).
+        """
+        lease, booked = self.admit(key, 0), Booked()
+        is_refused = True
+        try:
+            yield booked
+            is_refused = False
+        finally:
+            if lease is not None:
+                lease.end(booked.tokens, refused=is_refused)
 
     def check(self, key: int) -> None:
         """Whether a request with an empty prompt would be let in; books nothing.

@@ -18,8 +18,12 @@ UNSUPPORTED = {
     "logprob_token_ids": "",
     "use_beam_search": "",
     "kv_transfer_params": "",
+    "ec_transfer_params": "",
     "repetition_detection": "",
     "vllm_xargs": "",
+    "watermarking": "",
+    "return_prompt_text": "ask for return_token_ids",
+    "moderation": "nothing here looks at what texts are about",
     "custom_logit_processor": "",
     "suffix": "",
     "prompt_embeds": "",
@@ -27,8 +31,11 @@ UNSUPPORTED = {
     "no_stop_trim": "use include_stop_str_in_output",
     "min_new_tokens": "use min_tokens",
     "input_ids": "send token ids as the prompt of /v1/completions",
+    "prompt_token_ids": "send token ids as the prompt of /v1/completions",
     "lora_path": "",
+    "session_params": "send the whole conversation",
     "return_hidden_states": "",
+    "return_routed_experts": "",
     "audio": "answers are text",
 }
 """Refused when set to anything that would matter, with what to use instead."""
@@ -58,6 +65,10 @@ def check_chat(request: ChatRequest) -> None:
         refuse("top_logprobs needs logprobs to be true.", "top_logprobs")
     if wanted_tokens(request) == 0:
         refuse("at least one token must be generated.", name_of_max_tokens(request))
+    if request.separate_reasoning is False:
+        refuse("separate_reasoning false is not supported: join reasoning and content.", "separate_reasoning")
+    if request.function_call not in (None, "none", "auto"):
+        refuse("function_call is not supported: use tool_choice.", "function_call")
     if request.functions:
         refuse("functions is not supported: name them in tools.", "functions")
     if request.modalities not in (None, [], ["text"]):
@@ -97,6 +108,10 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             refuse(f"messages[{index}].role must be a string.", "messages")
+        if message.get("function_call"):
+            refuse(f"messages[{index}].function_call is not supported: use tool_calls.", "messages")
+        if message["role"] == "function":
+            refuse(f"messages[{index}].role function is not supported: use tool.", "messages")
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             refuse(f"messages[{index}].tool_calls must be a list.", "messages")
@@ -126,6 +141,10 @@ def check_template_fields(request: ChatRequest | TokenizeRequest) -> None:
             refuse(f"tools[{index}].type must be 'function'.", "tools")
         if not isinstance(function.get("parameters") or {}, dict):
             refuse(f"tools[{index}].function.parameters must be a JSON schema.", "tools")
+        if tool.get("defer_loading") or function.get("defer_loading"):
+            refuse(
+                f"tools[{index}].defer_loading is not supported: name tools when they are needed.", "tools"
+            )
 
 
 def _check_tools(request: ChatRequest) -> None:

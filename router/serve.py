@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
+import shlex
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from coordinator import process
+from coordinator import own_key, process
 from coordinator.config import url
 from coordinator.flags import parse, secrets_of
 from coordinator.foreign import ForeignFlags
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
+from coordinator.runtime import runtime_directory
 from engine import forked
 from engine.checkpoint import CheckpointError
 from engine.forked import ForkServer
@@ -37,10 +37,17 @@ from router.entry import INTERRUPTED
 from router.environment import with_key
 from router.foreign_flags import FOREIGN
 from router.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
-from router.listen import bind, wait_for_health
+from router.listen import at_path, bind, wait_for_health
 from router.node import run_node
 from router.overseer import Overseer
-from router.preflight import ignored_revision, ignored_when_headless, machine_of, problem_with, text_problem
+from router.preflight import (
+    ignored_revision,
+    ignored_when_headless,
+    ignored_with_uds,
+    machine_of,
+    problem_with,
+    text_problem,
+)
 from router.scaling import shared_devices
 from router.shelf import Shelf, Snapshot
 from router.supervisor import Supervisor
@@ -76,11 +83,13 @@ def _serve(argv: list[str] | None) -> int:
         version=f"lockstep {lockstep_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
-    for line in foreign.said:
+    for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
         logger.warning("%s", line)
     if (problem := problem_with(config)) is not None:
         print(f"serve: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
+    if ignored := ignored_with_uds(config):
+        logger.warning("%s ignored: the endpoint listens at --uds alone", " and ".join(ignored))
     if ignored := ignored_when_headless(config):
         logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
     if not (config.mesh.headless or config.engine.nodes.node_rank):
@@ -92,7 +101,8 @@ def _serve(argv: list[str] | None) -> int:
         if variable:
             logger.info("clients must present the key in %s, since no --api-key is given", variable)
         config = msgspec.structs.replace(config, http=http)
-    keys = process.mesh_keys(config.mesh, "serve")
+    keys = process.member_keys(config.mesh, "serve")
+    config = with_key_for_children(config, keys)
     settings = None
     title, model_type = "serve", ""
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -115,8 +125,8 @@ def _serve(argv: list[str] | None) -> int:
             return _run(config, settings, title, held, keys, model_type)
     except OSError as error:  # a port of the endpoint, no room for files
         file = f": {error.filename}" if error.filename else ""
-        fix = ": raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
-        print(f"serve: error: {error.strerror or error}{file}{fix}", file=sys.stderr)
+        reason = process.shortage_of(error) or error.strerror or error
+        print(f"serve: error: {reason}{file}", file=sys.stderr)
         return process.EXIT_FAILED
 
 
@@ -134,12 +144,17 @@ def _run(
     doors = None
     if not config.mesh.headless:
         http = config.http
-        sockets.append(held.enter_context(bind(http.host, http.port)))
-        port = sockets[0].getsockname()[1]  # --port 0 takes any
-        config = msgspec.structs.replace(config, http=msgspec.structs.replace(http, port=port))
+        if http.uds is not None:
+            http = msgspec.structs.replace(http, uds=str(Path(http.uds).absolute()))
+            sockets.append(held.enter_context(at_path(Path(http.uds or ""))))
+        else:
+            sockets.append(held.enter_context(bind(http.host, http.port)))
+            port = sockets[0].getsockname()[1]  # --port 0 takes any
+            http = msgspec.structs.replace(http, port=port)
+        config = msgspec.structs.replace(config, http=http)
         if http.admin_port is not None:
             sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
-        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        counts = str(held.enter_context(runtime_directory()))
         descriptors = [listener.fileno() for listener in sockets]
         secrets = secret_file(config)
         if secrets is not None:
@@ -164,6 +179,14 @@ def _run(
         fork_server=_fork_server(config, model_type),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeConfig:
+    """Settings for the processes of this launcher, which inherit a key that no file was named for."""
+    if keys is None or not own_key.is_own(config.mesh):
+        return config
+    path = own_key.handed_down(own_key.hand_down(keys))
+    return msgspec.structs.replace(config, mesh=msgspec.structs.replace(config.mesh, mesh_key_file=path))
 
 
 def secret_file(config: ServeConfig) -> int | None:
@@ -271,7 +294,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
     if http.ssl_ca_certs is not None:
         return  # it may ask for a certificate that we do not have
     if not await wait_for_health(
-        _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT
+        _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT, path=http.uds
     ):
         logger.warning(
             "the instances are ready, but GET /health does not say so after %.0f s", HEALTH_TIMEOUT
@@ -285,7 +308,10 @@ def _own_host(http: HttpConfig) -> str:
 
 def _print_try_line(config: ServeConfig, view: View) -> None:
     http = config.http
-    address = url(http.scheme, _own_host(http), http.port)
+    address, way = url(http.scheme, _own_host(http), http.port), ""
+    if http.uds is not None:
+        address, way = f"{http.scheme}://localhost", f" --unix-socket {shlex.quote(http.uds)}"
+    where = f"{address}/v1" if http.uds is None else http.address
     name = view.settings.served_model_name[0] if view.settings else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if http.api_key else ""
     body = msgspec.json.encode(
@@ -293,8 +319,8 @@ def _print_try_line(config: ServeConfig, view: View) -> None:
     ).decode()
     print(
         f"\n{len(view.members)} instance{'s' * (len(view.members) != 1)} ready at "
-        f"{address}/v1. Try:\n\n"
-        f"  curl {address}/v1/completions{key} "
+        f"{where}. Try:\n\n"
+        f"  curl{way} {address}/v1/completions{key} "
         f"-H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )

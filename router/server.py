@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from coordinator import process
 from coordinator.codec import OtherProtocol
 from coordinator.commands import ask
-from coordinator.config import url
 from coordinator.handshakes import KeyRefused
 from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale, Settings
@@ -34,9 +33,11 @@ from router.config import HttpConfig, RouterConfig
 from router.connection import PatientProtocol
 from router.dashboard.feed import Feed
 from router.dashboard.page import Dashboard
-from router.listen import bind, inherited, let_successors_in
+from router.ledger import named
+from router.listen import at_path, bind, inherited, let_successors_in, name_of
 from router.metrics import Metrics
-from router.middleware import RootPath, without_prefix
+from router.middleware import RootPath
+from router.paths import prefix_of, without_prefix
 from router.policy import Policy
 from router.pool import ANSWER_TIMEOUT
 from router.quotas import Quotas
@@ -53,12 +54,12 @@ COMMAND_TIMEOUT = 5.0
 
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
-    With a tally, shares its sockets evenly with other front ends."""
+    Accepts connections itself: evenly among front ends, and none that it has no file for."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        tally: Tally | None,
+        tally: Tally,
         feed: Feed | None,
         mesh: MeshClient,
         patience: float,
@@ -91,15 +92,13 @@ class _Server(uvicorn.Server):
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
-                "%d requests have not ended within --shutdown-timeout (%g s): they end with an error",
-                given_up,
+                "%d requests have not ended within --shutdown-timeout (%g s): they end with an error: %s",
+                len(given_up),
                 self._patience,
+                named(given_up),
             )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tally is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
         state, config = self.server_state, self.config
 
@@ -120,12 +119,17 @@ class _Server(uvicorn.Server):
 
 async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
+    with contextlib.ExitStack() as held:
+        try:
+            listeners = _open_doors(config, held)
+        except OSError as error:
+            logger.error("%s", error.strerror)
+            return process.EXIT_FAILED
+        return await _serve(config, keys, listeners)
+
+
+async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[socket.socket]) -> int:
     http = config.http
-    try:
-        listeners = _open_doors(config)
-    except OSError as error:
-        logger.error("%s", error.strerror)
-        return process.EXIT_FAILED
     if config.front_ends > 1:
         process.set_up(f"Router_{config.front_end}", config.log_level)
     mesh = MeshClient(
@@ -169,8 +173,6 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
     try:
         settings.load()
     except (ssl.SSLError, OSError) as error:
-        for listener in listeners:
-            listener.close()
         logger.error("--ssl-keyfile, --ssl-certfile or --ssl-ca-certs cannot be used: %s", error)
         return process.EXIT_FAILED
     feed = dashboard.feed if dashboard else None
@@ -185,7 +187,7 @@ async def serve(config: RouterConfig, keys: MeshKeys | None = None) -> int:
         for listener in listeners:
             let_successors_in(listener)
             listener.listen(BACKLOG)  # as is said now: whoever reads it may connect at once
-            logger.info("listening on %s", url(http.scheme, *listener.getsockname()[:2]))
+            logger.info("listening on %s", name_of(listener, http.scheme))
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
     finally:
@@ -211,10 +213,10 @@ async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> No
         await asyncio.sleep(0.02)
 
 
-def _tally(config: RouterConfig) -> Tally | None:
-    """What keeps front ends even; None for one that is alone."""
+def _tally(config: RouterConfig) -> Tally:
+    """What keeps front ends even; one without a launcher is alone."""
     if config.front_ends == 1 or config.counts_directory is None:
-        return None
+        return Tally(None, 0, 1)
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
 
 
@@ -249,13 +251,13 @@ def _app(
     async def command(wish: Drain | Scale) -> Answer:
         return await ask(config.mesh.coordinator_endpoint, wish, COMMAND_TIMEOUT, keys)
 
-    admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end)
+    prefix = prefix_of(config.http.root_path)
+    admin = make_admin_app(mesh, metrics.faults_of_all, command, config.front_end, prefix)
     gate = AdminGate(endpoint, admin, port=port, keys=config.http.admin_api_key)
-    prefix = config.http.root_path
     return RootPath(gate, prefix) if prefix else gate
 
 
-def _open_doors(config: RouterConfig) -> list[socket.socket]:
+def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket.socket]:
     """The endpoint, and the admin API if it has a port of its own.
 
     Raises:
@@ -264,10 +266,12 @@ def _open_doors(config: RouterConfig) -> list[socket.socket]:
     http = config.http
     if config.http_descriptor is not None:
         given = (config.http_descriptor, config.admin_descriptor)
-        return [inherited(descriptor) for descriptor in given if descriptor is not None]
-    doors = [bind(http.host, http.port)]
+        found = [inherited(descriptor) for descriptor in given if descriptor is not None]
+        return [held.enter_context(each) for each in found]
+    door = bind(http.host, http.port) if http.uds is None else at_path(Path(http.uds).absolute())
+    doors = [held.enter_context(door)]
     if http.admin_port is not None:
-        doors.append(bind(http.admin_host, http.admin_port, "--admin-port"))
+        doors.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
     return doors
 
 

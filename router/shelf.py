@@ -65,8 +65,11 @@ class Shelf:
         self._file = directory / f"{name}.counts"
         self._written = b""
         self._complaints = Complaints(logger, "the counts of this process cannot be kept")
+        self._unread = Complaints(logger, "counts of other processes cannot be read: older ones are told")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Snapshot)
+        self._known: dict[Path, Snapshot] = {}
+        """What was read last of each file: without a file to read it with, no sum may fall."""
 
     def __repr__(self) -> str:
         return f"<Shelf {self._file}>"
@@ -77,8 +80,8 @@ class Shelf:
 
     def others(self) -> list[Snapshot]:
         """What all other processes have left, dead ones included."""
-        files = sorted(file for file in self._directory.glob("*.counts") if file != self._file)
-        return [snapshot for snapshot in map(self._read, files) if snapshot is not None]
+        found = (self._read(file) for file in self._files() if file != self._file)
+        return [snapshot for snapshot in found if snapshot is not None]
 
     def write(self, snapshot: Snapshot) -> None:
         """Replace one's own file, unless nothing changed."""
@@ -103,11 +106,21 @@ class Shelf:
         finally:
             self.write(snapshot())
 
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(self._directory.glob("*.counts"))
+        except OSError as error:
+            self._unread.add(error)
+            return sorted(self._known)
+
     def _read(self, file: Path) -> Snapshot | None:
         try:
-            return self._decoder.decode(file.read_bytes())
-        except (OSError, msgspec.MsgspecError):
-            return None
+            self._known[file] = self._decoder.decode(file.read_bytes())
+        except FileNotFoundError:
+            self._known.pop(file, None)
+        except (OSError, msgspec.MsgspecError) as error:
+            self._unread.add(error)
+        return self._known.get(file)
 
 
 def is_alive(pid: int) -> bool:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.answers import Answer
 from router.connection import TimedWriter, cut_off, writer_of
-from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
+from router.errors import ApiError, ClientGone, from_mesh, short_of, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.meter import Meter
 from router.metrics import Metrics
@@ -38,7 +39,12 @@ SEND_TIMEOUT = 60.0
 HEAVY = 4096
 """Tokens and log-probabilities. What tells more is made in a thread: other clients' streams do not wait."""
 
-EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""Headers of a stream. By the last one nginx, and others, pass events on as they come."""
 
 Result = TypeVar("Result")
 
@@ -332,6 +338,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return from_mesh(error)
     if isinstance(error, ApiError):
         return error
+    if shortage_of(error) is not None:
+        return short_of(error)
     logger.error("a stream ended with an unexpected error", exc_info=error)
     return unexpected()
 

@@ -24,6 +24,8 @@ blanks would never end; llguidance's own default lets it."""
 MAX_CHOICES = 4096
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
+MAX_JSON_TEXT = 4 * MAX_JSON
+"""Characters of a schema that comes as text, with its blanks."""
 MAX_GRAMMAR = 32 * 1024
 """Characters of a regular expression or of a grammar."""
 MAX_DEPTH = 120
@@ -57,7 +59,8 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form | None:
-    """The form that a request asks for, None for any text.
+    """The form that a request asks for, None for any text. Clients made for several servers ask for the same
+    one under several names.
 
     Raises:
         ApiError: it asks for several, or what it asks for cannot be.
@@ -71,9 +74,10 @@ def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form
         )
         if form is not None
     ]
-    if len(asked) > 1:
+    others = [form for form in asked if form.body != asked[0].body]
+    if others:
         names = " and ".join(form.param for form in asked)
-        refuse(f"{names} exclude each other: an answer has one form.", asked[1].param)
+        refuse(f"{names} exclude each other: an answer has one form.", others[0].param)
     return asked[0] if asked else None
 
 
@@ -83,26 +87,32 @@ def text_of(bodies: Mapping[str, Body]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
 
-def json_body(schema: Any, config: StructuredOutputsConfig, whitespace: str | None = None) -> Body:
-    """JSON by a schema: an object, or a boolean."""
+def json_body(
+    schema: Any, config: StructuredOutputsConfig, whitespace: str | None = None, *, strict: bool = False
+) -> Body:
+    """JSON by a schema: an object, or a boolean.
+
+    ``strict``: a schema that says more than can be enforced is refused; else it is enforced as far as it can.
+    """
     if config.disable_additional_properties:
         schema = _closed(schema)
     schema = without_unknown_formats(schema)
-    options: dict[str, Any] = {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": not strict}
     if not config.disable_any_whitespace:
-        options = {"whitespace_pattern": whitespace or WHITESPACE}
+        options = {"whitespace_pattern": whitespace or WHITESPACE, "lenient": not strict}
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     options |= own if isinstance(own, dict) else {}
     return {"json_schema": ({} if isinstance(schema, bool) else dict(schema)) | {"x-guidance": options}}
 
 
 def limit_depth(given: Any, param: str, what: str) -> None:
-    """Refuse what functions that call themselves could not go through.
+    """Refuse what functions that call themselves could not go through, or not soon.
 
     Raises:
-        ApiError: ``given`` is nested too deeply.
+        ApiError: ``given`` is nested too deeply, or holds too many values.
     """
     level = [given]
+    num_values = 1
     for _ in range(MAX_DEPTH + 1):
         lists = [
             each.values() if isinstance(each, dict) else each
@@ -112,6 +122,9 @@ def limit_depth(given: Any, param: str, what: str) -> None:
         level = [inner for each in lists for inner in each]
         if not level:
             return
+        num_values += len(level)
+        if num_values > MAX_JSON:  # each has a character at least
+            refuse(f"{param}: {what} may have {MAX_JSON} values at most, got {num_values} or more.", param)
     refuse(f"{param}: {what} is nested too deeply.", param)
 
 
@@ -140,12 +153,16 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
         case "text":
             return None
         case "json_object":
-            return Form(param, json_body({"type": "object"}, config))
+            given = wanted.get("schema")
+            schema = None if given is None else _schema(given, param)
+            more = schema if isinstance(schema, dict) else {}
+            return Form(param, json_body({"type": "object"} | more, config))
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:
                 refuse("response_format of type json_schema needs json_schema with a schema.", param)
-            return Form(param, json_body(_schema(named["schema"], param), config))
+            schema = _schema(named["schema"], param)
+            return Form(param, json_body(schema, config, strict=named.get("strict") is True))
         case "structural_tag":
             return Form(param, _structural_tag(wanted, param, config))
     refuse(
@@ -204,6 +221,7 @@ def _body(kind: str, given: Any, param: str, config: StructuredOutputsConfig, wh
 def _schema(given: Any, param: str) -> Any:
     """A schema, which may be JSON text."""
     if isinstance(given, str):
+        _limit(given, MAX_JSON_TEXT, param, "the text of the schema")
         try:
             given = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -264,6 +282,7 @@ def _structural_tag(
 ) -> Body:
     """``{"structures": [{begin, schema, end}], "triggers": [...]}``: text in which triggers begin forms."""
     if isinstance(given, str):
+        _limit(given, MAX_JSON_TEXT, param, "the text of the structural tag")
         try:
             given = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError) as error:

@@ -6,16 +6,19 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import ssl
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from coordinator import process
+from coordinator.addresses import is_loopback
 from coordinator.flags import Count, flag, parse
 from router.endpoint_config import EndpointConfig
 from router.environment import key_of_client
@@ -55,6 +58,40 @@ class ChatError(Exception):
 
 class NoApi(ChatError):
     """Somebody answers, but not as this API does: perhaps it is at another path."""
+
+
+class _PathConnection(http.client.HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+        self._trust = trust
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+        if self._trust is not None:
+            self.sock = self._trust.wrap_socket(self.sock, server_hostname="localhost")
+
+
+class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens all URLs at one Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self._path = path
+        self._trust = trust
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
+        return _PathConnection(self._path, self._trust, timeout)
 
 
 class Conversation:
@@ -142,6 +179,16 @@ class Conversation:
             if said:
                 self._messages += [question, {"role": "assistant", "content": "".join(said)}]
 
+    def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
+        """Without a proxy to loopback: one would look for the server on its own host."""
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
+        if is_loopback(urlsplit(request.full_url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        path = self._config.endpoint.uds
+        if path is not None and self._config.url is None:
+            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._trust)]
+        return urllib.request.build_opener(*handlers)
+
     @contextlib.contextmanager
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
         headers = {"Content-Type": "application/json"} | (
@@ -150,12 +197,15 @@ class Conversation:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._config.timeout, context=self._trust) as answer:
+            with self._opener(request).open(request, timeout=self._config.timeout) as answer:
                 yield answer
         except urllib.error.HTTPError as error:
             raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
         except urllib.error.URLError as error:
-            raise ChatError(f"no server answers at {self._url}: {error.reason}; see --url") from error
+            where = self._config.endpoint.uds if self._config.url is None else None
+            raise ChatError(
+                f"no server answers at {where or self._url}: {error.reason}; see --url"
+            ) from error
         except http.client.InvalidURL as error:
             raise ChatError(f"{self._url!r} is no URL: {error}; see --url") from error
         except TimeoutError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from coordinator.process import shortage_of
 from engine.checkpoint import CheckpointError
 from router.config import HttpConfig
-from router.errors import ApiError
+from router.errors import ApiError, short_of
 from router.mesh import Mesh, ServedModel
 from router.text_model import TextModel, load_text_model
 from router.tokens import TokenizerError
@@ -44,7 +45,7 @@ class TextModels:
         """The text side of the mesh's model.
 
         Raises:
-            ApiError: as :meth:`served`, or its tokenizer cannot be used (500).
+            ApiError: as :meth:`served`, or its tokenizer cannot be used (500), or not now (503).
         """
         served = self.served(name)
         if self._loaded is None or self._loaded.served != served:
@@ -57,6 +58,9 @@ class TextModels:
         try:
             return await asyncio.to_thread(load_text_model, served, self._config)
         except (TokenizerError, CheckpointError, OSError) as error:
+            if (shortage := shortage_of(error)) is not None:
+                logger.error("the text files of %s cannot be read now: %s", served.names[0], shortage)
+                raise short_of(error) from error
             logger.error("the text files of %s cannot be used: %s", served.names[0], error)
             raise ApiError(
                 500,

@@ -29,6 +29,14 @@ REPLACEMENT = "\ufffd"
 MAX_PENDING = 16
 """Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
 
+PART_CHARACTERS = 8
+"""Of a text per token, in the first part that is tried; another one is four times as long."""
+CUT_TOKENS = 64
+"""Tokens next to the cut of a text, which may differ from those of the whole."""
+
+CUT_CHARACTERS = 4096
+"""Within which a space is looked for to cut a text at."""
+
 MOST_COMPOSED = 4
 """Characters that NFC makes one of, at most (three, but for rare Greek)."""
 
@@ -89,6 +97,18 @@ class Tokenizer:
         found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in found]
 
+    def encode_part(self, text: str, count: int, *, from_end: bool, add_special_tokens: bool) -> list[int]:
+        """:meth:`encode`, of as much of the text as its last (or first) ``count`` tokens need; of all of it
+        where it has no more than that."""
+        length = PART_CHARACTERS * (count + CUT_TOKENS)
+        while length < len(text):
+            part = _end_of(text, length) if from_end else _beginning_of(text, length)
+            ids = self.encode(part, add_special_tokens=add_special_tokens)
+            if len(ids) >= count + CUT_TOKENS:
+                return ids
+            length *= 4
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
         """:meth:`encode`, and where in the text each token begins. Tokens that are added to it have no length
         there; blanks that a tokenizer counts to none of two tokens go with the second."""
@@ -143,6 +163,10 @@ class Tokenizer:
         """A token alone as text; U+FFFD stands for what is no whole character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; empty for ids without a token."""
+        return self.backend.id_to_token(token_id) or ""
+
     def _look_up_bytes(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
@@ -167,6 +191,19 @@ class Tokenizer:
         return [token] if self.backend.token_to_id(token) is not None else []
 
 
+def _end_of(text: str, length: int) -> str:
+    """At least so many characters, cut before a space, where tokenizers do, unless none is near."""
+    cut = len(text) - length
+    space = text.rfind(" ", max(0, cut - CUT_CHARACTERS), cut + 1)
+    return text[cut if space < 0 else space :]
+
+
+def _beginning_of(text: str, length: int) -> str:
+    """The same from the other side."""
+    space = text.find(" ", length, length + CUT_CHARACTERS)
+    return text[: length if space < 0 else space]
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Read tokenizer.json and tokenizer_config.json. A tokenizer in another form is converted first.
 
@@ -179,7 +216,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise TokenizerError(str(error)) from error
     path = directory / TOKENIZER
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises nothing more special
         raise TokenizerError(
             f"{path} cannot be used ({error}): get it again, or name another directory with --tokenizer"

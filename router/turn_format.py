@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from engine.sampling import ThinkingBudget
 from router.config import HttpConfig
 from router.dialects import Dialect, Harmony, Tags
 from router.errors import refuse
 from router.openai_api import ChatRequest
 from router.reasoning import REASONING_PARSERS, ReasoningParser
-from router.structured import form_of
+from router.structured import ANSWER, Form, form_of
 from router.tokens import Tokenizer
 from router.tool_parsers import TOOL_PARSERS
 from router.tool_parsers.base import Tools
@@ -32,6 +35,7 @@ class TurnFormat:
         self._config = config.structured_outputs
         self._form = form_of(request, self._config)
         self._asked_for = _asked_for(request)
+        self._tools = request.tools or ()
         offers_tools = bool(request.tools) and request.tool_choice != "none"
         if offers_tools and not (self._asked_for or config.enable_auto_tool_choice or harmony):
             refuse(
@@ -50,6 +54,7 @@ class TurnFormat:
                 calls = CallList
             reasoning = REASONING_PARSERS[config.reasoning_parser] if config.reasoning_parser else None
             self._dialect = Tags(reasoning, calls, request.tools or ())
+        self._may_call: Tools = self._tools if offers_tools and not self._asked_for else ()
         self._names_tool = isinstance(request.tool_choice, dict)
         self._max_calls = 1 if request.parallel_tool_calls is False or self._names_tool else 0
         self._hides_reasoning = request.include_reasoning is False
@@ -89,8 +94,32 @@ class TurnFormat:
             most_one = dialect.most_one_call or self._max_calls == 1
             turn.calls(self._asked_for, dialect.written, most_one=most_one)
         elif self._form is not None:
-            turn.answer(self._form, dialect.opening if begins else "")
+            self._answer_or_call(turn, self._form, begins=begins)
         return turn.text()
+
+    def _answer_or_call(self, turn: TurnGrammar, form: Form, *, begins: bool) -> None:
+        """An answer in its form; or calls, where the model is free to make some."""
+        dialect = self._dialect
+        opening = dialect.opening if begins else ""
+        tools = self._may_call if begins else ()
+        if tools and dialect.written is not None:
+            most_one = dialect.most_one_call or self._max_calls == 1
+            turn.calls_or_answer(tools, dialect.written, form, opening, most_one=most_one)
+        elif tools and dialect.calls is not None:
+            turn.own_calls_or_answer(dialect.calls, tools, form)
+        else:
+            turn.answer(form, opening)
+
+    @property
+    def grammar_places(self) -> Mapping[str, str]:
+        """What the client calls each grammar of :meth:`grammar`."""
+        called = self._asked_for or self._may_call
+        places = {f"tool_{index}": self._place_of(tool) for index, tool in enumerate(called)}
+        return places if self._form is None else {**places, ANSWER: self._form.param}
+
+    def _place_of(self, tool: Mapping[str, Any]) -> str:
+        index = next(index for index, each in enumerate(self._tools) if each is tool)
+        return f"tools[{index}] ({tool['function']['name'][:60]!r})"
 
     def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:
         """The budget of the reasoning that an answer to a prompt may begin with; None without a limit, or if

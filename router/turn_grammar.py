@@ -11,7 +11,7 @@ from router.reasoning import ReasoningFormat, ReasoningParser
 from router.structured import ANSWER, Body, Form, json_body, limit_depth, pattern_of, quoted, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer
-from router.tool_parsers.base import CallFormat, Tools
+from router.tool_parsers.base import CallFormat, ToolParser, Tools
 
 TURN = "turn"
 GAP = r"gap: /[ \t\r\n]{1,8}/"
@@ -58,14 +58,33 @@ class TurnGrammar:
 
     def answer(self, form: Form, opening: str = "") -> None:
         """The answer has a form, behind its opening."""
-        if opening:
-            self._start.append(self.literal(opening))
-        self._start.append(f"@{ANSWER}")
-        self._bodies[ANSWER] = form.body
+        self._start += self._formed(form, opening)
 
     def calls(self, tools: Tools, written: CallFormat, *, most_one: bool) -> None:
         """The answer is one call or more of these tools."""
         self._start.append("calls")
+        self._call_rules(tools, written, most_one=most_one)
+
+    def calls_or_answer(
+        self, tools: Tools, written: CallFormat, form: Form, opening: str = "", *, most_one: bool
+    ) -> None:
+        """Calls of these tools, or an answer in a form."""
+        self._start.append(f"(calls | {' '.join(self._formed(form, opening))})")
+        self._call_rules(tools, written, most_one=most_one)
+
+    def own_calls_or_answer(self, parser: type[ToolParser], tools: Tools, form: Form) -> None:
+        """The same where arguments are no JSON: what follows the beginning of a call is free."""
+        self._start.append(f"(calls | {' '.join(self._formed(form, ''))})")
+        special = [marker for marker in parser.markers if self._tokenizer.special_id(marker) is not None]
+        begins = self._any_of(parser.call_openings(tools))
+        self._rules.append(f"calls: ({begins}) ({' | '.join(['TEXT', *map(self.literal, special)])})*")
+        self._rules.append(r"TEXT: /(.|\n)+/")
+
+    def _formed(self, form: Form, opening: str) -> list[str]:
+        self._bodies[ANSWER] = form.body
+        return [*([self.literal(opening)] if opening else []), f"@{ANSWER}"]
+
+    def _call_rules(self, tools: Tools, written: CallFormat, *, most_one: bool) -> None:
         more = "" if most_one else f" ({self.literal(written.between)} call)*"
         begin, end = self.literal(written.begin), self.literal(written.end)
         self._rules.append(f"calls: {begin} call{more} {end}")
@@ -75,8 +94,11 @@ class TurnGrammar:
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
             head = self.literal(written.before_name + name + written.after_name)
             self._rules.append(f"call_{index}: {head} @tool_{index} {self.literal(written.after_arguments)}")
-            limit_depth(function.get("parameters"), "tools", "the schema of a function")
-            self._bodies[f"tool_{index}"] = json_body(_arguments(function.get("parameters")), self._config)
+            parameters = function.get("parameters")
+            limit_depth(parameters, "tools", f"the schema of the function {function['name'][:60]!r}")
+            is_strict = function.get("strict") is True
+            body = json_body(_arguments(parameters), self._config, strict=is_strict)
+            self._bodies[f"tool_{index}"] = body
 
     def literal(self, text: str) -> str:
         """A text; special tokens in it are those tokens, which no text is."""

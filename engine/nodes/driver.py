@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import uvloop
 import zmq.asyncio
 
-from coordinator.addresses import AddressError, is_loopback, own_for_others
+from coordinator.addresses import AddressError, is_loopback, own
 from coordinator.admission import differences_of
 from coordinator.codec import OtherProtocol
 from coordinator.config import endpoint
@@ -122,7 +122,7 @@ class NodeCrew:
         nodes = self._config.nodes
         address = "127.0.0.1"
         try:
-            address = own_for_others("--master-addr", nodes.master_addr)
+            address = own("--master-addr", nodes.master_addr)
         except AddressError as error:
             raise CannotStart(f"{error}; the command with --node-rank 0 runs on that host") from error
         self._address = address

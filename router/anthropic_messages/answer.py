@@ -11,6 +11,7 @@ from engine.messages import FinishReason
 from router.answers import Answer, encode, named_event
 from router.anthropic_messages import wire
 from router.anthropic_messages.errors import error_body
+from router.chat_template import INVALID_JSON
 from router.errors import ApiError
 from router.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
 from router.sample import Piece, Sample
@@ -81,13 +82,12 @@ def _block(item: Item, text: str) -> wire.Block:
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
-    """Arguments as an object. What is no JSON object is wrapped in the way that Anthropic's pages tell
-    clients to hand it back."""
+    """Arguments as an object; what is no JSON object comes as text under a key of its own."""
     text = arguments or "{}"
     try:
         msgspec.json.decode(text, type=dict[str, Any])
     except (ValueError, RecursionError):
-        return {"INVALID_JSON": arguments}
+        return {INVALID_JSON: arguments}
     return msgspec.Raw(text.encode())
 
 

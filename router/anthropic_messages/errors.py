@@ -1,8 +1,10 @@
-"""Errors in Anthropic's shape: ``{"type": "error", "error": {type, message}}``."""
+"""Errors in Anthropic's shape: ``{"type": "error", "error": {type, message}}``, with ``details`` where there
+are any."""
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from router.errors import ApiError
@@ -21,18 +23,24 @@ KIND_OF_STATUS = {
 }
 
 
-class _Details(msgspec.Struct):
+class _Reason(msgspec.Struct):
+    error_code: str
+
+
+class _Error(msgspec.Struct):
     type: str
     message: str
+    details: _Reason | UnsetType = UNSET
 
 
 class _Body(msgspec.Struct, tag_field="type", tag="error"):
-    error: _Details
+    error: _Error
 
 
 def error_body(error: ApiError) -> bytes:
     kind = KIND_OF_STATUS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(_Body(_Details(kind, str(error))))
+    details = UNSET if error.reason is None else _Reason(error.reason)
+    return msgspec.json.encode(_Body(_Error(kind, str(error), details)))
 
 
 def error_response(error: ApiError) -> Response:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from router.anthropic_messages.tools import CHANGES, REFERENCE, offered
 from router.anthropic_messages.wire import CountTokensRequest, MessagesRequest
-from router.errors import refuse
+from router.errors import ApiError, refuse
 from router.openai_api import MOST, ChatRequest, MoreFields
 
 NAMES = {
@@ -17,6 +18,18 @@ NAMES = {
 }
 """What a chat request calls otherwise."""
 
+UNSUPPORTED = {
+    "mcp_servers": "call them yourself, and offer their tools in tools",
+    "container": "nothing is run here",
+    "compaction": "ask for a summary in a message",
+}
+"""Refused when set to anything that would matter, with what to do instead."""
+BILLING_LINE = "x-anthropic-billing-header:"
+"""What the first line of Claude Code's instructions begins with. It differs between sessions, so that no two
+prompts would have a beginning in common."""
+
+CLEAR_THINKING = "clear_thinking_20251015"
+
 SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
 
 
@@ -26,25 +39,46 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     Raises:
         ApiError: it asks for what chat does not have.
     """
+    _check(request)
+    tools = offered(request.tools or [], request.messages)
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=_remembered(_messages(request), request.context_management or {}),
         model=request.model,
-        tools=None if not request.tools else [_tool(i, tool) for i, tool in enumerate(request.tools)],
+        tools=[_tool(index, tool) for index, tool in enumerate(tools)] or None,
         chat_template_kwargs=_template_kwargs(request),
     )
     _choose_tools(chat, request)
-    chat.continue_final_message = _is_begun(chat.messages) or None
+    chat.continue_final_message = _is_begun(request.messages, chat.messages) or None
+    chat.reasoning_effort = _string((request.output_config or {}).get("effort")) or None
     if isinstance(request, MessagesRequest):
         chat.max_completion_tokens = request.max_tokens
         chat.stop = request.stop_sequences
         chat.response_format = _response_format(request)
-        chat.reasoning_effort = _string((request.output_config or {}).get("effort")) or None
-        chat.include_reasoning = _kind(request.thinking) != "disabled"
+        chat.include_reasoning = _shows_thinking(request.thinking)
         for name in SAME:
             setattr(chat, name, getattr(request, name))
         if chat.thinking_token_budget is None and _kind(request.thinking) == "enabled":
             chat.thinking_token_budget = _budget(request.thinking)
     return chat
+
+
+def _check(request: CountTokensRequest) -> None:
+    """Refuse what would change the answer and is not there."""
+    match _kind(request.thread):
+        case "continue":  # clients then send all of it, as a new thread
+            message = "Threads are not kept: send the whole conversation, with a thread of type create."
+            raise ApiError(404, message, param="thread", reason="thread_not_found")
+        case kind if request.thread is not None and kind != "create":
+            refuse("thread.type must be create or continue.", "thread")
+    for name, instead in UNSUPPORTED.items():
+        if getattr(request, name):
+            refuse(f"{name} is not supported: {instead}.", name)
+    if (request.output_config or {}).get("task_budget"):
+        refuse("output_config.task_budget is not supported: use max_tokens.", "output_config")
+
+
+def _shows_thinking(thinking: dict[str, Any] | None) -> bool:
+    return _kind(thinking) != "disabled" and (thinking or {}).get("display") != "omitted"
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
@@ -85,9 +119,15 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = str(tool["type"])[:60]
         refuse(f"tools[{index}] has type {kind!r}: only tools of your own can be used.", "tools")
+    if tool.get("input_examples"):
+        refuse(f"tools[{index}].input_examples is not supported: put them into the description.", "tools")
+    if "direct" not in (tool.get("allowed_callers") or ["direct"]):
+        refuse(f"tools[{index}].allowed_callers leaves out direct: nothing else calls tools here.", "tools")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
+    if tool.get("strict") is True:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 
@@ -103,8 +143,8 @@ def _response_format(request: MessagesRequest) -> Any:
 
 def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if request.system:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+    if text := _instructions(request.system, "system"):
+        messages.append({"role": "system", "content": text})
     for index, message in enumerate(request.messages):
         content = message.get("content")
         match message.get("role"):
@@ -112,11 +152,22 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
                 messages.append(_assistant(index, content))
             case "user" if isinstance(content, list):
                 messages += _user(index, content)
-            case ("user" | "assistant" | "system") as role:
+            case "system":
+                if text := _instructions(content, f"messages[{index}]"):
+                    messages.append({"role": "system", "content": text})
+            case ("user" | "assistant") as role:
                 messages.append({"role": role, "content": content})
             case _:
                 refuse(f"messages[{index}].role must be user or assistant.", "messages")
     return messages
+
+
+def _instructions(content: Any, where: str) -> str:
+    """The text of instructions, without a line about billing before them."""
+    if isinstance(content, list):
+        content = [block for block in content if _kind(block) not in CHANGES]
+    text = _text(content or "", where)
+    return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
 
 
 def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
@@ -138,12 +189,45 @@ def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
     return message
 
 
-def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Whether the conversation ends with the beginning of its answer."""
+def _remembered(messages: list[dict[str, Any]], management: dict[str, Any]) -> list[dict[str, Any]]:
+    """Messages without the reasoning that context_management takes out of them."""
+    edits = management.get("edits") or []
+    for index, edit in enumerate(edits if isinstance(edits, list) else [None]):
+        where = f"context_management.edits[{index}]"
+        if _kind(edit) != CLEAR_THINKING:
+            refuse(f"{where}.type must be {CLEAR_THINKING}: nothing else is taken out.", "context_management")
+        keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+        if keep == "all" or _kind(keep) == "all":
+            continue
+        most = keep.get("value") if _kind(keep) == "thinking_turns" else None
+        if type(most) is not int or most < 1:
+            refuse(f"{where}.keep must be all, or thinking_turns of 1 or more.", "context_management")
+        _forget_thinking(messages, most)
+    return messages
+
+
+def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
+    """Take the reasoning out of all turns of the assistant but the last ones. A turn goes on over results of
+    tools, up to the next words of the user."""
+    num_turns, is_inside = 0, False
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            num_turns += not is_inside
+            is_inside = True
+            if num_turns > num_kept:
+                message.pop("reasoning", None)
+        elif message["role"] == "user":
+            is_inside = False
+
+
+def _is_begun(asked: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bool:
+    """Whether the conversation ends with the beginning of its answer; what was ``asked`` may end with
+    instructions that leave no message."""
     last = messages[-1] if messages else {}
     text = last.get("content")
-    begins = last.get("role") == "assistant" and not last.get("tool_calls")
-    return begins and isinstance(text, str) and bool(text.strip())
+    if not asked or asked[-1].get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    return isinstance(text, str) and bool(text.strip())
 
 
 def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
@@ -155,11 +239,21 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
             case "text":
                 parts.append({"type": "text", "text": block.get("text")})
             case "tool_result":
-                content = _text(block.get("content") or "", f"messages[{index}]")
+                content = _text(_named(block.get("content")) or "", f"messages[{index}]")
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
             case kind:
                 _refuse_block(index, kind)
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _named(content: Any) -> Any:
+    """Content with the names of tools that a search has found as text."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": block.get("tool_name")} if _kind(block) == REFERENCE else block
+        for block in content
+    ]
 
 
 def _text(content: Any, where: str) -> str:

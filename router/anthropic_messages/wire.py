@@ -20,6 +20,13 @@ class CountTokensRequest(MoreFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
+    # Refused when set to anything that would matter.
+    mcp_servers: Any = None
+    container: Any = None
+    compaction: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not Anthropic's, as the rest of those in :class:`MessagesRequest`."""
 
@@ -32,7 +39,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, Any] | None = None
     output_format: Any = None
-    output_config: dict[str, Any] | None = None
 
 
 # ---- answers
@@ -40,7 +46,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):

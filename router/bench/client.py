@@ -119,12 +119,20 @@ class Patience:
 
 @asynccontextmanager
 async def session(
-    headers: Mapping[str, str] | None = None, *, key: str | None = None, trust: ssl.SSLContext | None = None
+    headers: Mapping[str, str] | None = None,
+    *,
+    key: str | None = None,
+    trust: ssl.SSLContext | None = None,
+    path: str | None = None,
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """Without a limit of its own; with ``key``, else that of the environment, and ``headers`` besides or
-    instead. ``trust``: for HTTPS, what is not the system's."""
+    instead. ``trust``: for HTTPS, what is not the system's; ``path``: of the server's Unix socket, if it has
+    one."""
+    connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
+    if path is not None:
+        connector = aiohttp.UnixConnector(path, limit=0)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=trust or True),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=READ_TIMEOUT),
         headers={"Authorization": f"Bearer {key or key_of_client(os.environ) or 'none'}", **(headers or {})},
     ) as found:

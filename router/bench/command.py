@@ -80,6 +80,7 @@ def main(argv: list[str]) -> int:
         )
         return 0 if helps else process.EXIT_USAGE
     args = parse_args(argv[1:])
+    process.raise_open_files()  # each request has a connection
     try:
         import aiohttp  # noqa: F401
     except ImportError:
@@ -106,7 +107,8 @@ async def bench(args: Args) -> int:
     from router.bench import client
 
     results = []
-    async with client.session(args.header, key=args.key, trust=args.endpoint_config.trust()) as http:
+    where = args.endpoint_config
+    async with client.session(args.header, key=args.key, trust=where.trust(), path=where.uds) as http:
         name = args.model or await client.model_name(http, args.base_url, args.ready_check_timeout_sec)
         target = client.Target(
             base_url=args.base_url,
@@ -321,6 +323,7 @@ def parse_args(argv: Sequence[str]) -> Args:
     add("--base-url", help="of the server, with or without /v1 (default: http://127.0.0.1:8000)")
     add("--host", help="instead of --base-url")
     add("--port", type=int, help="instead of --base-url")
+    add("--uds", metavar="PATH", help="of the server's Unix socket, instead of --base-url")
     add("--config", metavar="FILE", help="settings of serve: host, port, ssl-certfile, api-key of the server")
     add("--serve", metavar="ARGS", help="start 'serve ARGS' for the runs, instead of --base-url")
     add("--endpoint", help="path (default: /v1/completions or /v1/chat/completions)")
@@ -388,15 +391,18 @@ def parse_args(argv: Sequence[str]) -> Args:
     problem = _problem(args)
     if problem is not None:
         parser.error(problem)
-    args.endpoint_config = EndpointConfig(host=args.host or "127.0.0.1", port=args.port or 8000)
+    args.endpoint_config = EndpointConfig(host=args.host or "127.0.0.1", port=args.port or 8000, uds=args.uds)
     if args.config is not None:
-        given = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
+        names = ("host", "port", "uds")
+        given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         try:
             args.endpoint_config = from_flat(
                 EndpointConfig, {"config": args.config, **given}, shares_file=True
             )
         except FlagError as error:
             parser.error(str(error))
+    if args.endpoint_config.uds and args.endpoint_config.ssl_certfile:
+        parser.error("--uds with ssl-certfile: HTTPS at a Unix socket cannot be measured")
     args.key = next(iter(args.endpoint_config.api_key), None)
     args.base_url = (args.base_url or args.endpoint_config.base_url).rstrip("/")
     args.backend = "openai" if args.backend == "vllm" else args.backend
@@ -421,11 +427,13 @@ def _problem(args: Args) -> str | None:
     rates += [rate for rate in (args.ramp_up_start_rps, args.ramp_up_end_rps) if rate is not None]
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     checks = {
-        "--serve starts its own server: leave out --base-url, --host and --port": args.serve is not None
-        and (args.base_url or args.host or args.port),
+        "--serve starts its own server: leave out --base-url, --host, --port and --uds": args.serve
+        is not None
+        and (args.base_url or args.host or args.port or args.uds),
         "--config says where: leave out --base-url and --serve": args.config is not None
         and (args.base_url or args.serve is not None),
-        "--base-url says where: leave out --host and --port": args.base_url and (args.host or args.port),
+        "--base-url says where: leave out --host, --port and --uds": args.base_url
+        and (args.host or args.port or args.uds),
         "rates, --burstiness and --burst-interval must be above 0": not all(rate > 0 for rate in rates),
         "--random-range-ratio is from 0 to below 1": not 0 <= args.random_range_ratio < 1,
         "--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps need each other": len(

@@ -8,6 +8,7 @@ import socket
 
 import psutil
 
+from coordinator.addresses import is_ipv6
 from router.doctor.findings import Finding, broken, ok, warning
 
 AREA = "ports"
@@ -17,7 +18,7 @@ LOOPBACK_TIMEOUT = 5.0
 
 def check_port(what: str, host: str, port: int, flag: str) -> Finding:
     """One listening port, tried as its owner would take it. ``flag`` chooses another."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

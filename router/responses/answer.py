@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from msgspec import UNSET
 
 from engine.messages import FinishReason
 from engine.sampling import SamplingParams
 from router.answers import Answer, encode, named_event
 from router.errors import ApiError
 from router.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
+from router.logprobs import LogprobShapes
+from router.openai_api import TokenLogprob
 from router.responses import wire
+from router.responses.custom_input import InputReader, custom_input
+from router.responses.logprobs import TextLogprobs, by_token
+from router.responses.tools import ToolName
 from router.sample import Piece, Sample
+from router.tokens import Tokenizer
 from router.turn_format import TurnFormat
 
 ID_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+CUSTOM_CALL = "ctc"
+
+NO_LOGPROBS: list[TokenLogprob] = []
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
 
@@ -24,15 +35,29 @@ class ResponsesAnswer(Answer):
     """A response: output items, each with events of its own in a stream."""
 
     def __init__(
-        self, request: wire.ResponsesRequest, params: SamplingParams, turn_format: TurnFormat, **common: Any
+        self,
+        request: wire.ResponsesRequest,
+        params: SamplingParams,
+        turn_format: TurnFormat,
+        tokenizer: Tokenizer,
+        names: Mapping[str, ToolName],
+        **common: Any,
     ) -> None:
+        """``names``: what the client calls its tools, by their names in chat."""
         super().__init__(**common)
         (self._sample,) = self.samples
         self._request = request
         self._params = params
+        self._names = names
         self._sequence = ItemSequence(turn_format.reader(self._sample.prompt_text))
         self._item_ids: list[str] = []
         self._num_events = 0
+        self._inputs: dict[int, InputReader] = {}
+        """Of calls of custom tools in a stream, by the index of their item."""
+        self._shapes = LogprobShapes(tokenizer, params.logprobs or 0)
+        self._text_logprobs = TextLogprobs() if params.logprobs is not None else None
+        self._logprobs: dict[int, list[TokenLogprob]] = {}
+        """Of texts, by the index of their item."""
 
     def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
         for piece in said[0]:
@@ -41,7 +66,7 @@ class ResponsesAnswer(Answer):
 
     def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening() if first else b""
-        return opening + b"".join([self._of_item(event) for event in self._read(piece)])
+        return opening + b"".join([self._of_item(event, told) for event, told in self._read(piece)])
 
     def closing(self) -> bytes:
         status = self._status()
@@ -60,12 +85,31 @@ class ResponsesAnswer(Answer):
 
     # ---- items
 
-    def _read(self, piece: Piece) -> list[ItemEvent]:
+    def _read(self, piece: Piece) -> list[tuple[ItemEvent, list[TokenLogprob]]]:
+        """What a piece does to the items, with the log-probabilities of the tokens that it shows."""
         ended = piece.finish_reason is not None
-        events = self._sequence.read(piece.parts, ended=ended)
+        if self._text_logprobs is None:
+            found = [(event, NO_LOGPROBS) for event in self._sequence.read(piece.parts, ended=ended)]
+        else:
+            found = self._read_logprobs(piece, self._text_logprobs, ended=ended)
         for item in self._sequence.items[len(self._item_ids) :]:
-            self._item_ids.append(f"{ID_PREFIX[item.kind]}_{uuid.uuid4().hex}")
-        return events
+            prefix = CUSTOM_CALL if self._is_custom(item) else ID_PREFIX[item.kind]
+            self._item_ids.append(f"{prefix}_{uuid.uuid4().hex}")
+        return found
+
+    def _read_logprobs(
+        self, piece: Piece, texts: TextLogprobs, *, ended: bool
+    ) -> list[tuple[ItemEvent, list[TokenLogprob]]]:
+        found = []
+        parts = list(by_token(piece))
+        for position, (part, entries) in enumerate(parts):
+            events = self._sequence.read([part], ended=ended and position == len(parts) - 1)
+            for event, taken in zip(events, texts.of(part[0], entries, events), strict=True):
+                told = self._shapes.chat(taken).content
+                if told:
+                    self._logprobs.setdefault(event.item.index, []).extend(told)
+                found.append((event, told))
+        return found
 
     def _status(self) -> str:
         return INCOMPLETE if self._sample.finish_reason == FinishReason.LENGTH else COMPLETED
@@ -76,9 +120,20 @@ class ResponsesAnswer(Answer):
             case Kind.REASONING:
                 return wire.ReasoningItem(id, status, [wire.ReasoningText(text)] if text else [])
             case Kind.TEXT:
-                return wire.OutputMessage(id, status, [wire.OutputText(text)] if text else [])
+                return wire.OutputMessage(id, status, [self._part(item, text)] if text else [])
             case Kind.CALL:
-                return wire.FunctionCallItem(id, status, item.call_id, item.name, text)
+                return self._call(item, id, status, text)
+
+    def _call(self, item: Item, id: str, status: str, arguments: str) -> wire.OutputItem:
+        called = self._names.get(item.name, ToolName(item.name))
+        namespace = UNSET if called.namespace is None else called.namespace
+        if called.is_custom:
+            text = custom_input(arguments)
+            return wire.CustomCallItem(id, status, item.call_id, called.name, text, namespace)
+        return wire.FunctionCallItem(id, status, item.call_id, called.name, arguments, namespace)
+
+    def _is_custom(self, item: Item) -> bool:
+        return item.name in self._names and self._names[item.name].is_custom
 
     def _status_of(self, item: Item, status: str) -> str:
         """Of an item of a response that is over: the last one of an answer cut short was cut with it."""
@@ -92,12 +147,12 @@ class ResponsesAnswer(Answer):
         self._num_events += 1
         return named_event(event)
 
-    def _of_item(self, event: ItemEvent) -> bytes:
+    def _of_item(self, event: ItemEvent, logprobs: list[TokenLogprob]) -> bytes:
         match event:
             case Opened(item):
                 events = self._opened(item)
             case More(item, text):
-                events = [self._more(item, text)]
+                events = self._more(item, text, logprobs)
             case Closed(item):
                 events = self._closed(item)
         return b"".join([self._event(each) for each in events])
@@ -108,31 +163,57 @@ class ResponsesAnswer(Answer):
             return [added]
         return [added, wire.PartAdded(**self._place(item), part=self._part(item, ""))]
 
-    def _more(self, item: Item, text: str) -> wire.Event:
+    def _more(self, item: Item, text: str, logprobs: list[TokenLogprob]) -> list[wire.Event]:
         place = self._place(item)
         match item.kind:
             case Kind.REASONING:
-                return wire.ReasoningDelta(**place, delta=text)
+                return [wire.ReasoningDelta(**place, delta=text)]
             case Kind.TEXT:
-                return wire.TextDelta(**place, delta=text)
+                return [wire.TextDelta(**place, delta=text, logprobs=logprobs)]
+            case Kind.CALL if self._is_custom(item):
+                return self._input_delta(item, self._inputs.setdefault(item.index, InputReader()).feed(text))
             case Kind.CALL:
-                return wire.ArgumentsDelta(**place, delta=text)
+                return [wire.ArgumentsDelta(**place, delta=text)]
 
     def _closed(self, item: Item) -> list[wire.Event]:
-        place = self._place(item)
         status = self._status_of(item, self._status())
         done = wire.ItemDone(output_index=item.index, item=self._item(item, status, item.text))
         if item.kind is Kind.CALL:
-            return [wire.ArgumentsDone(**place, name=item.name, arguments=item.text), done]
-        kind = wire.ReasoningDone if item.kind is Kind.REASONING else wire.TextDone
-        part = wire.PartDone(**place, part=self._part(item, item.text))
-        return [kind(**place, text=item.text), part, done]
+            return [*self._call_done(item), done]
+        return [
+            self._text_done(item),
+            wire.PartDone(**self._place(item), part=self._part(item, item.text)),
+            done,
+        ]
+
+    def _text_done(self, item: Item) -> wire.Event:
+        if item.kind is Kind.REASONING:
+            return wire.ReasoningDone(**self._place(item), text=item.text)
+        return wire.TextDone(**self._place(item), text=item.text, logprobs=self._logprobs_of(item))
+
+    def _call_done(self, item: Item) -> list[wire.Event]:
+        place = self._place(item)
+        if self._is_custom(item):
+            rest = self._inputs[item.index].end() if item.index in self._inputs else ""
+            done = wire.InputDone(**place, input=custom_input(item.text))
+            return [*self._input_delta(item, rest), done]
+        called = self._names.get(item.name, ToolName(item.name))
+        return [wire.ArgumentsDone(**place, name=called.name, arguments=item.text)]
+
+    def _input_delta(self, item: Item, text: str) -> list[wire.Event]:
+        return [wire.InputDelta(**self._place(item), delta=text)] if text else []
 
     def _place(self, item: Item) -> dict[str, Any]:
         return {"item_id": self._item_ids[item.index], "output_index": item.index}
 
-    def _part(self, item: Item, text: str) -> wire.OutputText | wire.ReasoningText:
-        return wire.ReasoningText(text) if item.kind is Kind.REASONING else wire.OutputText(text)
+    def _part(self, item: Item, text: str) -> wire.Part:
+        """A part with this text, all of its item's or none."""
+        if item.kind is Kind.REASONING:
+            return wire.ReasoningText(text)
+        return wire.OutputText(text, logprobs=self._logprobs_of(item) if text else NO_LOGPROBS)
+
+    def _logprobs_of(self, item: Item) -> list[TokenLogprob]:
+        return self._logprobs.get(item.index, NO_LOGPROBS)
 
     # ---- the response
 
@@ -153,6 +234,7 @@ class ResponsesAnswer(Answer):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             temperature=params.temperature,
             top_p=params.top_p,
+            top_logprobs=params.logprobs or 0,
             tools=request.tools or [],
             tool_choice=request.tool_choice or "auto",
             text=request.text or {"format": {"type": "text"}},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from router.openai_api import Int, MoreFields
+from router.openai_api import Int, MoreFields, TokenLogprob
 
 # ---- requests
 
@@ -37,8 +38,13 @@ class ResponsesRequest(MoreFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: Int | None = None
     """Of the tools that a server runs itself, of which there are none."""
+    # Refused when set to anything that would matter.
+    context_management: Any = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
     # They need answers that are kept: refused.
     previous_response_id: str | None = None
+    previous_response: Any = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
@@ -54,17 +60,20 @@ class InputTokens(msgspec.Struct, tag_field="object", tag="response.input_tokens
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
+Part = OutputText | ReasoningText
+
+
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     status: str
-    content: list[OutputText]
+    content: list[Part]
     role: str = "assistant"
 
 
@@ -82,9 +91,21 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """A call whose input is free text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -126,6 +147,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
     parallel_tool_calls: bool
     temperature: float
     top_p: float
+    top_logprobs: int
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     text: dict[str, Any]
@@ -185,21 +207,21 @@ class PartEvent(Event, kw_only=True):
 
 
 class PartAdded(PartEvent, tag="response.content_part.added", kw_only=True):
-    part: OutputText | ReasoningText
+    part: Part
 
 
 class PartDone(PartEvent, tag="response.content_part.done", kw_only=True):
-    part: OutputText | ReasoningText
+    part: Part
 
 
 class TextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class TextDone(PartEvent, tag="response.output_text.done", kw_only=True):
     text: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningDelta(PartEvent, tag="response.reasoning_text.delta", kw_only=True):
@@ -221,3 +243,15 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     output_index: int
     name: str
     arguments: str
+
+
+class InputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True):
+    item_id: str
+    output_index: int
+    input: str

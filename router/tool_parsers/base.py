@@ -66,6 +66,11 @@ class ToolParser(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} holding {self._buffer!r}>"
 
+    @classmethod
+    def call_openings(cls, tools: Tools) -> Sequence[str]:
+        """What an answer begins with that calls tools."""
+        return cls.markers[:1]
+
     @staticmethod
     def new_call_id() -> str:
         """An id for a call, as the model's chat template takes it."""

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from router.tool_parsers.base import State, ToolParser, Tools
@@ -29,6 +30,11 @@ class Pythonic(ToolParser):
     """
 
     markers = (LIST_BEGIN, LIST_END)
+
+    @classmethod
+    def call_openings(cls, tools: Tools) -> Sequence[str]:
+        names = [f"[{tool['function']['name']}(" for tool in tools]
+        return [*names, *(LIST_BEGIN + name for name in names)]
 
     def __init__(self, tools: Tools = ()) -> None:
         super().__init__(tools)

@@ -14,6 +14,8 @@ from coordinator.messages import (
     Load,
     Lost,
     Probe,
+    Reach,
+    Reached,
     State,
 )
 from coordinator.records import Instruction, Note, Rules
@@ -43,6 +45,12 @@ class Mesh:
         self.sent: dict[str, list[FromCoordinator]] = {}
         self.notes: list[str] = []
         self.forms: dict[str, Form] = {}
+        self.cut: set[tuple[str, str]] = set()
+        """Who does not reach whom; the coordinator is reached by all."""
+        self.mute = ""
+        """Who answers no question about that."""
+        self.asked: list[tuple[str, str]] = []
+        """Who was asked whether it reaches whom."""
 
     def begin(self, names: str = "abc") -> None:
         """All of them load, form the first group, and step in it."""
@@ -126,6 +134,19 @@ class Mesh:
                 self.sent.setdefault(name, []).append(message)
                 if isinstance(message, Form):
                     self.forms[name] = message
+                elif isinstance(message, Reach):
+                    self._try_ways(name, message)
+
+    def _try_ways(self, name: str, question: Reach) -> None:
+        self.asked += [(name, other) for other in question.peers]
+        reached = tuple(other for other in question.peers if (name, other) not in self.cut)
+        if name not in self.mute:
+            message = Reached(name, question.number, reached)
+            self._take(self.membership.handle(name.encode(), message, self.now))
+
+    def split(self, here: str, there: str) -> None:
+        """Nothing passes between these any more, but to and from the coordinator."""
+        self.cut |= {way for one in here for other in there for way in ((one, other), (other, one))}
 
 
 def members(form: Form) -> str:

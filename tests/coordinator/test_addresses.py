@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from coordinator import addresses
-from coordinator.addresses import AddressError, Interface, is_loopback, own, own_for_others, toward
+from coordinator.addresses import AddressError, Interface, is_ipv6, is_loopback, own, toward
 
 TWO = [Interface("eth0", "10.0.0.1"), Interface("eth1", "192.168.7.1")]
 
@@ -35,6 +35,11 @@ def test_loopback_is_this_hosts_own(address: str) -> None:
 )
 def test_names_are_not_loopback_for_how_they_begin(name: str) -> None:
     assert not is_loopback(name)
+
+
+@pytest.mark.parametrize("name", ["ip6-localhost", "ip6-loopback", "LOCALHOST"])
+def test_names_of_loopback(name: str) -> None:
+    assert is_loopback(name)
 
 
 def test_wildcards_are_refused_with_the_addresses_to_choose_from(two_interfaces: None) -> None:
@@ -79,15 +84,15 @@ def test_a_name_must_mean_one_address_that_others_reach(
         own("-dpa", "head")
 
 
-def test_a_name_that_others_connect_to_must_mean_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_may_mean_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "interfaces", lambda: [*TWO, Interface("eth0", "fd00::1")])
     resolves_to(monkeypatch, "fd00::1")
     assert own("--instance-address", "head") == "fd00::1", "others are told the number"
-    with pytest.raises(AddressError, match=r"-dpa head means an IPv6 address alone: give that, fd00::1"):
-        own_for_others("-dpa", "head")
-    assert own_for_others("-dpa", "fd00::1") == "fd00::1"
+    assert is_ipv6("head")
+    assert own("-dpa", "fd00::1") == "fd00::1"
     resolves_to(monkeypatch, "fd00::1", "10.0.0.1")
-    assert own_for_others("-dpa", "head") == "10.0.0.1"
+    assert own("-dpa", "head") == "10.0.0.1"
+    assert not is_ipv6("head")
 
 
 def test_unknown_names_and_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ def test_a_collector_that_is_away_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "EXPORT_TIMEOUT", 0.2)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # could not reach this loopback
     caplog.set_level("INFO")
     with HTTPServer(("127.0.0.1", 0), Collector, bind_and_activate=False) as server:
         server.server_bind()  # it does not listen yet

@@ -21,7 +21,7 @@ from engine.checkpoint import ModelInfo, find_model, read_model_info
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
-from engine.grammar_compiler import GrammarCache
+from engine.grammar_compiler import Cached, GrammarCache
 from engine.messages import FinishReason, Submit
 from engine.sampler import SampleRow, shape_logits
 from engine.sampling import SamplingParams
@@ -322,11 +322,11 @@ def test_the_cache_is_bounded(vocabulary: Vocabulary) -> None:
     cache = GrammarCache(most=3, most_bytes=10_000)
     texts = [lark(f'start: "{word}"') for word in ("a", "b", "c", "d")]
     for text in texts:
-        cache.put(text, compile_grammar(text, vocabulary))
+        cache.put(text, Cached(compile_grammar(text, vocabulary)))
         assert cache.get(texts[0]) is not None, "what is used stays"
     assert [text for text in texts if cache.get(text)] == [texts[0], *texts[2:]]
     long = lark('start: "' + "x" * 11_000 + '"')
-    cache.put(long, compile_grammar(long, vocabulary))
+    cache.put(long, Cached(compile_grammar(long, vocabulary)))
     assert len(cache) == 1
 
 

@@ -120,6 +120,13 @@ def small(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in COMMON.items() if key != "attention_dropout"} | changes
 
 
+def counting(**changes: Any) -> Any:
+    """Queries of its fourth layer grow with the position, which is that within a call of the layer."""
+    return transformers.Llama4TextConfig(
+        **small(num_hidden_layers=4, attention_chunk_size=8192, layer_types=["full_attention"] * 4) | changes
+    )
+
+
 REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (
         lambda: transformers.T5Config(vocab_size=384, d_model=64),
@@ -138,6 +145,10 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.Llama4TextConfig(**small()),
         "layers of type chunked_attention: only full and sliding-window attention is built",
     ),
+    "counting": (
+        lambda: counting(),
+        r"model.layers.3.self_attn counts the tokens of a call instead of using position_ids",
+    ),
     "indexed": (lambda: transformers.DeepseekV32Config(**small()), "layers of type indexed_attention"),
     "bidirectional": (
         lambda: transformers.BertConfig(**small(num_attention_heads=4)),
@@ -153,6 +164,17 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
         "model.layers.0.self_attn does not get the keyword arguments",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}], ids=["one scale", "rotary"]
+)
+def test_a_layer_that_could_count_and_does_not_is_served(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(
+        counting(intermediate_size_mlp=96, num_local_experts=2, head_dim=16, **changes)
+    )
+    model.save_pretrained(tmp_path)
+    assert len(load(tmp_path).layers) == 4
 
 
 @pytest.mark.parametrize("case", REFUSED_ARCHITECTURES)

@@ -231,6 +231,17 @@ def test_an_early_wake_counts_when_its_step_comes() -> None:
     assert not lockstep.awake  # it counted once
 
 
+@pytest.mark.parametrize("step", [3, 1000, 2**62])
+def test_a_wake_that_no_member_can_send_is_ignored(step: int) -> None:
+    sleeper, stepper = asleep(), Lockstep(0, 2, 0)
+    sleeper.on_wake(Wake(0, step))
+    assert not sleeper.awake
+    assert sleeper.wake() == Wake(0, 1)  # the next request wakes its peers
+    stepper.on_wake(Wake(0, step))
+    assert [advance(stepper, 1, 0), advance(stepper, 0, 0)] == [Run((1, 0)), Sleep()]
+    assert not stepper.awake
+
+
 def test_a_wake_for_the_step_under_way_does_not_keep_awake() -> None:
     lockstep = Lockstep(0, 2, 0)
     lockstep.on_wake(Wake(0, 0))

@@ -26,6 +26,12 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}"
     "{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}{% endfor %}"
 )
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+"""A template that takes one message of instructions, before all others."""
 THOUGHT = "<think>\nthe dog 🙂\n</think>\n\n"
 CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>\n'
@@ -36,10 +42,14 @@ TOOL_FLAGS: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser
 
 @contextlib.contextmanager
 def talking(
-    served: ServedModel, directory: Path, special: Sequence[str] = (), **config: Any
+    served: ServedModel,
+    directory: Path,
+    special: Sequence[str] = (),
+    template: str = TEMPLATE,
+    **config: Any,
 ) -> Iterator[Server]:
     """A server of a model in ``directory``, with ``special`` tokens more than others."""
-    tiny_tokenizer.write_model(directory, special, chat_template=TEMPLATE)
+    tiny_tokenizer.write_model(directory, special, chat_template=template)
     model = msgspec.structs.replace(served, directory=str(directory), max_model_len=2048)
     with serving(FakeMesh(model, saying([])), HttpConfig(**config)) as server:
         yield server

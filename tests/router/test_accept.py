@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -13,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from router.accept import Tally
+from router.accept import Tally, most_files
 from router.listen import bind, let_successors_in
+from tests.waiting import until
 
 FRONT_END = """
 import asyncio, pathlib, socket, sys, uvloop
@@ -111,3 +114,56 @@ def test_connections_are_spread_and_none_waits_for_a_dead_front_end(tmp_path: Pa
             for front_end in front_ends:
                 front_end.kill()
                 front_end.communicate()
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [(65536, 61440), (1024, 960), (300, 236), (100, 75), (resource.RLIM_INFINITY, 2**62)]
+)
+def test_some_files_are_kept_back_from_connections(limit: int, most: int) -> None:
+    assert most_files(limit) == most
+
+
+def test_a_lone_front_end_answers_more_clients_than_it_has_files(tmp_path: Path) -> None:
+    """They wait until others have gone; libuv would close their connections."""
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        router = subprocess.Popen(
+            [
+                "sh",
+                "-c",
+                'ulimit -n 120; exec "$@"',
+                "sh",
+                sys.executable,
+                "-P",
+                "-m",
+                "router",
+                "--port",
+                "0",
+            ],
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        until(lambda: "listening on" in log.read_text(), 30)
+        found = re.search(r"listening on http://127.0.0.1:(\d+)", log.read_text())
+        assert found is not None
+        port = int(found[1])
+
+        async def call() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = await reader.readuntil(b"}")
+            await asyncio.sleep(0.3)  # with its connection open
+            writer.close()
+            return answer
+
+        async def run() -> list[bytes]:
+            async with asyncio.timeout(30):
+                return await asyncio.gather(*(call() for _ in range(250)))
+
+        answers = asyncio.run(run())
+        assert all(answer.startswith(b"HTTP/1.1 200 OK") for answer in answers)
+        assert "connections wait until others end (1 so far): too many files are open" in log.read_text()
+    finally:
+        router.terminate()
+        assert router.wait(20) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -15,16 +16,34 @@ from router.anthropic_messages.request import chat_request
 from router.anthropic_messages.wire import MessagesRequest
 from router.errors import ApiError
 from router.mesh import MeshError, ServedModel
-from router.tokens import Tokenizer
+from router.tokens import Tokenizer, load_tokenizer
 from tests.router.conftest import Server
 from tests.router.fake_mesh import failing
-from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, talking
+from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, talking
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
     {"name": "weather", "description": "Will it rain?", "input_schema": {"type": "object", "properties": {}}},
     {"name": "now", "input_schema": {"type": "object"}, "type": "custom"},
 ]
+
+
+def system(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "system", "content": list(blocks)}
+
+
+def addition(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_addition", "tool": tool}
+
+
+def removal(name: str) -> dict[str, Any]:
+    return {"type": "tool_removal", "tool": by_name(name)}
+
+
+def by_name(name: str) -> dict[str, Any]:
+    return {"type": "tool_reference", "name": name}
+
+
 BASIC: dict[str, Any] = {"model": "tiny", "max_tokens": 500, "messages": USER}
 
 
@@ -214,13 +233,177 @@ def test_an_answer_that_has_begun_goes_on(server: Server, tokenizer: Tokenizer, 
     ["", [{"type": "text", "text": "Wait."}, {"type": "tool_use", "id": "1", "name": "now", "input": {}}]],
 )
 def test_what_is_no_beginning_is_not_gone_on_with(content: Any) -> None:
+    ended = {"role": "assistant", "content": "It is"}
+    asked = MessagesRequest(max_tokens=5, messages=[*USER, ended, system()])
+    assert chat_request(asked).continue_final_message is None
     request = MessagesRequest(max_tokens=5, messages=[*USER, {"role": "assistant", "content": content}])
     assert chat_request(request).continue_final_message is None
+
+
+def test_a_thread_that_goes_on_is_not_there(client: anthropic.Anthropic, say: Speaker) -> None:
+    """Tool runners then send the whole conversation again, as a new thread."""
+    say("x")
+    assert client.messages.create(**BASIC, extra_body={"thread": {"type": "create"}}).content
+    num_asked = len(say.server.mesh.generations)
+    going_on = {"type": "continue", "previous_message_id": "msg_1"}
+    for messages in (USER, []):
+        body = BASIC | {"messages": messages, "thread": going_on}
+        answer = say.server.post("/v1/messages?beta=true", body)
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["type"], error["details"]) == ("not_found_error", {"error_code": "thread_not_found"})
+        assert "send the whole conversation" in error["message"]
+    assert len(say.server.mesh.generations) == num_asked
+    assert "details" not in say.server.post("/v1/messages", BASIC | {"model": "x"}).json()["error"]
+
+
+def test_instructions_within_the_conversation(client: anthropic.Anthropic, say: Speaker) -> None:
+    say("x")
+    messages: list[Any] = [
+        *USER,
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "nice"}]},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "system", "content": "Be short"},
+    ]
+    client.messages.create(**BASIC | {"messages": messages}, system="Rules")
+    assert say.last_prompt == "<system>Rules<user>Hello<system>Be\nnice<assistant>Yes<system>Be short"
+
+
+def test_instructions_where_the_template_wants_one_message(served: ServedModel, tmp_path: Path) -> None:
+    with talking(served, tmp_path, template=SYSTEM_FIRST) as server:
+        say = Speaker(server, load_tokenizer(tmp_path))
+        say("x")
+        late = {"role": "system", "content": [{"type": "text", "text": "Be short"}]}
+        body = BASIC | {"system": "Rules", "messages": [*USER, late]}
+        assert server.post("/v1/messages", body).status_code == 200
+        assert say.last_prompt == "<system>Rules\n\nBe short<user>Hello"
+        counted = server.post("/v1/messages/count_tokens", body).json()
+        assert counted == {"input_tokens": len(server.mesh.prompts[-1].prompt_ids)}
+
+
+def tool_names(prompt: str) -> list[str]:
+    """What the template shows."""
+    shown, _ = json.JSONDecoder().raw_decode(prompt.removeprefix("TOOLS")) if "TOOLS" in prompt else ([], 0)
+    return [tool["function"]["name"] for tool in shown]
+
+
+LATER = TOOLS[0] | {"name": "later", "defer_loading": True}
+FOUND = {
+    "type": "tool_result",
+    "tool_use_id": "t",
+    "content": [{"type": "tool_reference", "tool_name": "later"}],
+}
+SEARCHED: list[Any] = [
+    *USER,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "now", "input": {}}]},
+    {"role": "user", "content": [FOUND]},
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        (USER, ["now"]),
+        (SEARCHED, ["now", "later"]),
+        ([*USER, system(addition(by_name("later")))], ["now", "later"]),
+        ([*USER, system(addition(by_name("later")), removal("later"))], ["now"]),
+        ([*USER, system(removal("now"))], []),
+        ([*USER, system(removal("now")), *USER, system(addition(by_name("now")))], ["now"]),
+        ([*USER, system(addition({"type": "tool_definition", "definition": TOOLS[0]}))], ["now", "weather"]),
+    ],
+)
+def test_tools_that_come_and_go(
+    client: anthropic.Anthropic, say: Speaker, messages: list[Any], names: list[str]
+) -> None:
+    say("x")
+    tools: list[Any] = [TOOLS[1], LATER]
+    answer = client.messages.create(**BASIC | {"messages": messages}, tools=tools)
+    assert tool_names(say.last_prompt) == names
+    counted = client.messages.count_tokens(model="tiny", messages=messages, tools=tools)
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert "<system>" not in say.last_prompt
+    if messages is SEARCHED:
+        assert say.last_prompt.endswith("<tool>later[t]")
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli;"
+
+
+@pytest.mark.parametrize(
+    ("system", "prompt"),
+    [
+        ([BILLING], "<user>Hello"),
+        ([BILLING, "Rules", "More"], "<system>Rules\nMore<user>Hello"),
+        ([BILLING + "\nRules"], "<system>Rules<user>Hello"),
+        (["Rules", "x-anthropic-billing-header"], "<system>Rules\nx-anthropic-billing-header<user>Hello"),
+    ],
+)
+def test_billing_is_no_part_of_instructions(
+    client: anthropic.Anthropic, say: Speaker, system: list[str], prompt: str
+) -> None:
+    say("x")
+    for session in ("c2b", "f00"):
+        blocks: list[Any] = [{"type": "text", "text": text.format(session)} for text in system]
+        answer = client.messages.create(**BASIC, system=blocks)
+        assert say.last_prompt == prompt
+        counted = client.messages.count_tokens(model="tiny", messages=USER, system=blocks)
+        assert counted.input_tokens == answer.usage.input_tokens
+    client.messages.create(**BASIC, system="\n".join(system))
+    assert say.last_prompt == prompt
+
+
+THOUGHTFUL: list[Any] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "1", "signature": ""}, {"type": "text", "text": "b"}]},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "2", "signature": ""}, {"type": "tool_use", "id": "t", "name": "now", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "8:00"}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "3", "signature": ""}, {"type": "text", "text": "d"}]},
+    {"role": "user", "content": "e"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("edit", "kept"),
+    [
+        ({"keep": "all"}, "123"),
+        ({"keep": {"type": "all"}}, "123"),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, "123"),
+        ({"keep": {"type": "thinking_turns", "value": 1}}, "23"),
+        ({}, "23"),
+    ],
+)
+def test_thinking_that_is_forgotten(
+    client: anthropic.Anthropic, say: Speaker, edit: dict[str, Any], kept: str
+) -> None:
+    say("x")
+    edits = {"edits": [{"type": "clear_thinking_20251015", **edit}]}
+    client.messages.create(**BASIC | {"messages": THOUGHTFUL}, extra_body={"context_management": edits})
+    assert "".join(mark for mark in "123" if f"({mark})" in say.last_prompt) == kept
+
+
+def test_thinking_that_is_not_shown(client: anthropic.Anthropic, say: Speaker) -> None:
+    say(THOUGHT + "Yes.")
+    shown: Any = {"type": "adaptive", "display": "summarized"}
+    assert [block.type for block in client.messages.create(**BASIC, thinking=shown).content] == [
+        "thinking",
+        "text",
+    ]
+    hidden: Any = {"type": "adaptive", "display": "omitted"}
+    assert [block.type for block in client.messages.create(**BASIC, thinking=hidden).content] == ["text"]
+
+
+def test_text_blocks_have_no_citations(talking_server: Server, say: Speaker) -> None:
+    """A null there is refused by clients that look for a list."""
+    say("x")
+    assert talking_server.post("/v1/messages", BASIC).json()["content"] == [{"type": "text", "text": "x"}]
+    assert '"citations"' not in talking_server.post("/v1/messages", BASIC | {"stream": True}).text
 
 
 def test_count_tokens(client: anthropic.Anthropic, say: Speaker) -> None:
     say("x")
     fields: dict[str, Any] = {"tools": TOOLS, "system": "Be nice", "thinking": {"type": "disabled"}}
+    fields["output_config"] = {"effort": "low"}
     count = client.messages.count_tokens(model="tiny", messages=USER, **fields)
     assert say.server.mesh.generations == []
     assert client.messages.create(**BASIC, **fields).usage.input_tokens == count.input_tokens
@@ -280,7 +463,7 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"tools": [{"input_schema": {}}]}, "object with a name"),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "x"}}], "tool_choice": {"type": "any"}},
-            "tools: Invalid type: x",
+            "tools[0] ('f'): Invalid type: x",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "names no function of tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "must be auto, any, tool or none"),
@@ -290,6 +473,22 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens must be a whole number"),
         ({"thinking": {"type": "enabled", "budget_tokens": True}}, "budget_tokens must be a whole number"),
         ({"stop_sequences": [""]}, "must not be empty"),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers is not supported: call them"),
+        ({"container": "c1"}, "container is not supported: nothing is run here"),
+        ({"compaction": {"type": "summarize"}}, "compaction is not supported"),
+        ({"thread": {"type": "resume"}}, "thread.type must be create or continue"),
+        ({"thread": {}}, "thread.type must be create or continue"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "task_budget is not supported"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "edits[0].type must be clear_thinking"),
+        ({"context_management": {"edits": 5}}, "edits[0].type must be clear_thinking"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 1}]}}, "edits[0].keep must be all"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools has two tools of one name"),
+        ({"messages": [*USER, {"role": "system", "content": [addition({"type": "tool_reference", "name": "f"})]}]},
+         "names tool 'f', which tools does not have"),
+        ({"messages": [*USER, {"role": "system", "content": [addition({"type": "mcp_tool_reference", "name": "f"})]}]},
+         "tool_addition needs a tool of your own"),
+        ({"tools": [TOOLS[0] | {"input_examples": [{}]}]}, "input_examples is not supported: put them"),
+        ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "allowed_callers leaves out direct"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from router.tokens import Tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
 from tests.router.tiny_tokenizer import BOS
+from tests.scarce import out_of_files
 from tests.waiting import until
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -36,6 +38,9 @@ def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
     assert answer["tokens"] == tokenizer.encode("Hello 🙂", add_special_tokens=True)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_MODEL_LEN)
     assert answer["token_strs"][0] == "<bos>"
+    strings = server.post("/tokenize", {"prompt": "a dog 🙂", "return_token_strs": True}).json()["token_strs"]
+    assert strings[1:3] == ["a", "Ġdog"], "as the vocabulary spells them"
+    assert tokenizer.backend.decoder.decode(strings[1:]) == "a dog 🙂"
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "<bos>Hello 🙂"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     plain = server.post("/tokenize", {"prompt": "Hello 🙂", "add_special_tokens": False}).json()
@@ -80,6 +85,24 @@ def test_the_rank_is_passed_on(server: Server) -> None:
     headers = {"X-data-parallel-rank": "3"}
     assert server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
     assert server.mesh.prompts[-1].rank == 3
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}),
+    ],
+)
+def test_the_rank_in_a_body_is_passed_on(server: Server, path: str, body: dict[str, Any], name: str) -> None:
+    assert server.post(path, body | {name: 3}).status_code == 200
+    assert server.mesh.prompts[-1].rank == 3
+    for rank, status in (("3", 200), ("2", 400)):
+        headers = {"X-data-parallel-rank": rank}
+        assert server.client.post(path, json=body | {name: 3}, headers=headers).status_code == status
 
 
 def test_optional_answers(served: ServedModel) -> None:
@@ -133,7 +156,7 @@ def test_open_paths(server: Server) -> None:
         ("POST", "/v1/embeddings", 404, "NotFoundError"),
         ("GET", "/v1/completions", 405, "MethodNotAllowedError"),
         ("POST", "/v1/models", 405, "MethodNotAllowedError"),
-        ("OPTIONS", "/v1/chat/completions", 405, "MethodNotAllowedError"),
+        ("OPTIONS", "/v1/nothing", 404, "NotFoundError"),
         ("GET", "/v1/chat/completions//", 404, "NotFoundError"),
     ],
 )
@@ -267,6 +290,21 @@ def test_requests_that_fail_where_they_run(server: Server, client: openai.OpenAI
     chunks = client.chat.completions.create(model="tiny", messages=USER, stream=True)
     with pytest.raises(openai.APIError, match="out of luck"):
         list(chunks)
+
+
+def test_what_the_host_lacks_for_now_is_worth_another_try(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(_: object) -> list[Delta]:
+        with out_of_files(), open(os.devnull):
+            return []
+
+    server.mesh.script = script
+    for stream in (False, True):
+        answer = server.post("/v1/completions", {"prompt": "a", "stream": stream})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.headers["x-should-retry"] == "true"
+    assert "short of files or memory now: try again in a moment ([Errno 24]" in caplog.text
 
 
 def test_an_unexpected_error_tells_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,14 +74,21 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [1]}, "Expected `str`, got `int`", "stop"),
     ({"stop_token_ids": [VOCAB_SIZE]}, f"names token {VOCAB_SIZE}", "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "names token -1", "stop_token_ids"),
-    ({"logit_bias": {"x": 1}}, "Expected `int`, got `str`", "logit_bias"),
+    ({"logit_bias": {"x": 1, "7": 1, "1.5": 2}}, "token ids as its keys, got 'x', '1.5'.", "logit_bias"),
+    ({"logit_bias": {"x" * 50 + str(i): 1 for i in range(10)}}, "xxx' and 2 more", "logit_bias"),
+    ({"logit_bias": {"7": "x"}}, "Expected `float`, got `str`", "logit_bias"),
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, f"names token {VOCAB_SIZE}", "logit_bias"),
-    ({"logit_bias": {"9" * 30: 1}}, "Expected `int` <=", "logit_bias"),
+    ({"logit_bias": {"9" * 30: 1}}, "must have token ids as its keys", "logit_bias"),
+    (
+        {"prompt_logprobs": -1},
+        "prompt_logprobs -1 asks for all 512 tokens, --max-logprobs allows 20 (-1: all)",
+        "prompt_logprobs",
+    ),
     ({"allowed_token_ids": []}, "must not be empty", "allowed_token_ids"),
     ({"allowed_token_ids": [2**40]}, "names token", "allowed_token_ids"),
     ({"allowed_token_ids": [5] * (VOCAB_SIZE + 1)}, "names more than the", "allowed_token_ids"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be between 0 and 20", "prompt_logprobs"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20", "prompt_logprobs"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs must be between 0 and 20", "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "not available with stream", "prompt_logprobs"),
     ({"stream": "yes"}, "Expected `bool | null`", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream", "stream_options"),
@@ -116,7 +123,16 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": 5}}, "Expected `str | null`", "structured_outputs"),
     ({"structured_outputs": {"regex": ""}}, "the regular expression is empty", "structured_outputs"),
     ({"structured_outputs": {"regex": "(?=a)b"}}, "look-ahead", "structured_outputs"),
-    ({"structured_outputs": {"json": {"not": {}}}}, 'Unimplemented keys: ["not"]', "structured_outputs"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}, "strict": True},
+            }
+        },
+        "response_format: $.not cannot be enforced, and the schema is strict",
+        "response_format",
+    ),
     ({"structured_outputs": {"json": "{"}}, "the schema is not valid JSON", "structured_outputs"),
     ({"structured_outputs": {"json": False}}, "no answer can follow the schema false", "structured_outputs"),
     (
@@ -175,6 +191,20 @@ COMMON: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "(", "best_of": 1}, "unclosed group", "regex"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "exclude each other", "ebnf"),
     ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params is not supported yet", "kv_transfer_params"),
+    ({"ec_transfer_params": {"a": 1}}, "ec_transfer_params is not supported yet", "ec_transfer_params"),
+    ({"watermarking": True}, "watermarking is not supported yet", "watermarking"),
+    ({"return_prompt_text": True}, "not supported: ask for return_token_ids", "return_prompt_text"),
+    ({"moderation": {"model": "m"}}, "moderation is not supported: nothing here", "moderation"),
+    ({"session_params": {"id": "a"}}, "not supported: send the whole conversation", "session_params"),
+    ({"return_routed_experts": True}, "return_routed_experts is not supported yet", "return_routed_experts"),
+    ({"data_parallel_rank": -1}, "Expected `int` >= 0", "data_parallel_rank"),
+    ({"data_parallel_rank": 1, "routed_dp_rank": 0}, "name several instances", "data_parallel_rank"),
+    (
+        {"response_format": {"type": "json_object", "schema": False}},
+        "no answer can follow",
+        "response_format",
+    ),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "must be a JSON object", "response_format"),
     ({"model": 7}, "Expected `str | null`", "model"),
 ]
 
@@ -191,14 +221,14 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, "a"]}, "must not mix token ids", "prompt"),
     ({"prompt": ["a", [1]]}, "must not mix texts with lists", "prompt"),
     ({"prompt": ["a"] * 2000}, "at most 1024 prompts", "prompt"),
-    ({"prompt": [VOCAB_SIZE]}, f"Token id {VOCAB_SIZE} is out of the vocabulary", "prompt"),
-    ({"prompt": [[5], [-1]]}, "Token id -1 is out of the vocabulary", "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, f"Token id {VOCAB_SIZE} is out of vocabulary", "prompt"),
+    ({"prompt": [[5], [-1]]}, "Token id -1 is out of vocabulary", "prompt"),
     ({"prompt": [2**64]}, "Expected `int` <=", "prompt"),
     ({"prompt": [5] * MAX_MODEL_LEN}, f"you requested {MAX_MODEL_LEN + 1} tokens", "prompt"),
     ({"prompt": "word " * 200}, f"maximum context length is {MAX_MODEL_LEN}", "prompt"),
     ({"prompt": "word " * 20_000}, "However, you requested at least", "prompt"),
     ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21", "logprobs"),
-    ({"logprobs": -1}, "logprobs must be between 0 and 20", "logprobs"),
+    ({"logprobs": -1}, "logprobs -1 asks for all 512 tokens", "logprobs"),
     ({"logprobs": True}, "got `bool`", "logprobs"),
     ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
     ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "must not exceed max_tokens (0)", "min_tokens"),
@@ -232,11 +262,6 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_calls[0].function must be an object with a name",
         "messages",
     ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "not valid JSON",
-        "messages",
-    ),
     ({"max_tokens": 0}, "at least one token", "max_tokens"),
     ({"max_completion_tokens": 0, "max_tokens": 5}, "at least one token", "max_completion_tokens"),
     ({"max_completion_tokens": -5}, "max_completion_tokens must be at least 0", "max_completion_tokens"),
@@ -244,7 +269,8 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": False}, "top_logprobs needs logprobs", "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be between 0 and 20", "top_logprobs"),
-    ({"top_logprobs": -1, "logprobs": True}, "between 0 and 20", "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs -1 asks for all 512 tokens", "top_logprobs"),
+    ({"top_logprobs": -2, "logprobs": True}, "between 0 and 20", "top_logprobs"),
     (
         {"add_generation_prompt": True, "continue_final_message": True},
         "exclude each other",
@@ -254,7 +280,21 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["text", "audio"]}, "modalities other than text are not supported", "modalities"),
     ({"audio": {"voice": "a"}}, "audio is not supported: answers are text", "audio"),
     ({"web_search_options": {}}, "web_search_options is not supported: offer a tool", "web_search_options"),
+    ({"prompt_token_ids": [1]}, "send token ids as the prompt of /v1/completions", "prompt_token_ids"),
     ({"functions": [{"name": "f"}]}, "functions is not supported: name them in tools", "functions"),
+    ({"function_call": {"name": "f"}}, "function_call is not supported: use tool_choice", "function_call"),
+    ({"separate_reasoning": False}, "join reasoning and content", "separate_reasoning"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "messages[0].function_call is not supported: use tool_calls",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "function", "name": "f", "content": "x"}]},
+        "messages[0].role function is not supported: use tool",
+        "messages",
+    ),
+    ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is not supported", "tools"),
     ({"tools": [{}]}, "tools[0].function must be an object with a name", "tools"),
     ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type must be 'function'", "tools"),
     (
@@ -266,12 +306,12 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
     (
         {"tools": [BAD_TOOL], "tool_choice": "required"},
-        "tools: Invalid type: strng",
+        "tools[0] ('f'): $.properties.a: Invalid type: strng",
         "tools",
     ),
     (
         {"tools": [{"function": {"name": "f", "parameters": DEEP}}], "tool_choice": "required"},
-        "tools: the schema of a function is nested too deeply",
+        "tools: the schema of the function 'f' is nested too deeply",
         "tools",
     ),
     (
@@ -331,8 +371,8 @@ def test_bad_chats(server: Server, fields: dict[str, Any], message: str, param: 
         ("/tokenize", {"messages": [{}]}, "role must be a string"),
         ("/detokenize", {}, "missing required field `tokens`"),
         ("/detokenize", {"tokens": "a"}, "Expected `array`"),
-        ("/detokenize", {"tokens": [-1]}, "out of the vocabulary"),
-        ("/detokenize", {"tokens": [2**33]}, "out of the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "out of vocabulary"),
+        ("/detokenize", {"tokens": [2**33]}, "out of vocabulary"),
         ("/v1/chat/completions", {"model": "tiny"}, "missing required field `messages`"),
         ("/v1/completions", {"model": "tiny"}, "prompt is required"),
     ],
@@ -418,7 +458,7 @@ def test_compressed_bodies(server: Server) -> None:
     assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
 
 
-@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "²", "9" * 50])
 def test_bad_ranks(server: Server, rank: str) -> None:
     headers = {"x-data-parallel-rank": rank.encode()}
     answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
@@ -426,10 +466,20 @@ def test_bad_ranks(server: Server, rank: str) -> None:
 
 
 def test_bad_request_ids(server: Server) -> None:
-    for id in (b"", b"\xff", b"a" * 300):
+    for id in (b"\xff", b"a" * 300):
         headers = {"x-request-id": id}
         answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
         refused(answer, "X-Request-Id must be", "X-Request-Id")
+
+
+@pytest.mark.parametrize(
+    "name", ["x-request-id", "x-data-parallel-rank", "x-request-timeout", "x-session-id", "traceparent"]
+)
+def test_a_header_without_a_value_is_none(server: Server, name: str) -> None:
+    answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: ""})
+    assert answer.status_code == 200, answer.text
+    assert server.mesh.prompts[-1].rank is None
+    assert server.mesh.prompts[-1].session == ""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])

@@ -60,8 +60,34 @@ def test_chat_token_ids(server: Server, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(whole["prompt_token_ids"]).startswith("<|im_start|>user")
     chunks = events(server.post("/v1/chat/completions", body | {"stream": True}).text)
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-    ids = [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", [])]
+    ids = [id for chunk in chunks for id in chunk["choices"][0].get("token_ids") or []]
     assert ids == whole["choices"][0]["token_ids"]
+
+
+def test_what_is_not_told_is_null(server: Server) -> None:
+    """As vLLM sends it, and only where: most chunks have no more than their text."""
+    answer = server.post("/v1/chat/completions", {"messages": USER}).json()
+    told = ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "system_fingerprint", "service_tier")
+    assert [answer[name] for name in told] == [None] * 5
+    (choice,) = answer["choices"]
+    told = ("reasoning", "refusal", "annotations", "audio", "function_call")
+    assert [choice["message"][name] for name in told] == [None] * 5
+    assert (choice["token_ids"], choice["logprobs"], choice["stop_reason"]) == (None, None, None)
+    first, *rest = events(server.post("/v1/chat/completions", {"messages": USER, "stream": True}).text)
+    assert first["prompt_token_ids"] is None
+    assert "token_ids" not in first["choices"][0]
+    for chunk in rest:
+        assert set(chunk) == {"object", "id", "created", "model", "choices"}
+        assert chunk["choices"][0]["token_ids"] is None
+
+
+def test_the_chunk_with_the_role_counts_no_token(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": USER, "stream": True, "stream_options": options, "n": 2}
+    first, *_ = events(server.post("/v1/chat/completions", body).text)
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert first["usage"]["completion_tokens"] == 0
+    assert first["usage"]["total_tokens"] == first["usage"]["prompt_tokens"] > 0
 
 
 def test_chat_prompt_logprobs(server: Server) -> None:

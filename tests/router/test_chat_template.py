@@ -12,6 +12,7 @@ from router import chat_template
 from router.chat_template import ChatTemplate, ChatTemplateError, load_chat_templates, named_chat_template
 from router.tokens import Tokenizer, load_tokenizer
 from tests.router import tiny_tokenizer
+from tests.router.talking import SYSTEM_FIRST
 
 STRINGS = tiny_tokenizer.TEMPLATE
 PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
@@ -47,10 +48,20 @@ def test_render() -> None:
         (BOTH, [{"role": "assistant", "content": None}], ""),
         (BOTH, [{"role": "assistant"}], ""),
         (BOTH, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "[no]"),
+        (BOTH, [{"role": "assistant", "content": None, "refusal": "no"}], "no"),
+        (BOTH, [{"role": "assistant", "content": "yes", "refusal": None}], "yes"),
     ],
 )
 def test_content_in_the_form_that_the_template_takes(source: str, messages: Any, text: str) -> None:
     assert template(source).render(messages, add_generation_prompt=False) == text
+
+
+def test_what_stands_beside_a_text_is_for_the_template() -> None:
+    source = (
+        "{% for p in messages[0].content %}{{ p.source_lang_code }}>{{ p.lang }}: {{ p.text }};{% endfor %}"
+    )
+    parts = [{"type": "input_text", "text": "a", "source_lang_code": "en", "lang": "es"}, "b"]
+    assert template(source).render([{"role": "user", "content": parts}]) == "en>es: a;>: b;"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +188,24 @@ def test_tool_calls_get_their_arguments_parsed() -> None:
     source = "{{ messages[0].tool_calls[0].function.arguments.city }}"
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
     assert template(source).render([{"role": "assistant", "tool_calls": [call]}]) == "Ulm"
-    call["function"] = {"name": "f", "arguments": "{"}
-    with pytest.raises(ChatTemplateError, match="not valid JSON"):
-        template(source).render([{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("arguments", ["{", '{"city": "Ul', "[1]", "5", '"Ulm"', "null", "[" * 5000, "nan"])
+def test_arguments_that_are_no_object_come_back_as_text(arguments: str) -> None:
+    """Templates go through the items of arguments, or print them as JSON."""
+    source = (
+        "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    assert template(source).render(messages) == f"INVALID_JSON={arguments}"
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None])
+def test_no_arguments_are_an_empty_object(arguments: str | None) -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert template(source).render([*USER, {"role": "assistant", "tool_calls": [call]}]) == "{}"
 
 
 def test_a_call_may_have_no_content() -> None:
@@ -210,6 +236,59 @@ def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
     known = source.replace("roles", '("developer", "user")')
     assert template(known).render(messages) == "developer: Be nice"
     assert messages[0]["role"] == "developer"
+
+
+GENERIC = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+OTHERS_DROPPED = (
+    "{% if messages[0].role in ('system', 'developer') %}<system>{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+LEADING_ONLY = (
+    "{% set seen = namespace(turn=false) %}{% for m in messages %}{% if m.role != 'system' %}"
+    "{% set seen.turn = true %}{% elif seen.turn %}{{ raise_exception('too late') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (GENERIC, "<system>A<system>B<user>hi<assistant>yes<system>C<user>go"),
+        (SYSTEM_FIRST, "<system>A\n\nB\n\nC<user>hi<assistant>yes<user>go"),
+        (OTHERS_DROPPED, "<system>A\n\nB\n\nC<user>hi<assistant>yes<user>go"),
+        (LEADING_ONLY, "<system>A\n\nB\n\nC<user>hi<assistant>yes<user>go"),
+    ],
+)
+def test_instructions_are_one_message_where_the_template_needs_it(source: str, text: str) -> None:
+    messages = said(
+        ("system", "A"), ("developer", [{"type": "text", "text": "B"}]), ("user", "hi"),
+        ("assistant", "yes"), ("system", "C"), ("user", "go"),
+    )  # fmt: skip
+    before = json.dumps(messages)
+    assert template(source).render(messages) == text
+    assert json.dumps(messages) == before
+
+
+def test_instructions_behind_the_first_turn_go_to_the_front() -> None:
+    messages = said(("user", "hi"), ("developer", "A"), ("system", ""))
+    assert template(SYSTEM_FIRST).render(messages) == "<system>A<user>hi"
+    assert template(SYSTEM_FIRST).render(messages[:1]) == "<user>hi"
+    parts = SYSTEM_FIRST.replace("m.content", "m.content[0].text")
+    assert template(parts).render(messages) == "<system>A<user>hi"
+
+
+def test_a_last_message_that_is_gone_on_with_stays() -> None:
+    messages = said(("system", "A"), ("user", "hi"), ("system", "B"), ("assistant", "It is"))
+    fixed: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert template(SYSTEM_FIRST).render(messages, **fixed) == "<system>A\n\nB<user>hi<assistant>It is"
+    with pytest.raises(ChatTemplateError, match="must be at the beginning"):
+        template(SYSTEM_FIRST).render(messages[:3], **fixed)
 
 
 def test_reserved_variables() -> None:

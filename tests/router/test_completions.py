@@ -10,8 +10,12 @@ import openai
 import pytest
 
 from engine.messages import Delta, FinishReason
+from router.config import HttpConfig
+from router.mesh import ServedModel
 from router.tokens import Tokenizer
-from tests.router.conftest import Server, events, ids_of
+from tests.router.conftest import VOCAB_SIZE, Server, events, ids_of, serving
+from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.tiny_tokenizer import BOS, IM_START
 
 
 def test_completion(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
@@ -90,9 +94,7 @@ def test_offsets_point_into_an_echoed_text(
     assert choice["text"].endswith("\nthree Hello world!")
     ends = [*offsets[1:], len(choice["text"])]
     for token, offset, end in zip(tokens, offsets, ends, strict=True):
-        hidden = token == "<bos>" or (
-            truncate_prompt_tokens and skip_special_tokens and tokenizer.is_special(token)
-        )
+        hidden = token == "<bos>"  # which is put before it
         assert choice["text"][offset:end] == ("" if hidden else token)
     if truncate_prompt_tokens is None:
         assert choice["text"].startswith("<|im_start|>one two<|im_end|>")
@@ -158,8 +160,42 @@ def test_token_ids_are_returned(server: Server, tokenizer: Tokenizer) -> None:
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, ids)
     chunks = events(server.post("/v1/completions", body | {"stream": True}).text)
     assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
-    assert all("prompt_token_ids" not in chunk["choices"][0] for chunk in chunks[1:])
+    assert all(chunk["choices"][0]["prompt_token_ids"] is None for chunk in chunks[1:])
     assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == ids
+
+
+def test_what_is_not_told_is_null(server: Server) -> None:
+    """As vLLM sends it: clients look fields up without asking whether they are there."""
+    answer = server.post("/v1/completions", {"prompt": "Hello"}).json()
+    told = ("service_tier", "system_fingerprint", "kv_transfer_params")
+    assert [answer[name] for name in told] == [None] * 3
+    assert answer["usage"]["prompt_tokens_details"] is None
+    told = ("logprobs", "stop_reason", "prompt_logprobs", "prompt_token_ids", "token_ids")
+    assert [answer["choices"][0][name] for name in told] == [None] * 5
+    for chunk in events(server.post("/v1/completions", {"prompt": "Hello", "stream": True}).text):
+        assert set(chunk) == {"object", "id", "created", "model", "choices"}
+        choice = chunk["choices"][0]
+        assert {choice[name] for name in ("prompt_token_ids", "token_ids", "stop_reason")} == {None}
+        assert "prompt_logprobs" not in choice
+
+
+def test_all_log_probabilities(served: ServedModel, tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, " Hello")
+    with serving(FakeMesh(served, saying(ids)), HttpConfig(max_logprobs=-1)) as server:
+        body = {"prompt": "one two", "prompt_logprobs": -1, "logprobs": -1}
+        (choice,) = server.post("/v1/completions", body).json()["choices"]
+        assert server.mesh.prompts[-1].params.prompt_logprobs == VOCAB_SIZE
+        assert {len(each) for each in choice["prompt_logprobs"][1:]} == {3}, "as many as the mesh tells"
+        assert len(choice["logprobs"]["top_logprobs"][0]) == 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, 50])
+def test_an_echo_of_token_ids_has_its_special_tokens(server: Server, max_tokens: int) -> None:
+    body = {"prompt": [BOS, IM_START, 100], "echo": True, "logprobs": 0, "max_tokens": max_tokens}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert choice["text"].startswith("<bos><|im_start|>")
+    assert choice["logprobs"]["tokens"][:2] == ["<bos>", "<|im_start|>"]
+    assert choice["logprobs"]["text_offset"][:3] == [0, 5, 17]
 
 
 def test_usage_in_streams(server: Server) -> None:
@@ -171,6 +207,7 @@ def test_usage_in_streams(server: Server) -> None:
     *rest, last = usages(include_usage=True)
     assert set(rest) == {None}
     total = last["completion_tokens"]
+    assert set(map(str, usages(continuous_usage_stats=True))) == {"absent"}, "as vLLM has it"
     *rest, last = usages(include_usage=True, continuous_usage_stats=True)
     assert [usage["completion_tokens"] for usage in rest] == list(range(1, total + 1))
     assert last["completion_tokens"] == total

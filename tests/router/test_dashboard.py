@@ -142,6 +142,7 @@ def test_who_asks_for_the_head_of_the_feed_only_gets_it(served: ServedModel) -> 
             answer = client.head("/dashboard/feed")
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["x-accel-buffering"] == "no"
         assert (dashboard.feed.num_viewers, dashboard.feed.num_frames) == (0, 0)
         with client.stream("GET", "/dashboard/feed") as stream:
             lines = stream.iter_lines()  # which ends the connection when it is no longer held

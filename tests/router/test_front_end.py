@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import ssl
 import subprocess
@@ -25,7 +26,7 @@ from router.config import HttpConfig, RouterConfig
 from router.listen import wait_for_health
 from router.loads import Loads, loads_of
 from router.mesh import ServedModel
-from tests.router.conftest import Server, serving
+from tests.router.conftest import Server, events, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
 
@@ -45,6 +46,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
     ("method", "path"),
     [
         ("POST", "/v1/completions"),
+        ("POST", "/invocations"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/responses"),
         ("POST", "/v1/responses/input_tokens"),
@@ -54,6 +56,7 @@ def served_with(served: ServedModel, **config: Any) -> Iterator[Server]:
         ("GET", "/v1/models"),
         ("GET", "/v1/models/tiny"),
         ("GET", "/v1/loads"),
+        ("GET", "/get_load"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
@@ -131,6 +134,48 @@ def test_names_do_not_matter_with_a_key_or_on_a_network(served: ServedModel) -> 
         assert status_for(server, "site.example") == b"200"
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/livez"])
+def test_probes_may_use_any_name(served: ServedModel, path: str) -> None:
+    """A load balancer asks for the name that it has for the server."""
+    with served_with(served) as server:
+        assert server.client.get(path, headers={"host": "mesh.internal:8000"}).status_code == 200
+    with served_with(served, api_key=("k",)) as server:
+        assert server.client.get(path, headers={"host": "mesh.internal:8000"}).status_code == 200
+
+
+def test_a_router_lives_also_when_nobody_serves(served: ServedModel) -> None:
+    with served_with(served) as server:
+        server.mesh.healthy = False
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/livez").status_code == 200
+
+
+# ---- what a path takes
+
+
+def options(server: Server, path: bytes) -> tuple[int, str | None]:
+    """Status and Allow."""
+    with server.connect() as connection:
+        connection.sendall(b"OPTIONS %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+    allow = re.search(r"\r\nallow: ([^\r]*)", answer)
+    return int(answer.split()[1]), allow and allow[1]
+
+
+def test_the_methods_of_a_path_are_told_to_anybody(served: ServedModel) -> None:
+    with served_with(served, api_key=("k",)) as server:
+        assert options(server, b"/") == options(server, b"*") == (204, "OPTIONS"), "there is no page here"
+        assert options(server, b"/v1/completions") == (204, "OPTIONS, POST")
+        assert options(server, b"/ping/") == (204, "GET, HEAD, OPTIONS, POST")
+        assert options(server, b"/v1/responses/resp_1") == (204, "DELETE, GET, HEAD, OPTIONS")
+        assert options(server, b"/nothing") == (401, None)
+        with server.connect() as connection:  # as HAProxy asks
+            connection.sendall(b"OPTIONS / HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 204")
+    with served_with(served) as server:
+        assert options(server, b"/nothing") == (404, None)
+
+
 # ---- browsers
 
 
@@ -189,6 +234,23 @@ def test_a_proxy_may_leave_its_prefix_in_or_take_it_off(served: ServedModel, pre
         assert server.client.get("/llmx/health", headers={"authorization": "Bearer k"}).status_code == 404
 
 
+@pytest.mark.parametrize("prefix", ["/llm", "llm/", "", "/"])
+def test_paths_are_given_out_with_the_prefix(served: ServedModel, prefix: str) -> None:
+    there = "/llm" if "llm" in prefix else ""
+    with served_with(served, root_path=prefix) as server:
+        document = server.client.get("/openapi.json").json()
+        assert document["servers"] == [{"url": there or "/"}]
+        assert "/v1/models" in document["paths"]
+        for asked in dict.fromkeys(("/chat/completions", f"{there}/chat/completions")):
+            message = server.post(asked, {}).json()["error"]["message"]
+            assert message == (
+                f"This server has no {there}/chat/completions: did you mean {there}/v1/chat/completions?"
+            )
+        message = server.client.get("/v1/embeddings").json()["error"]["message"]
+        assert message.endswith(f"GET {there}/openapi.json lists what it has.")
+        assert f"GET {there}/v1/completions: Method Not" in server.client.get("/v1/completions").text
+
+
 def test_a_prefix_is_taken_off_before_all_else(tmp_path: Path) -> None:
     """Before the admin API, and in the log."""
     flags = ["--root-path", "/llm", "--admin-api-key", "root"]
@@ -202,6 +264,22 @@ def test_a_prefix_is_taken_off_before_all_else(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert "GET /llm/version" in log
     assert "GET /llm/health" not in log
+
+
+STREAMS = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_proxies_are_asked_not_to_hold_streams_back(server: Server, path: str) -> None:
+    answer = server.post(path, STREAMS[path] | {"stream": True})
+    assert answer.status_code == 200
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert "x-accel-buffering" not in server.post(path, STREAMS[path]).headers
 
 
 # ---- request ids
@@ -227,7 +305,23 @@ def test_usage_can_be_forced_into_streams(served: ServedModel) -> None:
     with served_with(served, enable_force_include_usage=True) as server:
         for options in (None, {"include_usage": False}):
             body = {"prompt": "a", "stream": True, "stream_options": options}
-            assert '"completion_tokens":2' in server.post("/v1/completions", body).text
+            chunks = events(server.post("/v1/completions", body).text)
+            assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
+            assert chunks[-1]["choices"] == []
+
+
+def test_one_path_for_chats_and_completions(server: Server) -> None:
+    """SageMaker knows no other."""
+    chat = server.post("/invocations", {"messages": [{"role": "user", "content": "a"}], "prompt": None})
+    completion = server.post("/invocations", {"prompt": "a", "max_tokens": 1})
+    found = (chat.json()["object"], completion.json()["object"])
+    assert found == ("chat.completion", "text_completion")
+    stream = server.post("/invocations", {"prompt": [5, 6], "stream": True}).text
+    assert stream.endswith("data: [DONE]\n\n")
+    for body in ({}, {"messages": [], "prompt": "a"}, {"input": "a"}, {"messages": None}):
+        answer = server.post("/invocations", body)
+        assert answer.status_code == 400
+        assert "needs messages, for a chat, or prompt" in answer.json()["error"]["message"]
 
 
 # ---- the model's text side
@@ -357,6 +451,15 @@ def test_loads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.client.get("/v1/loads?dp_rank=2").status_code == 400
 
 
+def test_loads_as_older_tools_ask_for_them(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.client.get("/get_load").json() == []
+    monkeypatch.setattr(server.metrics, "reports", lambda: {3: report(3), 0: report(0)})
+    monkeypatch.setattr(server.metrics, "block_size", lambda: 16)
+    assert server.client.get("/get_load").json()[1] == {
+        "dp_rank": 3, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 460, "num_pending_tokens": 300,
+    }  # fmt: skip
+
+
 # ---- TLS
 
 
@@ -372,7 +475,7 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
 
         def url() -> re.Match[str] | None:
             assert process.poll() is None, log.read_text()
-            return re.search(r"listening on (https?://\S+)", log.read_text())
+            return re.search(r'listening on (https?://[^\s"]+)', log.read_text())
 
         until(lambda: url() is not None, 30)
         found = url()
@@ -381,6 +484,39 @@ def router(directory: Path, *flags: str) -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(20) == 0
+
+
+def test_log_lines_about_a_request_have_its_id(tmp_path: Path) -> None:
+    """The access log, and why it was refused."""
+    ids = {"x-request-id": "abc-1"}
+    with router(tmp_path) as url, httpx2.Client(trust_env=False, base_url=url) as client:
+        for _ in range(2):  # on one connection: not the first one's
+            assert client.get("/v1/models", headers=ids).status_code == 503
+            body = {"prompt": "a", "request_id": "def-2"}
+            assert client.post("/v1/completions", json=body).status_code == 503
+        log = (tmp_path / "log").read_text()
+    for line in (
+        '"GET /v1/models HTTP/1.1" 503',
+        "GET /v1/models: 503: No instance has joined the mesh yet.",
+    ):
+        assert log.count(f"{line} (request abc-1)\n") == 2, log
+    made = re.findall(r'"POST /v1/completions HTTP/1.1" 503 \(request ([0-9a-f]{32})\)\n', log)
+    assert len(set(made)) == 2, "one of its own, where the body was not read"
+    assert all(
+        f"POST /v1/completions: 503: No instance has joined the mesh yet. (request {id})" in log
+        for id in made
+    )
+
+
+def test_the_id_of_a_request_is_a_field_of_json_lines(tmp_path: Path) -> None:
+    with (
+        router(tmp_path, "--log-format", "json") as url,
+        httpx2.Client(trust_env=False, base_url=url) as client,
+    ):
+        assert client.get("/v1/models", headers={"x-request-id": "abc"}).status_code == 503
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    about = [line["logger"] for line in lines if line.get("request") == "abc"]
+    assert sorted(about) == ["router.refusals", "uvicorn.access"]
 
 
 def test_tls(certificate: tuple[str, str], tmp_path: Path) -> None:

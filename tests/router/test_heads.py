@@ -40,6 +40,14 @@ def answer_to(server: Server, *sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
+@pytest.mark.parametrize("blanks", [b" ", b"\t", b"  \t "])
+def test_blanks_after_a_value_are_no_part_of_it(server: Server, blanks: bytes) -> None:
+    head = b"X-Data-Parallel-Rank: 3%b\r\nX-Request-Id:%babc%b\r\nConnection: close\r\n" % ((blanks,) * 3)
+    answer = answer_to(server, request_head(15, head) + b'{"prompt": "a"}')
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert (server.mesh.prompts[-1].rank, server.mesh.prompts[-1].request_id) == (3, "cmpl-abc")
+
+
 @pytest.mark.parametrize(
     ("begin", "more"),
     [

@@ -23,6 +23,7 @@ from router.tokens import load_tokenizer
 from tests.router.conftest import JSON, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.router.talking import talking
+from tests.scarce import out_of_files
 from tests.waiting import until
 
 
@@ -202,3 +203,24 @@ def test_many_who_leave(server: Server) -> None:
     for connection in connections:
         connection.close()
     server.wait_until_idle()
+
+
+# ---- no files left
+
+
+def test_a_first_request_without_files_is_told_to_come_again(
+    served: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is wrong with tokenizer.json, and nothing that was not read is taken for missing."""
+    with talking(served, tmp_path) as server:
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert server.client.get("/version").status_code == 200  # it has its connection
+        with out_of_files():
+            answer = server.post("/v1/chat/completions", chat)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+        assert "short of files or memory now: try again" in answer.json()["error"]["message"]
+        assert "cannot be read now: too many files are open: raise the limit with ulimit -n" in caplog.text
+        assert "tokenizer.json" not in answer.text
+        server.mesh.reset(saying([70]))
+        assert server.post("/v1/chat/completions", chat).status_code == 200
+        server.wait_until_idle()

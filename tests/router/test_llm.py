@@ -124,7 +124,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ({"stop": [""]}, "stop strings must not be empty"),
         ({"stop": 5}, "stop: Expected"),
         ({"stop_token_ids": [-1]}, "names token -1, but the vocabulary has ids from 0 on"),
-        ({"logprobs": -1}, "logprobs must be at least 0, got -1"),
+        ({"logprobs": -2}, "logprobs must be at least 0, got -2"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"logit_bias": {1: 200}}, "logit_bias"),
@@ -294,7 +294,7 @@ def test_kinds_of_prompts(mesh: FakeMesh, make_llm: Make) -> None:
     [
         ("", ValueError, "The prompt is empty"),
         (["ok", ""], ValueError, r"prompts\[1\]: The prompt is empty"),
-        ([[1, 2], [10**6]], ValueError, r"prompts\[1\]: Token id 1000000 is out of the vocabulary"),
+        ([[1, 2], [10**6]], ValueError, r"prompts\[1\]: Token id 1000000 is out of vocabulary"),
         ([[]], ValueError, "The prompt is empty"),
         ([[5] * 3000], ValueError, "maximum context length is 2048 tokens"),
         ({"multi_modal_data": 1}, ValueError, "'multi_modal_data' is not supported"),

@@ -177,6 +177,33 @@ def test_names_of_max_tokens_in_chat(text_model: TextModel, fields: dict[str, An
     assert chat(text_model, **fields)[0].params.max_tokens == wanted
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ({}, None),
+        ({"override_generation_config": '{"temperature": 1}'}, None),
+        ({"override_generation_config": '{"max_new_tokens": 4}'}, 4),
+        ({"generation_config": "HERE"}, 7),
+        ({"generation_config": "HERE", "override_generation_config": '{"max_new_tokens": null}'}, None),
+    ],
+)
+def test_the_operators_limit_of_tokens(
+    loads: Loads, tmp_path: Path, flags: dict[str, str], most: int | None
+) -> None:
+    """The model's own is for requests that set none; what the operator says holds for all, as in vLLM."""
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    model = loads(**{key: str(tmp_path) if value == "HERE" else value for key, value in flags.items()})
+    assert model.most_tokens == most
+    (prompt,) = chat(model, max_tokens=5)
+    expected = min(5, most or 5)
+    assert (prompt.params.max_tokens, prompt.asked) == (expected, expected)
+    assert completion(model)[0].params.max_tokens == min(16, most or 16)
+    if most == 4:
+        with pytest.raises(ApiError, match=r"min_tokens \(5\) must not exceed max_tokens \(4\)"):
+            chat(model, max_tokens=9, min_tokens=5)
+        assert completion(model, max_tokens=0, echo=True)[0].params.max_tokens == 1
+
+
 def test_only_what_a_client_asked_for_itself_counts_as_asked(text_model: TextModel) -> None:
     assert [prompt.asked for prompt in completion(text_model, n=2, max_tokens=9)] == [9, 9]
     assert chat(text_model, max_completion_tokens=8)[0].asked == 8
@@ -292,6 +319,8 @@ def test_the_log_probabilities_of_prompts_are_bounded(
         {"return_hidden_states": False, "modalities": ["text"], "audio": None, "web_search_options": None},
         {"structured_outputs": None, "use_beam_search": False, "bad_words": [], "kv_transfer_params": {}},
         {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "x": [[{}]]},
+        {"watermarking": False, "ec_transfer_params": {}, "return_prompt_text": False, "moderation": None},
+        {"separate_reasoning": True, "function_call": "auto", "length_penalty": 1.5, "stream_interval": 4},
         {"parallel_tool_calls": True, "reasoning_effort": "low", "documents": [{"text": "d"}]},
         {"stream": True, "stream_options": {"include_usage": True, "other": 1}},
         {"stream_options": None},
@@ -303,7 +332,7 @@ def test_fields_that_are_accepted(text_model: TextModel, fields: dict[str, Any])
 
 
 def test_templates_see_tools_documents_and_variables(tmp_path: Path, served: ServedModel) -> None:
-    source = "{{ tools[0].function.name }}{{ documents[0].text }}{{ reasoning_effort }}{{ thinking }}"
+    source = "{{ tools[0].function.name }}{{ documents[0].text }}{{ reasoning_effort }}{{ verbosity }}{{ thinking }}"
     directory = tiny_tokenizer.write_model(tmp_path, chat_template=source)
     model = load_text_model(msgspec.structs.replace(served, directory=str(directory)), HttpConfig())
     (prompt,) = chat(
@@ -311,9 +340,10 @@ def test_templates_see_tools_documents_and_variables(tmp_path: Path, served: Ser
         tools=[{"type": "function", "function": {"name": "fun"}}],
         documents=[{"text": "doc"}],
         reasoning_effort="low",
+        verbosity="high",
         chat_template_kwargs={"thinking": "yes"},
     )
-    assert model.tokenizer.decode(prompt.prompt_ids) == "fundoclowyes"
+    assert model.tokenizer.decode(prompt.prompt_ids) == "fundoclowhighyes"
 
 
 # ---- the text model

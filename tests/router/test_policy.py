@@ -340,6 +340,37 @@ def test_a_pinned_request_goes_there_or_nowhere_until_it_was_taken() -> None:
     assert chooser.choose(pinned, 0.0) is first
 
 
+def test_a_pinned_rank_that_is_away_is_worth_waiting_for() -> None:
+    """One that the mesh starts with, and one that came later and was lost: both are started again."""
+    pool, _, chooser = world(3)
+    members = [instance.member for instance in pool]
+    for away in (1, 2):
+        lost = pool.with_rank(away)
+        assert lost is not None
+        assert lost.lost(1.0)  # its connection broke
+        rest = [member for member in members if member.rank != away]
+        pool.apply(View(epoch=2, size=2, settings=None, members=rest, waiting_for=""), 1.0)
+        for instance in pool:
+            instance.attached = True
+        with pytest.raises(MeshError, match=f"instance {away} is not there now") as refused:
+            chooser.choose(entry([1], rank=away), 1.0)
+        assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    with pytest.raises(MeshError, match="no instance with data-parallel rank 3; ranks now: 0, 1"):
+        chooser.choose(entry([1], rank=3), 1.0)
+
+
+def test_a_rank_that_left_for_good_is_none() -> None:
+    pool, _, chooser = world(3)
+    members = [instance.member for instance in pool]
+    leaving = [
+        msgspec.structs.replace(each, state=State.DRAINING) if each.rank == 2 else each for each in members
+    ]
+    for shown in (leaving, members[:2]):
+        pool.apply(View(epoch=2, size=2, settings=None, members=shown, waiting_for=""), 1.0)
+    with pytest.raises(MeshError, match="no instance with data-parallel rank 2"):
+        chooser.choose(entry([1], rank=2), 1.0)
+
+
 # ---- recalls
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from engine.messages import FinishReason
 from router.mesh import MeshError, ServedModel
-from router.tokens import Tokenizer
+from router.tokens import Tokenizer, load_tokenizer
 from tests.router.conftest import Server
 from tests.router.fake_mesh import failing
-from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, talking
+from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, talking
 
 TOOLS: list[Any] = [
     {
@@ -175,6 +175,46 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI, say: Speak
     assert '{"type": "function", "function": {"name": "weather"' in say.last_prompt
 
 
+def test_instructions_where_the_template_wants_one_message(served: ServedModel, tmp_path: Path) -> None:
+    with talking(served, tmp_path, template=SYSTEM_FIRST) as server:
+        say = Speaker(server, load_tokenizer(tmp_path))
+        say("x")
+        items = [
+            {"role": "developer", "content": [{"type": "input_text", "text": "Be nice"}]},
+            {"role": "developer", "content": "Be short"},
+            {"role": "user", "content": "Hello"},
+        ]
+        assert server.post("/v1/responses", {"input": items, "instructions": "Rules"}).status_code == 200
+        assert say.last_prompt == "<system>Rules\n\nBe nice\n\nBe short<user>Hello"
+
+
+@pytest.mark.parametrize("arguments", ["{", '{"city": "Ul', "[1]", "5"])
+def test_a_call_without_json_comes_back(served: ServedModel, tmp_path: Path, arguments: str) -> None:
+    """A model slips, or is cut; the conversation goes on."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": arguments}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "That was no JSON."}
+    items = [{"role": "user", "content": "Hello"}, call, result]
+    function = {"name": "weather", "arguments": arguments}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "That was no JSON."},
+    ]
+    with talking(served, tmp_path, template=template) as server:
+        say = Speaker(server, load_tokenizer(tmp_path))
+        say("x")
+        for path, body in (
+            ("/v1/responses", {"input": items}),
+            ("/v1/chat/completions", {"messages": messages}),
+        ):
+            assert server.post(path, body).status_code == 200
+            assert say.last_prompt == f"<user>Hello<assistant>INVALID_JSON={arguments}<tool>That was no JSON."
+
+
 def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speaker) -> None:
     say("x")
     history: list[Any] = [
@@ -197,15 +237,16 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
     ("fields", "message", "param"),
     [
         ({"previous_response_id": "resp_1"}, "answers are not kept", "previous_response_id"),
+        ({"previous_response": {"id": "resp_1"}}, "answers are not kept", "previous_response"),
         ({"conversation": "c"}, "answers are not kept", "conversation"),
         ({"background": True}, "answers are not kept", "background"),
         ({"prompt": {"id": "p"}}, "answers are not kept", "prompt"),
         ({"truncation": "auto"}, "truncation", "truncation"),
-        ({"top_logprobs": 2}, "use /v1/chat/completions", "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] has type 'web_search'", "tools"),
+        ({"top_logprobs": 21}, "top_logprobs must be between 0 and 20", "top_logprobs"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}], "tool_choice": "required"}, "Invalid type: x", "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "names no function", "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "x"}}, "'custom' is not supported", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "x"}}, "names no function", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "x", "name": "x"}}, "'x' is not supported", "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema", "text"),
         ({"text": {"format": {"type": "xml"}}}, "text.type must be text, json_object", "text"),
         ({"max_output_tokens": 0}, "at least one token", "max_output_tokens"),
@@ -216,10 +257,14 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
         ({"input": []}, "input must not be empty", "input"),
         ({"input": 1}, "Expected `str | array`", "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'", "input"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "needs call_id, name and arguments", "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id must be a string", "input"),
         ({"input": [{"type": "function_call_output", "output": "f"}]}, "call_id must be a string", "input"),
         ({"input": [{"content": "f"}]}, "input[0].role must be a string", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "takes text only", "input"),
+        ({"context_management": [{"type": "compaction"}]}, "nothing of a conversation", "context_management"),
+        ({"enable_response_messages": True}, "is not supported", "enable_response_messages"),
+        ({"previous_input_messages": [{}]}, "send them as input", "previous_input_messages"),
+        ({"text": {"verbosity": 1}}, "text.verbosity must be a string", "text"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet", "vllm_xargs"),
         ({"bad_words": [" "]}, "bad_words must not be empty", "bad_words"),
         ({"guided_regex": "("}, "unclosed group", "guided_regex"),

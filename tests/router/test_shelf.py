@@ -14,6 +14,7 @@ from router.mesh import ServedModel
 from router.metrics import Metrics
 from router.shelf import Shelf, Snapshot
 from tests.router.fake_mesh import FakeMesh, saying
+from tests.scarce import out_of_files
 
 MESH = FakeMesh(ServedModel(("tiny",), "", 1, 1), saying([]))
 
@@ -125,3 +126,13 @@ def test_the_list_of_faults_is_bounded() -> None:
     assert len(one.recent) == len(total.recent) == MAX_RECENT
     assert [fault.at for fault in total.recent] == sorted(fault.at for fault in total.recent)
     assert total.recent[-1].at == MAX_RECENT + 9.5
+
+
+def test_no_sum_falls_for_want_of_a_file(tmp_path: Path) -> None:
+    one, two = front_end(tmp_path, 0), front_end(tmp_path, 1)
+    two.success["0", "stop"] = 5
+    write(tmp_path, 1, two)
+    name = 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}'
+    assert page(one)[name] == 5
+    with out_of_files():
+        assert page(one)[name] == 5

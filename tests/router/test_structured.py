@@ -15,14 +15,17 @@ import jsonschema
 import msgspec
 import openai
 import pytest
+from llguidance import LLMatcher
 
+from coordinator import flags
 from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
 from router import grammar_check, harmony
-from router.config import HttpConfig
+from router.config import HttpConfig, ServeConfig
 from router.errors import ApiError
-from router.grammar_check import GrammarCheck, problem_with
+from router.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
 from router.schema_formats import FORMATS
+from router.schema_support import UNKNOWN
 from router.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer, load_tokenizer
@@ -226,6 +229,12 @@ def follows(text: str, grammar: str, vocabulary: Vocabulary, marked: Tokenizer) 
     [
         ({"response_format": {"type": "json_object"}}, '{"a": [1, {}]}', "[]"),
         (
+            {"response_format": {"type": "json_object", "schema": POINT}},
+            '{"x":1,"on":true}',
+            '{"a": [1, {}]}',
+        ),
+        ({"response_format": {"type": "json_object", "schema": json.dumps({})}}, '{"a":1}', "[]"),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": POINT}}},
             '{"x":1,"on":true}',
             "{}",
@@ -336,6 +345,19 @@ def test_the_formats_that_are_known() -> None:
     assert problem_with(grammar_of({"type": "string", "format": 5})) != ""
 
 
+def test_one_form_may_be_asked_for_under_several_names() -> None:
+    """As clients do that were made for several servers and versions."""
+    grammar = 'start: "a"'
+    asked = CompletionRequest(guided_grammar=grammar, structured_outputs=StructuredOutputs(grammar=grammar))
+    form = form_of(asked, DEFAULT)
+    assert form is not None
+    assert (form.param, form.body) == ("structured_outputs", {"lark_grammar": grammar})
+    asked.ebnf = 'start: "b"'
+    with pytest.raises(ApiError, match="structured_outputs and guided_grammar and ebnf exclude") as caught:
+        form_of(asked, DEFAULT)
+    assert caught.value.param == "ebnf"
+
+
 def test_text_needs_no_grammar() -> None:
     assert form_of(CompletionRequest(response_format={"type": "text"}), DEFAULT) is None
     assert TurnFormat(chat(), HttpConfig()).grammar("", None) is None  # type: ignore[arg-type]
@@ -369,9 +391,19 @@ def test_deep_and_large_schemas_are_refused_in_time() -> None:
 def test_config() -> None:
     with pytest.raises(ValueError, match=r"--structured-outputs-config: .*unknown field `backends`"):
         HttpConfig(structured_outputs_config='{"backends": 1}')
-    with pytest.raises(ValueError, match="Invalid enum value 'outlines'"):
-        HttpConfig(structured_outputs_config='{"backend": "outlines"}')
+    with pytest.raises(ValueError, match="Invalid enum value 'regexes'"):
+        HttpConfig(structured_outputs_config='{"backend": "regexes"}')
     assert HttpConfig(structured_outputs_config='{"backend": "auto"}').structured_outputs == DEFAULT
+    with pytest.raises(ValueError, match="give --reasoning-parser qwen3 instead"):
+        HttpConfig(structured_outputs_config='{"reasoning_parser": "qwen3"}')
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backends_start_and_are_said_to_be_ignored(backend: str) -> None:
+    argv = ["/m", "--structured-outputs-config.backend", backend]
+    config = flags.parse(ServeConfig, argv, prog="serve", description="").http.structured_outputs
+    assert config.ignored.startswith(f"--structured-outputs-config.backend {backend} ignored: llguidance")
+    assert DEFAULT.ignored == ""
 
 
 # ---- at the endpoint
@@ -435,3 +467,248 @@ def test_only_so_many_grammars_wait_to_be_checked(monkeypatch: pytest.MonkeyPatc
         await check(2)
 
     asyncio.run(scenario())
+
+
+# ---- schemas that say more than a grammar can
+
+TAGS = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "uniqueItems": True}},
+    "required": ["tags"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad", "unenforced"),
+    [
+        # names of any kind
+        (
+            {
+                "type": "object",
+                "propertyNames": {"type": "string"},
+                "additionalProperties": {"type": "integer"},
+                "minProperties": 1,
+            },
+            '{"a":1}',
+            '{"a":"x"}',
+            [],
+        ),
+        # names of an enum, as zod writes records
+        (
+            {
+                "type": "object",
+                "propertyNames": {"type": "string", "enum": ["a.b", "c"]},
+                "additionalProperties": {"type": "integer"},
+                "required": ["c"],
+            },
+            '{"c":1,"a.b":2}',
+            '{"c":1,"axb":2}',
+            [],
+        ),
+        ({"type": "object", "propertyNames": {"pattern": "^x[0-9]$"}}, '{"x1":[]}', '{"y":1}', []),
+        (
+            {"type": "object", "propertyNames": {"minLength": 2}},
+            '{"a":1}',
+            "[]",
+            ["$.propertyNames"],
+        ),
+        (TAGS, '{"tags":[1,1]}', '{"tags":1}', ["$.properties.tags.uniqueItems"]),
+        ({"type": "array", "uniqueItems": False}, "[1,1]", "{}", []),
+        # alternatives that exclude each other need no remark, others are any of them
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1", "[]", []),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"x"', ["$.oneOf (as anyOf)"]),
+        (
+            {
+                "type": "object",
+                "properties": {"k": {"oneOf": [{"oneOf": [{"type": "integer"}, {"minimum": 3}]}]}},
+            },
+            '{"k":1}',
+            "[]",
+            ["$.properties.k.oneOf[0].oneOf (as anyOf)"],
+        ),
+        # the pattern that zod writes for addresses
+        (
+            {
+                "type": "string",
+                "format": "email",
+                "pattern": "^(?!\\.)(?!.*\\.\\.)([a-z]*)@([a-z]+\\.)+[a-z]{2,}$",
+            },
+            '"a@b.example"',
+            '"a"',
+            ["$.pattern"],
+        ),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^a(?!b)": {"type": "integer"}, "^x": {"type": "boolean"}},
+                "additionalProperties": False,
+            },
+            '{"ac":1}',
+            '{"x":1}',
+            ["$.patternProperties.^a(?!b)"],
+        ),
+        ({"if": {"const": 1}, "then": {"const": 1}, "type": "integer"}, "2", '"x"', ["$.if"]),
+        # a property that may not be there
+        (
+            {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 1}}, "required": ["b"]},
+            '{"b":1}',
+            '{"a":1,"b":1}',
+            [],
+        ),
+        # what only looks like a keyword stays
+        (
+            {
+                "type": "object",
+                "properties": {"not": {"const": {"uniqueItems": True}}},
+                "required": ["not"],
+            },
+            '{"not":{"uniqueItems":true}}',
+            '{"not":{}}',
+            [],
+        ),
+    ],
+)
+def test_what_a_grammar_cannot_say_is_left_out_and_named(
+    schema: Any, good: str, bad: str, unenforced: list[str], vocabulary: Vocabulary, marked: Tokenizer
+) -> None:
+    checked = checked_grammar(grammar_of(schema))
+    assert checked.problem == ""
+    assert checked.unenforced == ({ANSWER: unenforced} if unenforced else {})
+    assert follows(good, checked.text, vocabulary, marked)
+    assert not follows(bad, checked.text, vocabulary, marked)
+    assert checked_grammar(checked.text).text == checked.text
+
+
+def test_the_keywords_that_are_unknown() -> None:
+    """Those, and no others."""
+    for key in UNKNOWN:
+        text = text_of({ANSWER: {"json_schema": {key: "x", "x-guidance": {"lenient": False}}}})
+        assert "Unimplemented keys" in LLMatcher.validate_grammar(text), key
+    for key in (
+        set(jsonschema.Draft202012Validator.VALIDATORS) - UNKNOWN - {"$ref", "oneOf", "enum", "format"}
+    ):
+        text = text_of({ANSWER: {"json_schema": {key: {}, "x-guidance": {"lenient": False}}}})
+        assert "Unimplemented keys" not in LLMatcher.validate_grammar(text), key
+
+
+def tool(name: str, parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def test_one_schema_among_many_is_named(server: Server) -> None:
+    wrong = {"type": "object", "properties": {"a": {"items": {"type": "text"}}}}
+    body = {"messages": USER, "tool_choice": "required"}
+    answer = server.post("/v1/chat/completions", body | {"tools": [tool("one", POINT), tool("two", wrong)]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (
+        "tools[1] ('two'): $.properties.a.items: Invalid type: text",
+        "tools",
+    )
+    strict = [tool("one", TAGS), tool("two", TAGS, strict=True)]
+    answer = server.post("/v1/chat/completions", body | {"tools": strict})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "tools[1] ('two'): $.properties.tags.uniqueItems cannot be enforced, and the schema is strict: "
+        "leave it out, or do not set strict."
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_is_in_a_header(server: Server, stream: bool) -> None:
+    def header(**fields: Any) -> str | None:
+        answer = server.post("/v1/chat/completions", {"messages": USER, "stream": stream, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.headers.get("x-lockstep-not-enforced")
+
+    tools = [tool("one", POINT), tool("zwö", TAGS)]
+    assert header(tools=tools, tool_choice="required") == "tools[1] ('zw?') $.properties.tags.uniqueItems"
+    assert header(tools=tools[:1], tool_choice="required") is None
+
+    def form(**fields: Any) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "tags", "schema": TAGS, **fields}}
+
+    assert header(response_format=form(strict=False)) == "response_format $.properties.tags.uniqueItems"
+    strict = server.post("/v1/chat/completions", {"messages": USER, "response_format": form(strict=True)})
+    assert strict.status_code == 400
+    assert strict.json()["error"]["message"].startswith(
+        "response_format: $.properties.tags.uniqueItems cannot"
+    )
+
+
+@pytest.mark.parametrize("parser", list(TOOL_PARSERS))
+def test_a_call_or_an_answer_in_its_form(parser: str, vocabulary: Vocabulary, marked: Tokenizer) -> None:
+    """With tools that the model may call and a form, both are open to it, and nothing else is."""
+    config = HttpConfig(tool_call_parser=parser, enable_auto_tool_choice=True)
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "array", "items": {"type": "integer"}}},
+    }
+    request = chat(tools=TOOLS, response_format=wanted)
+    grammar = TurnFormat(request, config).grammar("", marked)
+    assert grammar is not None
+    assert problem_with(grammar) == ""
+    assert follows("[1,2]", grammar, vocabulary, marked)
+    assert turn(request, config, "[1,2]").content == "[1,2]"
+    assert not follows("Well", grammar, vocabulary, marked)
+    assert not follows('{"x":1}', grammar, vocabulary, marked)
+    call = CALLS[parser]
+    assert follows(call, grammar, vocabulary, marked)
+    found = turn(request, config, call)
+    assert (found.content, [each.name for each in found.calls]) == ("", ["draw"])
+    none = chat(tools=TOOLS, response_format=wanted, tool_choice="none")
+    grammar = TurnFormat(none, config).grammar("", marked)
+    assert grammar is not None
+    assert not follows(call, grammar, vocabulary, marked)
+
+
+ARGUMENTS = '{"x":7,"on":true}'
+JSON_CALL = f'{{"name": "draw", "arguments": {ARGUMENTS}}}'
+XML_CALL = "<function=draw><parameter=x>7</parameter><parameter=on>true</parameter></function>"
+GLM_CALL = (
+    "<tool_call>draw<arg_key>x</arg_key><arg_value>7</arg_value>"
+    "<arg_key>on</arg_key><arg_value>true</arg_value></tool_call>"
+)
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.draw:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK = TOOL_PARSERS["deepseek_v3"].markers
+CALLS = {
+    "hermes": f"<tool_call>\n{JSON_CALL}\n</tool_call>",
+    "granite4": f"<tool_call>\n{JSON_CALL}\n</tool_call>",
+    "llama3_json": f'{{"name": "draw", "parameters": {ARGUMENTS}}}',
+    "llama4_json": f'{{"name": "draw", "parameters": {ARGUMENTS}}}',
+    "mistral": f"[TOOL_CALLS][{JSON_CALL}]",
+    "deepseek_v3": f"{DEEPSEEK[0]}{DEEPSEEK[2]}function{DEEPSEEK[4]}draw\n```json\n{ARGUMENTS}\n```"
+    f"{DEEPSEEK[3]}{DEEPSEEK[1]}",
+    "deepseek_v31": f"{DEEPSEEK[0]}{DEEPSEEK[2]}draw{DEEPSEEK[4]}{ARGUMENTS}{DEEPSEEK[3]}{DEEPSEEK[1]}",
+    "granite": f"<|tool_call|>[{JSON_CALL}]",
+    "granite-20b-fc": f"<function_call> {JSON_CALL}",
+    "internlm": f'<|action_start|><|plugin|>{{"name": "draw", "parameters": {ARGUMENTS}}}<|action_end|>',
+    "hunyuan_a13b": f"<tool_calls>[{JSON_CALL}]</tool_calls>",
+    "phi4_mini_json": f"functools[{JSON_CALL}]",
+    "qwen3_coder": f"<tool_call>{XML_CALL}</tool_call>",
+    "qwen3_xml": f"<tool_call>\n{XML_CALL}\n</tool_call>",
+    "seed_oss": f"<seed:tool_call>{XML_CALL}</seed:tool_call>",
+    "minimax_m2": '<minimax:tool_call><invoke name="draw"><parameter name="x">7</parameter></invoke>'
+    "</minimax:tool_call>",
+    "glm45": GLM_CALL,
+    "glm47": GLM_CALL,
+    "kimi_k2": KIMI_CALL,
+    "pythonic": "[draw(x=7, on=True)]",
+    "llama4_pythonic": "<|python_start|>[draw(x=7, on=True)]<|python_end|>",
+}
+
+
+def test_harmony_calls_or_answers_in_its_form(vocabulary: Vocabulary, marked: Tokenizer) -> None:
+    prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+    form = TurnFormat(chat(tools=TOOLS, guided_choice=["yes"]), HttpConfig(), harmony=True)
+    grammar = form.grammar(prompt, marked)
+    assert grammar is not None
+    for whole in (
+        "<|channel|>final<|message|>yes",
+        f"<|channel|>commentary to=functions.draw <|constrain|>json<|message|>{ARGUMENTS}",
+    ):
+        assert follows(whole, grammar, vocabulary, marked)
+    assert not follows("<|channel|>final<|message|>no", grammar, vocabulary, marked)

@@ -56,6 +56,29 @@ def test_chunks_without_words_are_no_errors(
     assert list(conversation.ask("Hello")) == ["Hi"]
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_loopback_is_not_asked_through_a_proxy(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Which could not reach it: its loopback is another one."""
+    monkeypatch.setattr(Elsewhere, "lines", ('{"choices": [{"delta": {"content": "Hi"}}]}', "[DONE]"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert list(conversation.ask("Hello")) == ["Hi"]
+
+
+def test_other_hosts_are_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        monkeypatch.setattr(Elsewhere, "lines", ('{"choices": [{"delta": {"content": "Hi"}}]}', "[DONE]"))
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+        assert list(Conversation(ChatConfig(url="http://mesh.example/v1")).ask("Hello")) == ["Hi"]
+        proxy.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -102,6 +102,15 @@ class WakeArrives(ToInstance, frozen=True):
         instance.woken(self.wake)
 
 
+class ImpossibleWake(ToInstance, frozen=True):
+    """A process that is no member of the epoch sends a wake for a step far ahead."""
+
+    ahead: int
+
+    def meet(self, instance: Instance) -> None:
+        instance.woken_impossibly(self.ahead)
+
+
 class RepeatWake(ToInstance, frozen=True):
     """It is time to send a wake again, if it is still outstanding."""
 

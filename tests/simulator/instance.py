@@ -112,6 +112,11 @@ class Instance:
         self.checker.wake_received(self.who, wake, woke=slept and self.lockstep.awake)
         self._look()
 
+    def woken_impossibly(self, ahead: int) -> None:
+        self.lockstep.on_wake(Wake(self.lockstep.epoch, self.lockstep.step + ahead))
+        self.checker.counts["impossible wakes"] += 1
+        self._look()
+
     def _look(self) -> None:
         if self.phase is Phase.ASLEEP:
             self.begin()

@@ -38,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     pause: int
     epochs: int
     cancellations: int
+    impossible: int
+    """Wakes of no member, for steps far ahead."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -61,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             pause=rng.choice((5, 50, 200)),
             epochs=rng.choice((0, 0, 0, 1, 2, 2)),
             cancellations=rng.choice((0, 0, 0, 2)),
+            impossible=rng.choice((0, 0, 3)),
         )
 
     @property

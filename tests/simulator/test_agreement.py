@@ -45,6 +45,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         "early wakes": 500,
         "stale wakes": 1000,
         "stale wakes in sleep": 300,
+        "impossible wakes": 100,
         "losses": 1000,
         "repeats": 1000,
         "wakes repeated in vain": 1000,
@@ -78,6 +79,7 @@ def test_bounds_follow_from_the_settings() -> None:
     settings = Settings(
         size=2, budget=1, compute=5, gather=3, delay=4, repeat=10, losses=2, loss=0.5, duplication=0.0,
         hold_back=1, gap=1, arrivals=1, arrivals_at_sleep=0, pauses=0, pause=1, epochs=0, cancellations=0,
+        impossible=0,
     )  # fmt: skip
     wake = 4 + 2 * 10
     assert settings.bounds.asleep == 3 + wake

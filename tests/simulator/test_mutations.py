@@ -105,6 +105,13 @@ class EarlyWakeSkipsItsStep(Lockstep):
             self.step = wake.step
 
 
+class ImpossibleWakeIsRemembered(Lockstep):
+    def on_wake(self, wake: Wake) -> None:
+        super().on_wake(wake)
+        if wake.epoch == self.epoch and wake.step > self.step:
+            self._wanted, self.awake = max(self._wanted, wake.step), True
+
+
 class EpochBeginsAsleep(Lockstep):
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
@@ -137,6 +144,7 @@ MUTATIONS: dict[type[Lockstep], set[Rule]] = {
     NeverSleeps: {Rule.UNASKED},
     SleepIsNotCountedAsStep: {Rule.STORM, Rule.ORDER},
     EarlyWakeSkipsItsStep: {Rule.ERROR},
+    ImpossibleWakeIsRemembered: {Rule.UNASKED},
     EpochBeginsAsleep: {Rule.SWITCH, Rule.ORDER},
     SwitchesBeforeAllAgree: {Rule.FROM_HEADERS},
 }

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 from parallel.lockstep import Decision, Header, Lockstep, LockstepError, Wake
 from tests.simulator.checker import Checker, Rule, Violation
-from tests.simulator.events import Arrive, Cancel, Event, Pause, Prepare
+from tests.simulator.events import Arrive, Cancel, Event, ImpossibleWake, Pause, Prepare
 from tests.simulator.instance import Instance
 from tests.simulator.network import Network
 from tests.simulator.settings import Settings
@@ -87,6 +87,9 @@ class World:
             self.push(self.up_to(span), self._pause())
         for _ in range(settings.cancellations):
             self.push(self.up_to(span), Cancel(self._anybody(), 1 + self.up_to(5)))
+        for _ in range(settings.impossible):
+            ahead = self.rng.choice((2, 3, 100, 2**62))
+            self.push(self.up_to(span), ImpossibleWake(self._anybody(), ahead))
         for epoch in range(1, settings.epochs + 1):
             begin = self.up_to(2 * span)
             spread = self.rng.choice((0, span))

@@ -32,6 +32,8 @@ class Rule(enum.StrEnum):
     LEFT = "a leaver does not end, or ends with requests"
     STORM = "groups are formed without end"
     RECOVERS = "not everybody serves in one group again, or not all work is done"
+    SERVES = "though some reach each other and have room for all experts, nobody serves, or others are tried"
+    REACHED = "somebody is left out whom all others reach"
 
 
 class Violation(Exception):
@@ -150,6 +152,12 @@ class Checker:
             self.counts["stalled taken out"] += 1
         else:
             self.broken(Rule.ALIVE, f"{instance.name} was well all the time")
+
+    def left_out(self, instance: Instance, *, split: bool) -> None:
+        """The coordinator leaves somebody out of groups; ``split``: data did not pass between some of late."""
+        self.counts["left out"] += 1
+        if not split:
+            self.broken(Rule.REACHED, f"{instance.name} was reached all the time")
 
     def left(self, instance: Instance, *, in_vain: bool) -> None:
         """An instance ends, ``in_vain``: after it has waited for a group without it."""

@@ -44,13 +44,28 @@ class Group:
         """Come to the rendezvous; all are told when everybody is there."""
         self.members[instance.name] = instance
         self._ends[instance.name] = End.OPEN
+        if not self.world.passes_between(instance.name, self.form.peers[0].instance):
+            del self.members[instance.name]  # it does not come to the rendezvous
+            self._fail_to_connect(instance, [self.form.peers[0].instance])
+            return
         if set(self.members) == set(names(self.form)) and not self._gone():
-            self.is_formed = True
-            for member in self.members.values():
-                self.world.after(
-                    member, self.world.up_to(self.world.settings.gather), member.group_formed, self
-                )
+            self._connect()
         instance.world.after(instance, self.world.settings.forming, instance.forming_ends, self)
+
+    def _connect(self) -> None:
+        """All have come: each connects to each."""
+        members = list(self.members.values())
+        if any(not self.world.passes_between(one.name, other.name) for one in members for other in members):
+            for member in members:
+                self._fail_to_connect(member, [])
+            return
+        self.is_formed = True
+        for member in members:
+            self.world.after(member, self.world.up_to(self.world.settings.gather), member.group_formed, self)
+
+    def _fail_to_connect(self, instance: Instance, suspects: list[str]) -> None:
+        delay = self.world.settings.connect
+        self.world.after(instance, delay, instance.forming_fails, self, suspects)
 
     # ---- calls
 
@@ -86,9 +101,16 @@ class Group:
         ):
             self._fail(instance, number)
             return
+        if self._cut_from(instance):
+            self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
+            return
         del self._waiting[instance.name]
         rows = self._calls[number]
         instance.call_done(self, [rows[name] for name in names(self.form)])
+
+    def _cut_from(self, instance: Instance) -> list[str]:
+        """Members of which nothing comes to this one."""
+        return [name for name in names(self.form) if not self.world.passes(name, instance.name)]
 
     def _fail_soon(self, instance: Instance, number: int) -> None:
         self.world.after(instance, 1 + self.world.up_to(2), self._fail, instance, number)
@@ -97,11 +119,13 @@ class Group:
         if self._waiting.get(instance.name) != number:
             return
         rows = self._calls.get(number, {})
-        if late and len(rows) == len(self.form.peers) and not self._gone():
-            return  # the rows are on their way
+        cut = self._cut_from(instance)
+        if late and len(rows) == len(self.form.peers) and not self._gone() and not cut:
+            self._complete(instance, number)  # what was lost has been sent again
+            return
         del self._waiting[instance.name]
         if late and not self._gone():
-            missing = [name for name in names(self.form) if name not in rows]
+            missing = [name for name in names(self.form) if name not in rows or name in cut]
             instance.call_failed(self, missing, Evidence.DEADLINE)
         else:
             gone = [name for name in self._gone() if name != instance.name]

@@ -12,6 +12,8 @@ from coordinator.messages import (
     FromCoordinator,
     Leave,
     Load,
+    Reach,
+    Reached,
     Register,
     State,
     Welcome,
@@ -105,6 +107,9 @@ class Instance:
 
     def hear(self, message: FromCoordinator) -> None:
         """The coordinator says something."""
+        if isinstance(message, Reach):
+            delay = self.world.up_to(self.world.settings.connect)
+            self.world.after(self, delay, self._tells_whom_it_reaches, message)
         was_welcome = self.standing.welcome is not None
         if isinstance(message, Welcome):
             self.fenced_up_to = self._fenced_from_welcome
@@ -114,6 +119,10 @@ class Instance:
             self.world.end(self)
         elif self.standing.welcome is not None and not was_welcome and self.phase is Phase.LOADING:
             self.world.after(self, self.world.up_to(self.world.settings.prepare), self._loaded)
+
+    def _tells_whom_it_reaches(self, question: Reach) -> None:
+        reached = tuple(name for name in question.peers if self.world.passes(self.name, name))
+        self.world.to_coordinator(self, Reached(self.name, question.number, reached))
 
     def registers_again(self, coordinator: int, highest: int) -> None:
         """Its registration reaches a coordinator that has formed this many groups."""
@@ -185,10 +194,10 @@ class Instance:
         if not group.is_formed:
             self.forming_fails(group)
 
-    def forming_fails(self, group: Group) -> None:
+    def forming_fails(self, group: Group, suspects: Sequence[str] = ()) -> None:
         if self.recovery.target is group.form and not group.is_formed:
             self.world.checker.counts["forming failed"] += 1
-            self._carry_out(self.recovery.failed(group.form.epoch))
+            self._carry_out(self.recovery.failed(group.form.epoch, suspects))
 
     def sees_exit(self, epoch: int, name: str) -> None:
         """The process of a member has ended."""
@@ -279,7 +288,7 @@ class Instance:
             return
         for name in names(self.group.form):
             other = self.world.instances[name]
-            if other is not self and self.world.chance(0.8):
+            if other is not self and self.world.passes(self.name, name) and self.world.chance(0.8):
                 self.world.after(other, self.world.up_to(self.world.settings.delay), other.on_wake, wake)
         self.world.after(self, 2 + self.world.settings.delay, self._send_wake, lockstep, wake)
 

@@ -21,8 +21,15 @@ RULES = Rules(
     quiet_grace=0.6,
     return_grace=1.0,
     forming_timeout=10.0,
+    reach_timeout=1.0,
+    reach_interval=2.0,
+    reach_patience=20.0,
+    steady_after=15.0,
 )
 """Shorter than in life, in the same order."""
+
+
+LONG_SPLIT = 25_000
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +72,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the coordinator, at most."""
     provoked: float
     """How often a fault waits for one of the worst moments instead of its time."""
+    splits: int
+    """Data that does not pass between some instances and the others, all of which the coordinator hears."""
+    split: int
+    """How long; the longest is longer than the mesh may take to go on without some."""
+    connect: int
+    """To give a connection up that cannot be made."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -96,12 +109,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             restarts=rng.choice((*faulty, 0)),
             absence=rng.choice((5, 60, 400)),
             provoked=rng.choice((0.0, 0.5, 1.0)),
+            splits=rng.choice((*faulty, 0)),
+            split=rng.choice((20, 300, LONG_SPLIT)),
+            connect=rng.choice((1, 50)),
         )
 
     @property
     def has_faults(self) -> bool:
         """Whether anything happens but joins, leaves and work."""
-        return self.kills + self.stalls + self.hangs + self.cuts + self.restarts > 0
+        return self.kills + self.stalls + self.hangs + self.cuts + self.restarts + self.splits > 0
 
     @property
     def bound(self) -> int:
@@ -112,7 +128,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         its timeout; then the last change happens, and the rest of the work is done.
         """
         seconds = 3 * RULES.member_timeout + 2 * RULES.forming_timeout + 5.0
+        seconds += RULES.reach_patience + RULES.reach_timeout if self.splits else 0.0
         changes = (2 + self.joins + self.leaves) * (self.prepare + self.forming + self.deadline)
         return (
             int(seconds * TICKS_PER_SECOND) + changes + 40 * self.arrivals * (self.compute + self.gather + 5)
         )
+
+    @property
+    def split_bound(self) -> int:
+        """From the beginning of a split, or what else happened since, until all work is done by who is left."""
+        tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
+        return self.bound + tries

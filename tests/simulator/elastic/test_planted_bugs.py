@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.epochs import Epochs
 from coordinator.messages import Evidence, Form, Settings, State, ToCoordinator
+from coordinator.reach import Reachability
 from coordinator.records import Record
 from coordinator.standing import Standing
 from coordinator.suspicion import Suspicions
@@ -19,6 +20,7 @@ from engine.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
 from parallel.placement import Placement, cover
 from tests.simulator.elastic.checker import Rule, Violation
+from tests.simulator.elastic.settings import LONG_SPLIT
 from tests.simulator.elastic.settings import Settings as SimulatorSettings
 from tests.simulator.elastic.world import World, simulate
 
@@ -80,7 +82,7 @@ class ForgetsTheNumbersBeforeARestart(Epochs):
 
 
 class MakesTwoChangesAtOnce(Epochs):
-    def begins(self) -> bool:
+    def begins(self, now: float) -> bool:
         self._begun = True
         return False
 
@@ -94,6 +96,54 @@ class NeverLetsALeaverGo(Epochs):
 class FencesNobody(Epochs):
     def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
         return False
+
+
+class LeavesNobodyOut(Reachability):
+    def choose(self, fits: Any, now: float) -> list[tuple[Record, str]]:
+        super().choose(lambda stay: False, now)
+        return []
+
+
+class LeavesOutWhomMostReach(Reachability):
+    """And goes on with those who do not reach each other."""
+
+    def choose(self, fits: Any, now: float) -> list[tuple[Record, str]]:
+        members = list(self._members)
+        out = super().choose(fits, now)
+        for member, _ in out:
+            self._out.pop(member.instance)
+        stay = [member for member in members if member not in [each for each, _ in out]]
+        for member in stay if out else []:
+            self._leave_out(member.instance, "planted", now, was_found=True)
+        return [(member, "planted") for member in stay] if out else []
+
+
+class BelievesOneReport(Reachability):
+    """Of any of the tries."""
+
+    def _count(self, names: frozenset[str], *, forget: bool) -> Any:
+        pairs = self._tries[names].pairs if names in self._tries else set()
+        tries = super()._count(names, forget=forget)
+        tries.pairs |= pairs
+        tries.count = max(tries.count, self._rules.reach_tries)
+        return tries
+
+
+class NeverLetsBack(Reachability):
+    def let_back(self, now: float) -> list[Record]:
+        return []
+
+
+class LetsBackWhoIsNotReached(Reachability):
+    def let_back(self, now: float) -> list[Record]:
+        back = [self._records.named(name) for name, out in self._out.items() if out.question is not None]
+        self._out.clear()
+        return [record for record in back if record is not None]
+
+
+class TriesWhoIsLeftOut(Epochs):
+    def _candidates(self) -> list[Record]:
+        return self._loaded()
 
 
 class TakesAStaleForm(Recovery):
@@ -158,6 +208,12 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     MakesTwoChangesAtOnce: ("coordinator.membership.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
     NeverLetsALeaverGo: ("coordinator.membership.Epochs", {Rule.LEFT}),
     FencesNobody: ("coordinator.membership.Epochs", {Rule.FENCED}),
+    LeavesNobodyOut: ("coordinator.membership.Reachability", {Rule.SERVES}),
+    LeavesOutWhomMostReach: ("coordinator.membership.Reachability", {Rule.SERVES, Rule.STORM}),
+    BelievesOneReport: ("coordinator.membership.Reachability", {Rule.REACHED}),
+    NeverLetsBack: ("coordinator.membership.Reachability", {Rule.RECOVERS}),
+    LetsBackWhoIsNotReached: ("coordinator.membership.Reachability", {Rule.SERVES}),
+    TriesWhoIsLeftOut: ("coordinator.membership.Epochs", {Rule.SERVES, Rule.STORM}),
     TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
     EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
@@ -170,9 +226,17 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
 
 RARE: dict[type[Any], Callable[[SimulatorSettings], bool]] = {
     ForgetsTheNumbersBeforeARestart: lambda settings: settings.restarts > 0,
-    FormsAtOnceAfterARestart: lambda settings: settings.restarts > 0 < settings.stalls,
-    FencesNobody: lambda settings: settings.stalls > 0 and settings.stall == 500,
+    FormsAtOnceAfterARestart: lambda settings: (
+        settings.restarts > 0 < settings.stalls and not settings.splits
+    ),
+    FencesNobody: lambda settings: settings.stalls > 0 and settings.stall == 500 and not settings.splits,
     GoesOnWhenFenced: lambda settings: settings.stalls > 0 and settings.stall == 500,
+    LeavesNobodyOut: lambda settings: settings.splits > 0 and settings.split == LONG_SPLIT,
+    LeavesOutWhomMostReach: lambda settings: settings.splits > 0 and settings.split == LONG_SPLIT,
+    BelievesOneReport: lambda settings: settings.splits == 0 < settings.stalls + settings.hangs,
+    NeverLetsBack: lambda settings: settings.splits > 0,
+    LetsBackWhoIsNotReached: lambda settings: settings.splits > 0 and settings.split == LONG_SPLIT,
+    TriesWhoIsLeftOut: lambda settings: settings.splits > 0 and settings.split == LONG_SPLIT,
     KeepsNoWatchOverTheCoordinator: lambda settings: settings.restarts > 0 < settings.stalls,
 }
 """What must come together for a bug to be seen; the other schedules are not run."""

@@ -41,8 +41,9 @@ MESH_SETTINGS = MeshSettings(
 class Request:
     """A request, in its router's ledger."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, came_at: int) -> None:
         self.left = tokens
+        self.came_at = came_at
         self.attempt = 0
         self.home: Instance | None = None
 
@@ -80,6 +81,14 @@ class World:
         self._worst: list[Callable[[Instance], None]] = []
         """Faults that wait for a worst moment."""
         self.last_fault = 0
+        self.last_disturbance = 0
+        """The same, of faults that are no splits, and of what else changes the mesh."""
+        self.split_since = self.split_until = -1_000
+        self._side_a: set[str] = set()
+        """The instances that data of the others does not reach while there is a split."""
+        self._one_way = False
+        self._vain_since = -1_000
+        """When a group of members that do not reach each other was formed first since then."""
         self._steady_since: int | None = None
         self._plan()
 
@@ -131,6 +140,7 @@ class World:
             (settings.cuts, self._cut),
             (settings.leaves, self._leave),
             (settings.restarts, self._restart_coordinator),
+            (settings.splits, self._split),
         ):
             for _ in range(count):
                 if self.chance(settings.provoked):
@@ -153,9 +163,13 @@ class World:
     def _fault(self, fault: Callable[[Instance], None], victim: Instance | None = None) -> None:
         victim = victim if victim is not None and victim.alive else self._anybody()
         if victim is not None:
-            self.last_fault = max(self.last_fault, self.now)
+            self._disturbed(self.now)
             self._steady_since = None
             fault(victim)
+
+    def _disturbed(self, until: int) -> None:
+        self.last_fault = max(self.last_fault, until)
+        self.last_disturbance = max(self.last_disturbance, until)
 
     def _anybody(self) -> Instance | None:
         living = [instance for instance in self.instances.values() if instance.alive]
@@ -167,7 +181,9 @@ class World:
         number = len(self.instances)
         instance = self.instances[f"i{number}"] = Instance(self, number, rank)
         self.note(instance.name, f"starts, rank {rank}")
-        self.last_fault = max(self.last_fault, self.now)
+        if self.chance(0.5):
+            self._side_a.add(instance.name)
+        self._disturbed(self.now)
         self._steady_since = None
         instance.say()
 
@@ -192,22 +208,47 @@ class World:
         self.note(victim.name, "is stopped")
         self.checker.counts["stalls"] += 1
         victim.frozen_until = self.now + 1 + self.up_to(self.settings.stall)
-        self.last_fault = max(self.last_fault, victim.frozen_until)
+        self._disturbed(victim.frozen_until)
         victim.disturbed_at = max(victim.disturbed_at, victim.frozen_until)
 
     def _hang(self, victim: Instance) -> None:
         self.note(victim.name, "hangs")
         self.checker.counts["hangs"] += 1
         victim.hung_until = self.now + 1 + self.up_to(self.settings.stall)
-        self.last_fault = max(self.last_fault, victim.hung_until)
+        self._disturbed(victim.hung_until)
         victim.disturbed_at = max(victim.disturbed_at, victim.hung_until)
 
     def _cut(self, victim: Instance) -> None:
         self.note(victim.name, "has no connection to the coordinator")
         self.checker.counts["cuts"] += 1
         victim.cut_until = self.now + 1 + self.up_to(self.settings.stall)
-        self.last_fault = max(self.last_fault, victim.cut_until)
+        self._disturbed(victim.cut_until)
         victim.disturbed_at = max(victim.disturbed_at, victim.cut_until)
+
+    def _split(self, _: Instance) -> None:
+        """No data between some instances and the others, or in one direction only."""
+        if self.now <= self.split_until:
+            return
+        self.checker.counts["splits"] += 1
+        self._side_a = {name for name in self.instances if self.chance(0.5)}
+        self._one_way = self.chance(0.2)
+        self.split_since, self.split_until = self.now, self.now + 1 + self.up_to(self.settings.split)
+        self.last_fault = max(self.last_fault, self.split_until)
+        self.note(
+            "world", f"no data {'to' if self._one_way else 'between'} {sorted(self._side_a)} and others"
+        )
+        for _ in range(3):
+            self.after(None, self.up_to(self.split_until - self.now), self._arrive)
+
+    def passes(self, sender: str, receiver: str) -> bool:
+        """Whether data of one instance reaches another."""
+        if self.now > self.split_until or (sender in self._side_a) == (receiver in self._side_a):
+            return True
+        return self._one_way and sender in self._side_a
+
+    def passes_between(self, one: str, other: str) -> bool:
+        """The same, both ways."""
+        return self.passes(one, other) and self.passes(other, one)
 
     def _leave(self, victim: Instance) -> None:
         self.note(victim.name, "is told to leave")
@@ -219,7 +260,7 @@ class World:
             self.checker.counts["restarts"] += 1
             self.membership = None
             absence = 1 + self.up_to(self.settings.absence)
-            self.last_fault = max(self.last_fault, self.now + absence)
+            self._disturbed(self.now + absence)
             self.after(None, absence, self._coordinator_begins)
 
     # ---- the coordinator
@@ -264,6 +305,7 @@ class World:
             self._carry_out(self.membership.tick(self.now / TICKS_PER_SECOND))
         self._rescue()
         self._look_whether_steady()
+        self._look_whether_somebody_serves()
         self.after(None, COORDINATOR_TICK, self._tick)
 
     def _carry_out(self, instructions: list[Send | Note], sender: str = "") -> None:
@@ -275,10 +317,13 @@ class World:
                     self._ranks[int(rank)] = sender
                 elif what == "taken":
                     self._taken_out(int(rank))
+                elif " is left out: " in instruction.text:
+                    self._left_out(int(rank))
                 continue
             message = instruction.message
             if isinstance(message, Form) and message.epoch > self._highest:
                 self.checker.formed(message, self._highest)
+                self._look_whether_it_is_tried_in_vain(message)
                 self._highest = message.epoch
             instance = self.instances[instruction.peer.decode()]
             if not instance.alive or self.now <= instance.cut_until:
@@ -296,9 +341,20 @@ class World:
         instance = self.instances[self._ranks[rank]]
         since = self.now - instance.disturbed_at
         suspicious = instance.disturbed_at >= 0 and since < 3 * RULES.member_timeout * TICKS_PER_SECOND
+        suspicious |= self._is_split_of_late()  # wakes and rows do not come to it
         self.checker.taken_out(instance, suspicious=suspicious)
         instance.taken_out = (self.num_coordinators, self._highest)
         self.move_requests(instance)
+
+    def _left_out(self, rank: int) -> None:
+        """The coordinator leaves somebody out, as others do not reach it."""
+        instance = self.instances[self._ranks[rank]]
+        self.checker.left_out(instance, split=self._is_split_of_late())
+        instance.taken_out = (self.num_coordinators, self._highest)
+        self.move_requests(instance)
+
+    def _is_split_of_late(self) -> bool:
+        return self.split_until > 0 and self.now - self.split_until < self.settings.split_bound
 
     # ---- instances
 
@@ -334,7 +390,7 @@ class World:
     # ---- routers
 
     def _arrive(self) -> None:
-        request = Request(1 + self.up_to(self.rng.choice((2, 20))))
+        request = Request(1 + self.up_to(self.rng.choice((2, 20))), self.now)
         self.requests.append(request)
         self._place(request)
 
@@ -405,6 +461,45 @@ class World:
             self._steady_since = None
         elif self._steady_since is None:
             self._steady_since = self.now
+
+    @property
+    def _split_is_old(self) -> bool:
+        """Whether a split lasts longer than it takes to go on without some, and nothing else has happened."""
+        since = max(self.split_since, self.last_disturbance)
+        return since + self.settings.split_bound < self.now <= self.split_until
+
+    def _look_whether_it_is_tried_in_vain(self, form: Form) -> None:
+        """Once a split is noticed, which takes work, no group is formed for long with others that some do not
+        reach."""
+        members = names(form)
+        if all(self.passes_between(one, other) for one in members for other in members):
+            return
+        since = max(self.split_since, self.last_disturbance)
+        self._vain_since = self._vain_since if self._vain_since > since else self.now
+        late = self.now - self._vain_since > self.settings.split_bound
+        if late and self._split_is_old and any(map(self._has_room, (True, False))):
+            self.checker.broken(Rule.SERVES, f"{members} are to form epoch {form.epoch}")
+
+    def _look_whether_somebody_serves(self) -> None:
+        """In a split that lasts."""
+        since, bound = max(self.split_since, self.last_disturbance), self.settings.split_bound
+        if not self._split_is_old or self.membership is None:
+            return
+        self.checker.counts["looks at a split that lasts"] += 1
+        undone = [request for request in self.requests if request.left and request.came_at + bound < self.now]
+        if undone and self.membership.view().epoch and any(map(self._has_room, (True, False))):
+            self.checker.broken(Rule.SERVES, f"{len(undone)} requests wait since {since}")
+
+    def _has_room(self, side_a: bool) -> bool:
+        """Whether those on one side of a split hold all experts."""
+        members = [
+            instance
+            for instance in self.instances.values()
+            if instance.alive and not instance.draining and (instance.name in self._side_a) == side_a
+        ]
+        return sum(instance.room or self.settings.num_experts for instance in members) >= (
+            self.settings.num_experts
+        )
 
     def run(self) -> None:
         """Let everything happen until all is as it should be, for a while."""

@@ -1,0 +1,309 @@
+"""Which instances groups leave out, because others do not reach them (pure).
+
+Instances may all reach the coordinator and yet not each other: data takes other ways, through other
+firewalls. Then the same members form a group that breaks, again and again, and no probe finds anybody dead.
+After some such tries the members are asked to connect to each other (:class:`coordinator.messages.Reach`).
+Where that fails, the instance that fewest others reach is left out, until all who stay reach each other.
+An instance that was left out is asked again and again, and let back when all connections work.
+
+:mod:`coordinator.membership` reports tries and answers, sends the questions and carries out the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.messages import MAX_REACH_PEERS, Evidence, Form, Reach, Reached
+from coordinator.records import Record, Records, Rules
+
+MAX_REMEMBERED = 16
+"""Sets of members whose failed tries are counted; of more, the oldest are forgotten."""
+
+MAX_CHOICES = 16
+"""Sets of members that are looked at for one in which the experts fit."""
+
+Pair = frozenset[str]
+"""Two instances between which data does not pass."""
+Asked = tuple[Record, Reach]
+"""An instance, and the question for it."""
+
+
+@dataclass
+class _Tries:
+    """The failed groups of the same members, in a row."""
+
+    count: int = 0
+    pairs: set[Pair] = field(default_factory=set)
+    """Reported in each of these groups."""
+
+
+@dataclass
+class _Question:
+    """Which of some others each of some instances reaches."""
+
+    number: int
+    asked_at: float
+    peers: dict[str, dict[str, str]]
+    """The addresses of the others, by name, for each instance that is asked."""
+    reached: dict[str, frozenset[str]] = field(default_factory=dict)
+    """The answers so far."""
+
+    def answer(self, message: Reached) -> None:
+        if message.number == self.number and message.instance in self.peers:
+            self.reached[message.instance] = frozenset(message.reached)
+
+    def is_over(self, now: float, timeout: float) -> bool:
+        return len(self.reached) == len(self.peers) or now - self.asked_at >= timeout
+
+    def cut(self) -> set[Pair]:
+        """Pairs of which one does not reach the other. No answer is no evidence."""
+        return {
+            frozenset((name, other))
+            for name, reached in self.reached.items()
+            for other in self.peers[name]
+            if other not in reached
+        }
+
+
+@dataclass
+class _LeftOut:
+    """An instance that is in no group for now."""
+
+    why: str
+    look_at: float
+    """When it is asked next whether it reaches the others."""
+    question: _Question | None = None
+
+
+class Reachability:
+    """The tries that failed, the questions under way, and the instances that are left out."""
+
+    def __init__(self, rules: Rules, records: Records) -> None:
+        """``records`` are the membership's; only read here."""
+        self._rules = rules
+        self._records = records
+        self._tries: dict[frozenset[str], _Tries] = {}
+        self._reported: set[Pair] = set()
+        """By members of the newest group."""
+        self._question: _Question | None = None
+        """To the members of a group that failed too often, and to the others that could be in one."""
+        self._members: list[Record] = []
+        """They, by rank."""
+        self._reported_often: set[Pair] = set()
+        """By these members, in each try."""
+        self._numbers = 0
+        self._out: dict[str, _LeftOut] = {}
+        self._times_out: dict[str, int] = {}
+        self.problem = ""
+        """What is missing while one group after another of the same members breaks; empty if they do not."""
+
+    def __repr__(self) -> str:
+        return f"<Reachability {len(self._tries)} sets of members failed, left out: {sorted(self._out)}>"
+
+    # ---- what is learnt
+
+    def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
+        """A member of the newest group names others as lost. In a group that had begun, a closed connection
+        is no evidence about the way between two: every instance that gives a group up leaves one."""
+        if evidence is Evidence.DEADLINE or not entered:
+            self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
+
+    def failed(self, form: Form, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
+        """A group broke, or could not form, though all its members live; ``lasted`` seconds had passed since
+        it began. Returns the questions to send, if that happened too often: to the members, and to the
+        ``others`` that have their weights, since a group may need them in place of a member."""
+        names = frozenset(peer.instance for peer in form.peers)
+        tries = self._count(names, forget=lasted >= self._rules.steady_after)
+        if tries.count < self._rules.reach_tries or len(names) < 2:
+            return []
+        self.problem = f"a group that holds (epoch {form.epoch} was try {tries.count} of the same members)"
+        asked = names.union(other.instance for other in others)
+        self._reported_often = tries.pairs
+        self._members = [record for _, record in sorted(self._records.items()) if record.instance in asked]
+        self._question = self._ask({member.instance: self._members for member in self._members}, now)
+        return self._to_send(self._question)
+
+    def _count(self, names: frozenset[str], *, forget: bool) -> _Tries:
+        """Count one more failed try of these members."""
+        before = self._tries.pop(names, None)
+        if before is None or forget:
+            tries = _Tries(1, self._reported)
+        else:
+            tries = _Tries(before.count + 1, before.pairs & self._reported)
+        self._tries[names], self._reported = tries, set()
+        while len(self._tries) > MAX_REMEMBERED:
+            self._tries.pop(next(iter(self._tries)))
+        return tries
+
+    def begin_group(self) -> None:
+        """Another group is being formed: reports about the one before are over."""
+        self._reported = set()
+
+    def has_begun(self) -> None:
+        """The newest group has begun."""
+        self.problem = ""
+
+    def answered(self, message: Reached) -> None:
+        """An instance says which others it reaches."""
+        for question in self._questions():
+            question.answer(message)
+
+    def forget(self, instance: str) -> None:
+        """An instance is gone."""
+        self._out.pop(instance, None)
+        self._times_out.pop(instance, None)
+
+    # ---- what is asked
+
+    def leaves_out(self, instance: str) -> bool:
+        """Whether an instance is to be in no group for now."""
+        return instance in self._out
+
+    def why(self, instance: str) -> str:
+        """Why an instance is left out, for people; empty if it is not."""
+        out = self._out.get(instance)
+        return "" if out is None else f"left out: {out.why}"
+
+    def is_undecided(self, now: float) -> bool:
+        """Whether the next group has to wait for answers."""
+        return self._question is not None and not self._is_over(self._question, now)
+
+    # ---- what follows
+
+    def choose(self, fits: Callable[[list[Record]], bool], now: float) -> list[tuple[Record, str]]:
+        """The instances that groups leave out from now on, and why: once, when the question is over. Some
+        that were left out before may come in instead. ``fits``: whether all experts fit on some instances.
+        """
+        question, members = self._question, self._members
+        if question is None:
+            return []
+        gone = any(self._records.named(member.instance) is not member for member in members)
+        if not gone and not self._is_over(question, now):
+            return []
+        self._question, self._members = None, []
+        if gone:  # the next group is another one
+            return []
+        cut = question.cut()
+        found = frozenset[str]().union(*cut)
+        cut |= self._reported_often
+        stays = list(choices(members, cut))
+        stay = next(filter(fits, stays), None)
+        left = members if stay is None else stay
+        out = [(member, _why(member, members, cut)) for member in members if member not in left]
+        if stay is None:
+            worst = next(member for member in members if member not in stays[0])
+            why = _why(worst, members, cut)
+            self.problem = f"a way to rank {worst.rank}, without which the experts do not fit: it has {why}"
+        for member in stay or []:
+            self._out.pop(member.instance, None)
+        out = [(member, why) for member, why in out if member.instance not in self._out]
+        for member, why in out:
+            self._leave_out(member.instance, why, now, was_found=member.instance in found)
+        return out
+
+    def _leave_out(self, name: str, why: str, now: float, *, was_found: bool) -> None:
+        """Without a connection that was tried and failed, trying one again proves nothing soon."""
+        self._out = {other: out for other, out in self._out.items() if self._records.named(other) is not None}
+        times = self._times_out[name] = self._times_out.get(name, 0) + 1
+        first = self._rules.reach_interval if was_found else self._rules.steady_after
+        patience = min(first * 2 ** min(times - 1, 20), self._rules.reach_patience)
+        self._out[name] = _LeftOut(why, now + patience)
+
+    def let_back(self, now: float) -> list[Record]:
+        """Instances that were left out, and by now reach all that were asked and are reached by them."""
+        back = []
+        for name, out in list(self._out.items()):
+            question = out.question
+            if question is None or not self._is_over(question, now):
+                continue
+            out.question, out.look_at = None, now + self._rules.reach_interval
+            record = self._records.named(name)
+            if record is not None and name in question.reached and not question.cut():
+                del self._out[name]
+                back.append(record)
+        return back
+
+    def look_again(self, members: Collection[str], now: float) -> list[Asked]:
+        """The questions to send now about instances that are left out: to them about the ``members`` of the
+        newest group, and to these about them."""
+        asked = []
+        for name, out in self._out.items():
+            record = self._records.named(name)
+            if out.question is None and record is not None and record.store and now >= out.look_at:
+                inside = [each for _, each in sorted(self._records.items()) if each.instance in members]
+                inside = inside[:MAX_REACH_PEERS]
+                out.question = self._ask({name: inside, **{each.instance: [record] for each in inside}}, now)
+                asked += self._to_send(out.question)
+        return asked
+
+    # ----
+
+    def _is_over(self, question: _Question, now: float) -> bool:
+        return question.is_over(now, self._rules.reach_timeout)
+
+    def _questions(self) -> Iterator[_Question]:
+        if self._question is not None:
+            yield self._question
+        for out in self._out.values():
+            if out.question is not None:
+                yield out.question
+
+    def _ask(self, peers: dict[str, list[Record]], now: float) -> _Question:
+        self._numbers += 1
+        return _Question(
+            self._numbers, now, {name: _addresses(name, others) for name, others in peers.items()}
+        )
+
+    def _to_send(self, question: _Question) -> list[Asked]:
+        asked = [(self._records.named(name), peers) for name, peers in question.peers.items()]
+        return [(record, Reach(question.number, peers)) for record, peers in asked if record is not None]
+
+
+def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[Record]]:
+    """Sets of members that reach each other, the best one first. It may lack room where another one has it:
+    the next ones hold on to one member each."""
+    yield without_cuts(members, cut)
+    lacks = _cut_from(members, cut)
+    kinds = {frozenset(lacks[member.instance]): member for member in reversed(members)}
+    for kind, _ in sorted(kinds.items(), key=lambda item: item[1].rank)[:MAX_CHOICES]:
+        yield without_cuts([member for member in members if member.instance not in kind], cut)
+
+
+def without_cuts(members: Sequence[Record], cut: Collection[Pair]) -> list[Record]:
+    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Of several,
+    one that was in no group yet goes first, then the highest rank."""
+    stay, lacks = list(members), _cut_from(members, cut)
+    while any(lacks[member.instance] for member in stay):
+        worst = max(stay, key=lambda each: (len(lacks[each.instance]), each.epoch == 0, each.rank))
+        stay.remove(worst)
+        for other in lacks.pop(worst.instance):
+            lacks[other].discard(worst.instance)
+    return stay
+
+
+def _cut_from(members: Sequence[Record], cut: Collection[Pair]) -> dict[str, set[str]]:
+    """The others that each member does not reach, or is not reached by."""
+    lacks: dict[str, set[str]] = {member.instance: set() for member in members}
+    for pair in cut:
+        if pair <= lacks.keys():
+            one, other = pair
+            lacks[one].add(other)
+            lacks[other].add(one)
+    return lacks
+
+
+def _why(member: Record, members: Sequence[Record], cut: Collection[Pair]) -> str:
+    others = [other.rank for other in members if frozenset((member.instance, other.instance)) in cut]
+    ranks = ", ".join(map(str, others))
+    return f"no connection to instance{'s' * (len(others) > 1)} {ranks}"
+
+
+def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:
+    """Where the others are tried, by name. In a large mesh these are not all: those on other hosts come
+    first, in the order of ranks, beginning after the one that tries."""
+    at = next((place for place, member in enumerate(members) if member.instance == name), 0)
+    ring = [member for member in [*members[at:], *members[:at]] if member.instance != name and member.store]
+    host = next((member.host for member in members if member.instance == name), "")
+    ring.sort(key=lambda member: member.host == host)
+    return {member.instance: member.store for member in ring[:MAX_REACH_PEERS]}

@@ -1,0 +1,66 @@
+"""Work whose time and memory grow with a request's size: beside the event loop, and a few at once.
+
+Tokenising takes 150 bytes of memory per byte of text, and seconds for megabytes. Long texts have a lane of
+their own, so that shorter ones do not wait behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from router.errors import ApiError
+
+HEAVY = 50_000
+"""Bytes of a body above which other clients' streams would wait for its work: it is done in a thread."""
+VERY_HEAVY = 1 << 20
+"""Bytes above which a body is worked on alone."""
+HEAVY_AT_ONCE = 4
+MOST_HEAVY_WAITING = 512
+MOST_VERY_HEAVY_WAITING = 16
+"""Requests that wait for those at work; more are refused with 503."""
+
+Result = TypeVar("Result")
+
+
+class Lane:
+    """A few threads, and a bounded number of requests that wait for them."""
+
+    def __init__(self, name: str, at_once: int, most_waiting: int) -> None:
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=name)
+        self._most = at_once + most_waiting
+        self._taken = threading.BoundedSemaphore(self._most)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """
+        Raises:
+            ApiError: too many wait (503).
+        """
+        if not self._taken.acquire(blocking=False):
+            message = "Too many long requests wait to be tokenised; try again in a few seconds."
+            raise ApiError(503, message, headers={"retry-after": "5"})
+        future = self._threads.submit(contextvars.copy_context().run, work)
+        future.add_done_callback(self._leave)  # one that is cancelled while it runs leaves at its end
+        return await asyncio.wrap_future(future)
+
+    def _leave(self, future: Future[Any]) -> None:
+        self._taken.release()
+
+
+_heavy = Lane("heavy", HEAVY_AT_ONCE, MOST_HEAVY_WAITING)
+_very_heavy = Lane("very-heavy", 1, MOST_VERY_HEAVY_WAITING)
+
+
+async def run_sized(work: Callable[[], Result], size: int) -> Result:
+    """Do work whose time grows with the body's size, in bytes.
+
+    Raises:
+        ApiError: it would have to wait for too many others (503).
+    """
+    if size <= HEAVY:
+        return work()
+    return await (_heavy if size <= VERY_HEAVY else _very_heavy).run(work)

@@ -1,0 +1,100 @@
+"""Two hosts that reach the coordinator and lose each other: the mesh goes on without one, and takes it back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator import keys
+from coordinator.messages import State, View
+from engine.config import SHIPPED_MODEL
+from tests.mesh.harness import wait_until
+from tests.mesh.hosts import Host, two_hosts, why_not
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+
+RPC = "62310"
+URL = "http://127.0.0.1:8000"
+SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--dtype", "float32"]
+COLLECTIVE_TIMEOUT = 4
+"""Seconds until a member notices that another one's data does not come."""
+BOUND = 60.0
+"""Seconds from the split to the first answer: a collective's deadline, some tries, the choice, a group of one."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made
+
+
+def view_of(head: Host, *argv: str) -> View:
+    done = head.lockstep("status", "--json", "-dpa", head.address, "-dpp", RPC, *argv)
+    assert done.returncode == 0, done.stderr
+    return msgspec.json.decode(done.stdout, type=View)
+
+
+def completion(head: Host) -> str:
+    body = {
+        "model": SHIPPED_MODEL,
+        "prompt": "It was",
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    text: str = head.ask(f"{URL}/v1/completions", body)["choices"][0]["text"]
+    return text
+
+
+def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_back(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    """The instances have addresses of their own, so that the way to the coordinator stays as it is."""
+    head, other = hosts
+    key = tmp_path / "mesh.key"
+    keys.write(keys.generate(), key)
+    mesh = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
+    serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "-ep", *SMALL, *mesh]
+    serve += ["--collective-timeout", str(COLLECTIVE_TIMEOUT)]
+    with (
+        head.another_address() as here,
+        other.another_address() as there,
+        head.command(tmp_path / "head.log", "router.serve", *serve, "--instance-address", here) as first,
+        other.command(
+            tmp_path / "other.log",
+            "router.serve",
+            *serve,
+            "--headless",
+            "-dpr",
+            "1",
+            "--instance-address",
+            there,
+        ) as second,
+    ):
+        first.wait_for("2 instances ready")
+        expected = completion(head)
+        with head.dropping(there), other.dropping(here):
+            began = time.monotonic()
+            assert completion(head) == expected, "no client sees an error"
+            took = time.monotonic() - began
+            assert took < BOUND, first.log
+            assert "instance 1 is left out" in first.log
+            view = view_of(head, "--mesh-key-file", str(key))
+            assert [each.state for each in view.members] == [State.READY, State.LOADED]
+            assert "no connection" in view.waiting_for
+            epoch = view.epoch
+            assert completion(head) == expected
+            time.sleep(12)  # two looks whether the way is there again: no group is tried meanwhile
+            assert view_of(head, "--mesh-key-file", str(key)).epoch == epoch
+        wait_until(
+            lambda: view_of(head, "--mesh-key-file", str(key)).waiting_for == "", 40, "both serve again"
+        )
+        assert completion(head) == expected
+        assert (second.stop(), first.stop()) == (0, 0)
