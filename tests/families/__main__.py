@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tests.families.configs import families
-from tests.families.measure import EXACT, NONE, Row, measure, quieten
+from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
 
 SECONDS = 180.0
 """For one family in all its layouts: most take five."""
@@ -52,7 +52,7 @@ def _row_of(family: str, seconds: float) -> Row:
 
 def table(rows: Iterable[Row]) -> str:
     """The rows in Markdown, those that are served first, with a line of totals."""
-    rows = sorted(rows, key=lambda row: (row.dp == "refused", row.dp == "", row.family.lower()))
+    rows = sorted(rows, key=lambda row: (row.dp == REFUSED, row.dp == "", row.family.lower()))
     lines = [
         f"Made with transformers {version('transformers')} and torch {version('torch')}.",
         "",
@@ -83,8 +83,8 @@ def _totals(rows: list[Row]) -> str:
     exact = ", ".join(f"{count(layout, EXACT)} with {layout}" for layout in ("dp", "ep", "tp", "pp"))
     native = sum(row.kernels == "native" for row in rows)
     return (
-        f"{len(rows)} families: exact are {exact}; {native} run on the native kernels, "
-        f"{count('dp', 'refused')} are refused, {count('ep', NONE)} of those served are dense."
+        f"{len(rows)} of {len(families())} families: exact are {exact}; {native} run on the native kernels, "
+        f"{count('dp', REFUSED)} are refused, {count('ep', NONE)} of those served are dense."
     )
 
 

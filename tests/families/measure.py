@@ -26,6 +26,7 @@ from tests.engine.tiny_models import widen
 from tests.families.configs import make_config
 
 EXACT = "exact"
+REFUSED = "refused"
 NONE = "–"
 """A layout that a family has nothing for: experts of a dense model."""
 NUM_BLOCKS = 24
@@ -70,6 +71,13 @@ def measure(family: str, directory: Path) -> Row:
         return row
     row.model_class = type(model).__name__
     try:
+        check_servable(directory, trust_remote_code=False)
+        read_model_info(directory)
+    except CheckpointError as error:
+        row.dp = row.ep = row.tp = row.pp = REFUSED
+        row.notes.append(f"config.json: {_short(error, directory)}")
+        return row
+    try:
         expected = generated(model)
     except Exception as error:  # noqa: BLE001 (of a family that does not generate text from tokens alone)
         expected = None
@@ -112,20 +120,14 @@ def generated(model: Any) -> list[list[int]]:
 
 
 def _fill(row: Row, directory: Path, expected: list[list[int]] | None) -> None:
-    try:
-        check_servable(directory, trust_remote_code=False)
-        info = read_model_info(directory)
-    except CheckpointError as error:
-        row.dp = row.ep = row.tp = row.pp = "refused"
-        row.notes.append(f"config.json: {_short(error, directory)}")
-        return
+    info = read_model_info(directory)
     lines = _Lines()
     for name in ("engine", "parallel"):
         logging.getLogger(name).addHandler(lines)
     logging.getLogger("engine").setLevel(logging.INFO)
     row.dp = _verdict(row, "dp", directory, expected, lambda: _one(directory, tp=1, pp=1))
     row.kernels = ("native" if lines.found[0].startswith("on") else "torch") if lines.found else ""
-    if row.dp == "refused":
+    if row.dp == REFUSED:
         row.ep = row.tp = row.pp = row.dp
         return
     row.tp = _verdict(row, "tp", directory, expected, lambda: _one(directory, tp=2, pp=1))
@@ -133,7 +135,7 @@ def _fill(row: Row, directory: Path, expected: list[list[int]] | None) -> None:
     if not info.num_experts:
         row.ep = NONE
     elif why := why_experts_stay_whole(info):
-        row.ep = "refused"
+        row.ep = REFUSED
         row.notes.append(f"ep: {why}")
     else:
         row.ep = _verdict(row, "ep", directory, expected, lambda: run_instances(directory, Layout(2))[0])
@@ -150,7 +152,7 @@ def _verdict(
         found = run()
     except CheckpointError as error:
         row.notes.append(f"{layout}: {_short(error, directory)}")
-        return "refused"
+        return REFUSED
     except Exception as error:  # noqa: BLE001 (the table is there to show it)
         row.notes.append(f"{layout}: {_short(error, directory)}")
         return "fails"
