@@ -104,8 +104,9 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.mesh.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
-nightly: $(STAMP)  ## what takes too long for each push: native kernels against transformers at 20,000 positions of each family
+nightly: $(STAMP)  ## what takes too long for each push: native kernels at 20,000 positions of each family, and all families in every layout
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
+	$(BIN)/python -m tests.families
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

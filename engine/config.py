@@ -49,7 +49,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = None
     trust_remote_code: Annotated[
-        bool, flag(help="Run model code from the checkpoint. Needed by none of the supported families.")
+        bool, flag(help="Run the checkpoint's model code where transformers has none for its family.")
     ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],

@@ -9,7 +9,7 @@ anew, read one tensor or slice at a time; the bytes of the others are never read
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -132,6 +132,20 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
     return initialise
 
 
+class _Shapes:
+    """Stands for the model that a conversion asks for the shape of its parameters, with ``count`` experts."""
+
+    def __init__(self, known: Mapping[str, torch.Tensor], of_experts: set[str], count: int) -> None:
+        self._known = known
+        self._of_experts = of_experts
+        self._count = count
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Shape and nothing else, as :meth:`torch.nn.Module.get_parameter` would give it."""
+        rows, *rest = self._known[name].shape
+        return torch.empty(self._count if name in self._of_experts else rows, *rest, device="meta")
+
+
 class ExpertReader:
     """Decides tensor by tensor what of a checkpoint is needed for some experts of a model, which may hold
     any number of them itself."""
@@ -191,8 +205,9 @@ class ExpertReader:
                 continue
             converter = running.setdefault(target, deepcopy(by_pattern[pattern]))
             converter.add_tensor(target, name, pattern, lambda name=name: tensors[name])
+        shapes = _Shapes(self._known, self._expert_parameters, len(self._local))
         for target, converter in running.items():
-            for name, value in converter.convert(target).items():
+            for name, value in converter.convert(target, model=shapes).items():
                 converted[name] = value[0] if isinstance(value, list) else value
         return converted
 

@@ -171,7 +171,7 @@ def _default_layer_types(model_type: str) -> set[str]:
     for statement in ast.walk(node) if node is not None else ():
         match statement:
             case ast.Assign(targets=[ast.Attribute(attr="layer_types")], value=value):
-                found |= {each.value for each in ast.walk(value) if isinstance(each, ast.Constant)}
+                found |= {str(each.value) for each in ast.walk(value) if isinstance(each, ast.Constant)}
     return found & (RECURRENT_LAYER_TYPES | OTHER_LAYER_TYPES)
 
 

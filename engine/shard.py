@@ -37,8 +37,14 @@ _LATENT_ATTENTION = {
     "layers.*.self_attn.kv_b_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
+_MLP = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
 GAPS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
+    "qwen3_vl_text": _ATTENTION | _MLP,
     "deepseek_v3": _LATENT_ATTENTION,
     "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": "heads", "layers.*.mlp.experts": "whole_experts"},
     "qwen2_moe": {

@@ -38,7 +38,8 @@ def class_with_head(text_config: Any, whole_type: str) -> Any | None:
     ``whole_type`` is the model type of the larger model, in whose layout the weights are stored."""
     if text_config.model_type not in PLAIN_HEADS:
         return None
-    return _class_with_head(MODEL_MAPPING[type(text_config)], type(text_config), whole_type)
+    config_class: Any = type(text_config)
+    return _class_with_head(MODEL_MAPPING[config_class], config_class, whole_type)
 
 
 @cache

@@ -635,7 +635,7 @@ def test_experts_are_counted_and_spread_whatever_they_are_called(case: str, tmp_
 
 def test_files_of_weights_without_an_index(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "model-00002-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match="lacks 1 of the 2 weight files .*, first number 1"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the 2 weight files .*, first number 1"):
         weight_files(copy)
     shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "model-00001-of-00002.safetensors")
     shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "consolidated.safetensors")
@@ -643,7 +643,7 @@ def test_files_of_weights_without_an_index(copy: Path) -> None:
     names = [path.name for path in weight_files(copy)]
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "fp16-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError, match="several sets of weights and no model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"several sets of weights and no model.safetensors.index.json"):
         weight_files(copy)
 
 
@@ -657,5 +657,5 @@ def test_an_index_of_another_name(copy: Path) -> None:
 
 def test_weights_in_another_layout_only(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "consolidated.safetensors")
-    with pytest.raises(CheckpointError, match="It has consolidated.safetensors, which is in another layout"):
+    with pytest.raises(CheckpointError, match=r"It has consolidated.safetensors, which is in another layout"):
         weight_files(copy)

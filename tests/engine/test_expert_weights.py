@@ -11,9 +11,18 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine import expert_weights
-from engine.checkpoint import CheckpointError
-from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
+from engine.checkpoint import CheckpointError, read_model_info
+from engine.config import ModelConfig
+from engine.expert_weights import (
+    ExpertShare,
+    expert_modules,
+    expert_parameters,
+    only_experts_of,
+    read_experts,
+)
+from engine.weights import load_model
 from parallel.placement import place
+from tests.engine.test_weights import make_larger
 from tests.engine.tiny_models import make_tiny_model
 
 MOE_FAMILIES = ["deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
@@ -148,3 +157,20 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
         ),
     ):
         pass
+
+
+def test_experts_of_a_language_part_are_read_in_the_layout_of_the_whole(tmp_path: Path) -> None:
+    """Qwen3-VL's are stored transposed, and under the names of the larger model."""
+    whole = make_larger("Qwen3VLMoe", tmp_path)
+    info = read_model_info(tmp_path)
+    settings = ModelConfig(model=str(tmp_path))
+    share = ExpertShare(place(info.num_experts, 2), 1)
+    cpu = torch.device("cpu")
+    model = load_model(info, settings, dtype=torch.float32, device=cpu, share=share).module
+    others = read_experts(model, tmp_path, [0, 3])
+    for path, module in expert_modules(model).items():
+        expected = whole.model.language_model.get_submodule(path.removeprefix("model."))
+        for name, parameter in expert_parameters(module):
+            all_experts = getattr(expected, name)
+            assert torch.equal(parameter, all_experts[share.experts])
+            assert torch.equal(others[f"{path}.{name}"], all_experts[[0, 3]])

@@ -1,0 +1,1 @@
+"""A table of model families: what serves each of them exactly, and what is refused why."""

@@ -1,0 +1,130 @@
+"""Writes the table of docs/families.md: ``python -m tests.families [FAMILY ...]``.
+
+Each family is tried in a process of its own, so that one that hangs or dies costs its own row only. Rows are
+kept in ``--rows`` as they come; ``--keep`` leaves out families that have one there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from tests.families.configs import families
+from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
+
+SECONDS = 180.0
+"""For one family in all its layouts: most take five."""
+PAGE = Path("docs/families.md")
+MARK = "<!-- made by python -m tests.families -->"
+"""Line of the page after which this writes."""
+
+
+def _measure(family: str, results: multiprocessing.queues.SimpleQueue[Row]) -> None:  # type: ignore[name-defined]
+    quieten()
+    with tempfile.TemporaryDirectory() as directory:
+        results.put(measure(family, Path(directory)))
+
+
+def _row_of(family: str, seconds: float) -> Row:
+    """The row of a family, from a process that is ended after so many seconds."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_measure, args=(family, results))
+    child.start()
+    child.join(seconds)
+    if not results.empty():
+        row: Row = results.get()
+        child.kill()
+        child.join()
+        return row
+    hung = child.is_alive()
+    child.kill()
+    child.join()
+    return Row(family, dp="fails", notes=["took too long" if hung else f"ended with status {child.exitcode}"])
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows in Markdown, those that are served first, with a line of totals."""
+    rows = sorted(rows, key=lambda row: (row.dp == REFUSED, row.dp == "", row.family.lower()))
+    lines = [
+        f"Made with transformers {version('transformers')} and torch {version('torch')}.",
+        "",
+        _totals(rows),
+        "",
+        "| family | class | dp | ep | tp | pp | kernels | remarks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (
+            row.family,
+            row.model_class,
+            row.dp,
+            row.ep,
+            row.tp,
+            row.pp,
+            row.kernels,
+            "; ".join(row.notes),
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _totals(rows: list[Row]) -> str:
+    def count(layout: str, verdict: str) -> int:
+        return sum(getattr(row, layout) == verdict for row in rows)
+
+    exact = ", ".join(f"{count(layout, EXACT)} with {layout}" for layout in ("dp", "ep", "tp", "pp"))
+    native = sum(row.kernels == "native" for row in rows)
+    return (
+        f"{len(rows)} of {len(families())} families: exact are {exact}; {native} run on the native kernels, "
+        f"{count('dp', REFUSED)} are refused, {count('ep', NONE)} of those served are dense."
+    )
+
+
+def wrong(rows: Iterable[Row]) -> list[str]:
+    """Families that are served and give other tokens than transformers."""
+    layouts = ("dp", "ep", "tp", "pp")
+    return [
+        f"{row.family}, {layout}: {getattr(row, layout)}"
+        for row in rows
+        for layout in layouts
+        if "differ" in getattr(row, layout)
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 1 if a family is served wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
+    parser.add_argument("families", nargs="*", help="names as in the table; all, if there is none")
+    parser.add_argument("--rows", type=Path, default=Path("build/families.json"), help="where rows are kept")
+    parser.add_argument("--keep", action="store_true", help="leave out families that have a row there")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for one family")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page whose table is written")
+    options = parser.parse_args(argv)
+    rows: dict[str, Row] = {}
+    if options.rows.is_file():
+        rows = {row.family: row for row in msgspec.json.decode(options.rows.read_bytes(), type=list[Row])}
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    for family in options.families or families():
+        if options.keep and family in rows:
+            continue
+        row = rows[family] = _row_of(family, options.seconds)
+        print(msgspec.json.encode(row).decode(), flush=True)
+        options.rows.write_bytes(msgspec.json.encode(list(rows.values())))
+    page = options.page.read_text()
+    options.page.write_text(page[: page.index(MARK)] + f"{MARK}\n\n{table(rows.values())}")
+    problems = wrong(rows.values())
+    for problem in problems:
+        print(f"WRONG: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Some rows of the table of families, and how it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.families.__main__ import table, wrong
+from tests.families.configs import families, make_config
+from tests.families.measure import EXACT, NONE, REFUSED, Row, measure
+
+DENSE, SPARSE = (EXACT, NONE, EXACT, EXACT), (EXACT,) * 4
+ROWS = {
+    "Gemma 4, experts": SPARSE,
+    "Granite 4.0 micro": DENSE,
+    "Granite 4.0, all attention": SPARSE,
+    "Qwen3VL (language part)": DENSE,
+    "Qwen3VLMoe (language part)": (EXACT, EXACT, REFUSED, EXACT),
+    "ernie4_5_moe": SPARSE,
+    "llama4_text": (REFUSED,) * 4,
+}
+"""Family -> its verdicts with dp, ep, tp and pp."""
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_verdicts(family: str, tmp_path: Path) -> None:
+    row = measure(family, tmp_path)
+    assert (row.dp, row.ep, row.tp, row.pp) == ROWS[family], row.notes
+
+
+def test_a_refusal_says_whether_config_json_is_enough(tmp_path: Path) -> None:
+    assert measure("llama4_text", tmp_path / "early").notes[0].startswith("config.json: ")
+    late = measure("falcon", tmp_path / "late")
+    assert (late.dp, late.pp) == (REFUSED, REFUSED)
+    assert late.notes[0].startswith("dp: ")
+
+
+def test_nearly_all_families_have_a_tiny_configuration() -> None:
+    without = []
+    for family in families():
+        try:
+            make_config(family)
+        except Exception as error:  # noqa: BLE001 (of the classes)
+            without.append(f"{family}: {error}")
+    assert len(without) < len(families()) // 20, without
+
+
+def test_the_table() -> None:
+    rows = [
+        Row("bad", "BadForCausalLM", EXACT, NONE, "3 of 24 differ", "fails", "torch", ["pp: a | b"]),
+        Row("good", "GoodForCausalLM", *SPARSE, "native"),
+    ]
+    assert wrong(rows) == ["bad, tp: 3 of 24 differ"]
+    lines = table(rows).splitlines()
+    assert lines[-2:] == [
+        "| bad | BadForCausalLM | exact | – | 3 of 24 differ | fails | torch | pp: a \\| b |",
+        "| good | GoodForCausalLM | exact | exact | exact | exact | native |  |",
+    ]
+    assert (
+        f"2 of {len(families())} families: exact are 2 with dp, 1 with ep, 1 with tp, 1 with pp; 1 run"
+        in lines[2]
+    )
