@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 from coordinator.foreign import Foreign
 
+NEAR = 0.8
+"""Likeness from which on a name may be a slip for another (difflib's ratio, 1 for equal ones)."""
 FOREIGN = "foreign flags"
 """Where the result of a parser has those of :func:`add_foreign`: no field has such a name."""
 
@@ -114,8 +116,25 @@ def _of_json(text: str) -> Any:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """A question about the name that was meant, behind what is wrong; empty if none is near."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+class TakeOnce(argparse.Action):
+    """Keeps a value that may be given in two ways, and refuses another one beside it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        space: argparse.Namespace,
+        values: Any,
+        _name: str | None = None,
+    ) -> None:
+        before = getattr(space, self.dest, values)
+        if before != values:
+            shown = self.dest.upper()
+            parser.error(f"{shown} is given twice, as {before!r} and as {values!r}: give one of them")
+        setattr(space, self.dest, values)
 
 
 class _TakeForeign(argparse.Action):

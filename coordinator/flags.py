@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from coordinator.command_line import FOREIGN, OneLineParser, add_foreign, nearest
+from coordinator.command_line import FOREIGN, OneLineParser, TakeOnce, add_foreign, nearest
 from coordinator.foreign import ForeignError, ForeignFlags
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -214,8 +214,8 @@ def _add_argument(group: argparse._ArgumentGroup, field: Field) -> None:
         shown = " ".join(map(str, shown)) if field.many else shown
         text += f" (default: {shown})"
     if field.positional:
-        group.add_argument(field.key, nargs="?", metavar=field.key.upper(), help=text)
-        group.add_argument(field.long_name, dest=field.key, help=argparse.SUPPRESS)
+        group.add_argument(field.key, action=TakeOnce, nargs="?", metavar=field.key.upper(), help=text)
+        group.add_argument(field.long_name, action=TakeOnce, dest=field.key, help=argparse.SUPPRESS)
     elif field.kind is bool:
         group.add_argument(
             *field.names, field.long_name, dest=field.key, action=argparse.BooleanOptionalAction, help=text

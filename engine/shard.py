@@ -170,6 +170,9 @@ class ShardedClass:
     done: CutModel = field(default_factory=CutModel)
     ties_head: bool = False
     """Whether this worker's output layer is the embedding of another stage."""
+    targets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    """By the name of a tensor on disk: its parameter in the whole model, and the pattern of its converter.
+    Filled by whoever reads; working them out takes seconds for tens of thousands of experts."""
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from engine.checkpoint import CheckpointError, weight_files
+from engine.checkpoint import INDEX_FILE, CheckpointError, weight_files
 from engine.expert_weights import ExpertReader, expert_modules, expert_parameters
 from engine.shard import ShardedClass
 
@@ -26,6 +28,29 @@ PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
 """MXFP4 stores a matrix as two tensors of these names."""
 LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
+
+
+@contextmanager
+def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """All tensors of a checkpoint by name, as slices of which nothing is read yet, for files that
+    transformers does not find by itself.
+
+    Raises:
+        CheckpointError: two files have a tensor of the same name.
+    """
+    tensors: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    with ExitStack() as opened:
+        for path in weight_files(directory):
+            file = opened.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                if name in homes:
+                    raise CheckpointError(
+                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
+                        f"of one model there, or add a {INDEX_FILE}"
+                    )
+                tensors[name], homes[name] = file.get_slice(name), path
+        yield tensors
 
 
 def read_shard(
@@ -55,6 +80,7 @@ class _Reader:
         self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
         self._prefix = whole.base_model_prefix
         self._known = whole.state_dict()
+        self._targets = sharded.targets
         with torch.device("meta"):
             kept = sharded.model_class(whole.config)
         self._kept = set(kept.state_dict())
@@ -73,9 +99,7 @@ class _Reader:
 
     def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Read what is needed of one tensor of a file."""
-        target, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._known
-        )
+        target, pattern = self._target(name)
         if PACKED_SUFFIX.sub("", target) in self._known:
             target = PACKED_SUFFIX.sub("", target)
         if target == self._embedding and self._head is not None:
@@ -89,6 +113,13 @@ class _Reader:
             tensors[name] = self._part(opened, name, target)
         elif target not in self._known and not any(each.search(target) for each in self._ignored):
             tensors[name] = opened.get_tensor(name)  # unknown: transformers will say so
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        if name not in self._targets:
+            self._targets[name] = rename_source_key(
+                name, self._renamings, self._converters, self._prefix, self._known
+            )
+        return self._targets[name]
 
     def _part(self, opened: Any, name: str, target: str) -> torch.Tensor:
         cut = self._cuts.get(target)

@@ -36,6 +36,15 @@ _NO_SWAP = "requests that lose their KV blocks are computed again, nothing is sw
 _PROMPTS = "neither prompts nor answers are logged; the access log has a line for each request"
 _PLACES = "experts keep their places until instances come or go"
 _ALWAYS = "it is always so"
+_NO_SLEEP = "instances do not sleep: end serve and start it again, or lockstep scale to fewer instances"
+_NO_STATE = "models with a recurrent state are not served"
+_NO_LORA = "there is no LoRA"
+_ONLY_TEXT = "only text is served"
+_NO_LOCKSTEP_INTERVAL = "instances agree before every step, and prefill waits for nobody"
+_HEADS = "ranks of -tp share heads, not the tokens of a context"
+_SAME_BITS = "with native kernels bits do not depend on the batch"
+_NO_GRPC = "only HTTP is served: leave it out"
+_NO_RETURN = "answers have tokens and log-probabilities, nothing else of the model: leave it out"
 
 _IGNORED_SWITCHES = {
     _PROMPTS: ("disable-log-requests", "enable-log-requests", "enable-log-outputs", "enable-log-deltas"),
@@ -43,35 +52,82 @@ _IGNORED_SWITCHES = {
         "aggregate-engine-logging", "cudagraph-metrics", "kv-cache-metrics",
         "enable-mfu-metrics", "enable-logging-iteration-details", "enable-layerwise-nvtx-tracing",
         "enable-per-request-metrics", "per-request-spec-decode-metrics", "enable-metrics",
+        "jit-monitor-verbose",
     ),
     _KERNELS: (
         "disable-custom-all-reduce", "enable-flashinfer-autotune", "disable-cascade-attn",
         "disable-nccl-for-dp-synchronization", "use-fp64-gumbel", "ray-workers-use-nsight", "numa-bind",
+        "enable-hc-sp", "enable-cumem-allocator", "enable-flash-late-interaction",
     ),
     _PLANNED: (
         "async-scheduling", "use-v2-block-manager", "disable-async-output-proc", "multi-step-stream-outputs",
         "scheduler-reserve-full-isl", "disable-hybrid-kv-cache-manager", "enable-dbo",
         "disable-overlap-schedule", "enable-mixed-chunk", "kv-sharing-fast-prefill",
+        "enable-batch-sharded-sampling", "long-prefill-token-threshold-adaptive", "swa-bounded-replay",
     ),
     _LOADING: ("use-tqdm-on-load",),
     _PLACES: ("enable-eplb", "enable-ep-weight-filter"),
     _ALWAYS: (
         "enable-server-load-tracking", "language-model-only", "skip-mm-profiling", "enable-fault-tolerance",
         "enable-elastic-ep", "skip-server-warmup", "disable-fastapi-docs", "fail-on-environ-validation",
+        "enable-offline-docs",
     ),
+    _SAME_BITS: ("enable-deterministic-inference",),
+    _NO_STATE: (
+        "use-replayssm", "enable-mamba-cache-stochastic-rounding", "enable-mamba-shared-prefix-checkpoint",
+    ),
+    _NO_LORA: (
+        "enable-tower-connector-lora", "specialize-active-lora", "enable-mixed-moe-lora-format",
+        "enable-moe-shared-loras",
+    ),
+    _ONLY_TEXT: (
+        "disable-chunked-mm-input", "enable-shm-tensor-arena", "mm-device-do-normalize",
+    ),
+    "instances do not sleep": ("sleep-mode-offload-cudagraph", "enable-nccl-comm-suspend"),
+    "quantised weights are refused, deprecated or not": ("allow-deprecated-quantization",),
+    _HEADS: ("dcp-q-replicate",),
+    "/cohere/v2/chat is not served": ("cohere-is-reasoning-model",),
 }  # fmt: skip
 _IGNORED_VALUES = {
     _PROMPTS: ("max-log-len",),
-    _COUNTED: ("show-hidden-metrics-for-version", "collect-detailed-traces", "decode-log-interval"),
+    _COUNTED: (
+        "show-hidden-metrics-for-version", "collect-detailed-traces", "decode-log-interval",
+        "kv-cache-metrics-sample", "jit-monitor-mode",
+    ),
     _KERNELS: (
         "moe-backend", "linear-backend", "kernel-config", "attention-config", "ir-op-priority",
         "gdn-prefill-backend", "numa-bind-nodes", "numa-bind-cpus", "performance-mode", "grammar-backend",
+        "sparse-indexer-topk-backend", "kda-prefill-backend", "kda-decode-backend", "engram-config",
     ),
     _GRAPHS: ("compilation-config", "optimization-level", "max-seq-len-to-capture"),
     _PLANNED: (
         "stream-interval", "num-scheduler-steps", "max-num-partial-prefills", "max-long-partial-prefills",
         "scheduler-delay-factor", "preemption-mode", "renderer-num-workers", "max-logits-chunk-size",
+        "watermark", "ubatch-size", "dbo-decode-token-threshold", "dbo-prefill-token-threshold",
     ),
+    _NO_LOCKSTEP_INTERVAL: ("dp-sync-interval", "prefill-schedule-interval"),
+    "the blocks of a prefix are found at the ends of blocks, and go when others need the room": (
+        "prefix-cache-retention-interval", "prefix-match-unit",
+    ),
+    _NO_STATE: (
+        "mamba-backend", "mamba-config", "mamba-block-size", "mamba-cache-dtype", "mamba-cache-mode",
+        "mamba-cache-philox-rounds", "mamba-ssm-cache-dtype", "mamba-ssu-algorithm", "replayssm-buffer-len",
+    ),
+    "lockstep scale adds as many instances as there is room for": ("elastic-ep-max-dp-size",),
+    "requests go on at another instance when theirs ends, however often": ("migration-limit",),
+    "weights stay in the memory of their device": ("offload-num-in-group", "offload-prefetch-step"),
+    _HEADS: (
+        "cp-kv-cache-interleave-size", "dcp-kv-cache-interleave-size", "dcp-comm-backend",
+    ),
+    "one endpoint serves all instances, and lockstep status shows them": (
+        "data-parallel-supervisor-port", "dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s",
+        "dp-supervisor-probe-failure-threshold",
+    ),
+    "a member that does not answer is lost after --collective-timeout, and the others go on": (
+        "fault-tolerance-config",
+    ),
+    "the model is where MODEL says": ("model-weights",),
+    "/cohere/v2/chat is not served": ("cohere-format",),
     _NO_SWAP: ("swap-space",),
     _LOADING: (
         "max-parallel-loading-workers", "safetensors-load-strategy", "safetensors-prefetch-num-threads",
@@ -79,36 +135,46 @@ _IGNORED_VALUES = {
         "model-loader-extra-config",
     ),
     _PLACES: ("eplb-config", "num-redundant-experts"),
-    "there is no LoRA": (
+    _NO_LORA: (
         "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-extra-vocab-size",
+        "max-lora-cls-labels",
     ),
     "KV blocks are named by 128 bits of BLAKE2b": ("prefix-caching-hash-algo",),
     "--log-level is for all of it": ("uvicorn-log-level",),
     "heads of requests have limits that do not change": (
         "h11-max-incomplete-event-size", "h11-max-header-count",
     ),
-    "only text is served": (
+    _ONLY_TEXT: (
         "limit-mm-per-prompt", "mm-processor-cache-gb", "mm-processor-cache-type", "mm-encoder-tp-mode",
+        "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-save-margin", "mm-hasher-algorithm",
+        "mm-ipc-gpu-memory-gb", "mm-processor-device", "mm-shm-cache-max-object-size-mb", "mm-tensor-ipc",
+        "video-pruning-method", "ec-manager-config",
     ),
 }  # fmt: skip
 
 _REFUSED_SWITCHES = {
     _MERGE: ("enable-lora", "fully-sharded-loras"),
-    _TEXT: ("enable-mm-embeds", "interleave-mm-strings", "mm-encoder-only", "enable-prompt-embeds"),
+    _TEXT: (
+        "enable-mm-embeds", "interleave-mm-strings", "mm-encoder-only", "enable-prompt-embeds",
+        "trust-request-mm-kwargs",
+    ),
     _BALANCED: (
         "data-parallel-hybrid-lb", "data-parallel-external-lb", "data-parallel-multi-port-external-lb",
     ),
     "KV blocks have the data type of the model, without scales: leave it out": ("calculate-kv-scales",),
-    "instances do not sleep: end serve and start it again, or lockstep scale to fewer instances": (
-        "enable-sleep-mode",
-    ),
+    _NO_SLEEP: ("enable-sleep-mode",),
+    _NO_RETURN: ("enable-return-routed-experts", "return-sampling-mask"),
+    "the model chooses its tokens: leave it out": ("enable-trace-replay",),
+    "KV blocks stay in the memory of their instance: leave it out": ("enable-hierarchical-cache",),
+    "token ids are served beside text, on /v1/completions: leave it out": ("tokens-only",),
+    "/render, /derender and /inference/v1 are not served: leave it out": ("enable-scale-out",),
     "models have the attention of their config.json: lower --max-model-len to the window instead": (
         "disable-sliding-window",
     ),
     "the router makes tokens of prompts: give --tokenizer, or the model's own": ("skip-tokenizer-init",),
     "requests are not to bring templates: give --chat-template": ("trust-request-chat-template",),
     "requests ask for it, each with return_tokens_as_token_ids": ("return-tokens-as-token-ids",),
-    "only HTTP is served: leave it out": ("grpc",),
+    _NO_GRPC: ("grpc",),
     "certificates are read once: start serve again when they change": ("enable-ssl-refresh",),
     "errors are told without a stack: leave it out": ("log-error-stack",),
 }  # fmt: skip
@@ -116,12 +182,31 @@ _REFUSED_SWITCHES = {
 _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     _WEIGHTS: {"quantization": ("none",), "quantization-config": (), "torchao-config": ("",)},
     "KV blocks have the data type of the model (--dtype): leave it out, and lower --max-model-len or "
-    "--max-num-seqs if they do not fit": {"kv-cache-dtype": ("auto",)},
+    "--max-num-seqs if they do not fit": {"kv-cache-dtype": ("auto",), "kv-cache-dtype-skip-layers": ()},
     _MERGE: {"lora-modules": (), "default-mm-loras": (), "lora-paths": (), "lora-target-modules": ()},
-    _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",)},
+    _NO_OFFLOAD: {"cpu-offload-gb": ("0",), "offload-backend": ("auto",), "offload-group-size": ("0",),
+        "offload-params": (), "cpu-offload-params": ()},
     _NO_TRANSFER: {
         "kv-transfer-config": (), "kv-events-config": (), "ec-transfer-config": (),
         "kv-offloading-size": ("0",), "kv-offloading-backend": ("native",), "disaggregation-mode": ("null",),
+        "disaggregation-transfer-backend": (),
+    },
+    _NO_SLEEP: {"sleep-preserve-parameter-names": ()},
+    _NO_GRPC: {"grpc-port": ()},
+    _NO_RETURN: {"aux-output-config": ("{}",)},
+    "weights are read once: start serve again for others": {"weight-transfer-config": ()},
+    "answers are the model's own tokens, without a watermark: leave it out": {"watermark-config": ("{}",)},
+    "models that make one token after the other are served: leave it out": {"diffusion-config": ("{}",)},
+    "--reasoning-parser says how the model marks its reasoning: leave it out": {"reasoning-config": ("{}",)},
+    "histograms have the bounds that they have: leave it out": {"custom-histogram-buckets": ("{}",)},
+    "a tool's own strict and tool_choice say what is enforced: leave it out": {
+        "tool-strict-level": ("auto",),
+    },
+    "thinking that a request disables is off, where the chat template can turn it off: leave it out": {
+        "anthropic-disabled-thinking-effort": ("auto",),
+    },
+    "answers have no system_fingerprint: leave it out": {
+        "fingerprint-mode": ("none",), "fingerprint-value": (),
     },
     "only causal language models are served, for text: leave it out": {
         "runner": ("auto", "generate"), "task": ("auto", "generate"), "convert": ("auto", "none"),
@@ -155,6 +240,7 @@ _REFUSED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     _TEXT: {
         "mm-processor-kwargs": ("{}",), "media-io-kwargs": ("{}",),
         "allowed-local-media-path": ("",), "allowed-media-domains": (), "mm-encoder-attn-backend": (),
+        "mm-encoder-fp8-scale-path": (), "mm-encoder-fp8-scale-save-path": (),
         "video-pruning-rate": ("0",),
     },
     "log-probabilities are those of the model, before temperature and penalties: leave it out": {

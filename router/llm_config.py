@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.command_line import NEAR
 from coordinator.config import MeshConfig
 from coordinator.flags import FlagError, fields_of, from_flat
 from coordinator.foreign import ForeignError, ForeignFlags
@@ -88,7 +89,7 @@ def _take_foreign(foreign: ForeignFlags, name: str, value: Any) -> None:
 def _nearest(name: str) -> str:
     if name in HttpConfig.__struct_fields__:
         return ": it is a setting of the HTTP endpoint of `serve`, which LLM does not open"
-    near = difflib.get_close_matches(name, KNOWN, n=1)
+    near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=NEAR)
     return f"; did you mean {near[0]!r}?" if near else "; arguments are the long flags of `serve --help`"
 
 

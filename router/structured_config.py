@@ -10,14 +10,29 @@ import msgspec
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's settings, as far as they mean something here."""
 
-    backend: Literal["auto", "guidance"] = "auto"
-    """Always llguidance."""
+    backend: Literal["auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"] = "auto"
+    """Always llguidance, whichever is asked for: what a grammar allows does not depend on it."""
     disable_any_whitespace: bool = False
     """Compact JSON: no blanks between its tokens."""
     disable_additional_properties: bool = False
     """Objects of a schema that does not say have no other properties."""
     enable_in_reasoning: bool = False
     """Reasoning follows the grammar, too, which leaves no room for any."""
+    reasoning_parser: str = ""
+    reasoning_parser_plugin: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reasoning_parser:
+            raise ValueError(f"reasoning_parser: give --reasoning-parser {self.reasoning_parser} instead")
+        if self.reasoning_parser_plugin:
+            raise ValueError("reasoning_parser_plugin: no code of others runs in the server: leave it out")
+
+    @property
+    def ignored(self) -> str:
+        """What is to be said of a backend that is not there; empty if there is nothing."""
+        if self.backend in ("auto", "guidance"):
+            return ""
+        return f"--structured-outputs-config.backend {self.backend} ignored: llguidance is the one there is"
 
 
 def read_config(text: str) -> StructuredOutputsConfig:

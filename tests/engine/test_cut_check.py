@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from engine import cut_check, shard, weights
+from engine import cut_check, shard, uncut, weights
 from engine.checkpoint import CheckpointError, read_model_info
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import SamplingParams
@@ -236,11 +236,11 @@ def test_each_kind_of_layer_is_read_once_and_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_tiny_model(tmp_path, "gemma3", layers=4)  # two kinds, in turn
-    own = cut_check.uncut_run
+    own = uncut.uncut_run
     read: list[range] = []
     alive: list[int] = []
 
-    def watched(sharded: Any, load: cut_check.Load, device: torch.device) -> cut_check.UncutRun:
+    def watched(sharded: Any, load: uncut.Load, device: torch.device) -> uncut.UncutRun:
         models: list[weakref.ref[Any]] = []
 
         def loaded(part: Any) -> Any:
@@ -257,6 +257,18 @@ def test_each_kind_of_layer_is_read_once_and_one_at_a_time(
     executor.close()
     assert read == [range(0), range(1), range(1, 2), range(3, 4)]
     assert alive == [0, 0, 0, 0]
+
+
+def test_what_is_no_number_in_the_uncut_model_is_not_compared() -> None:
+    """Rows that only fill up a vocabulary may hold anything."""
+    judge = cut_check._Judge("model", shard.WHOLE)
+    logits = torch.randn(3, 8)
+    logits[:, 7] = torch.nan
+    judge.same("logits", logits, logits)
+    judge.conclude()
+    judge.same("logits", torch.full_like(logits, torch.nan), logits)
+    with pytest.raises(CheckpointError, match="logits is not finite"):
+        judge.conclude()
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:

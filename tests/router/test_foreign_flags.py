@@ -18,6 +18,39 @@ from router.llm_config import llm_config
 NO_SWAP = "requests that lose their KV blocks are computed again, nothing is swapped"
 
 
+VLLM_0_32 = """
+allow-deprecated-quantization anthropic-disabled-thinking-effort aux-output-config cohere-format
+cohere-is-reasoning-model cp-kv-cache-interleave-size cpu-offload-params custom-histogram-buckets
+data-parallel-supervisor-port dbo-decode-token-threshold dbo-prefill-token-threshold
+dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate diffusion-config
+disable-chunked-mm-input dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
+dp-supervisor-probe-timeout-s dp-sync-interval ec-manager-config elastic-ep-max-dp-size
+enable-batch-sharded-sampling enable-cumem-allocator enable-flash-late-interaction enable-hc-sp
+enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint
+enable-mixed-moe-lora-format enable-moe-shared-loras enable-nccl-comm-suspend enable-offline-docs
+enable-return-routed-experts enable-scale-out enable-shm-tensor-arena enable-tower-connector-lora
+enable-trace-replay engram-config fault-tolerance-config fingerprint-mode fingerprint-value
+grpc-port jit-monitor-mode jit-monitor-verbose kda-decode-backend kda-prefill-backend
+kv-cache-dtype-skip-layers kv-cache-metrics-sample long-prefill-token-threshold-adaptive
+mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds
+mamba-config mamba-ssm-cache-dtype mamba-ssu-algorithm max-lora-cls-labels mm-device-do-normalize
+mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin
+mm-encoder-fp8-scale-save-path mm-hasher-algorithm mm-ipc-gpu-memory-gb mm-processor-device
+mm-shm-cache-max-object-size-mb mm-tensor-ipc model-weights offload-num-in-group offload-params
+offload-prefetch-step prefill-schedule-interval prefix-cache-retention-interval prefix-match-unit
+reasoning-config replayssm-buffer-len return-sampling-mask sleep-mode-offload-cudagraph
+sleep-preserve-parameter-names sparse-indexer-topk-backend specialize-active-lora swa-bounded-replay
+tokens-only tool-strict-level trust-request-mm-kwargs ubatch-size use-replayssm video-pruning-method
+watermark watermark-config weight-transfer-config
+"""
+"""Flags of ``vllm serve`` 0.32 that came after those of the versions before."""
+OTHERS = (
+    "enable-hierarchical-cache", "disaggregation-transfer-backend", "enable-deterministic-inference",
+    "migration-limit",
+)  # fmt: skip
+"""Flags of SGLang, and one of Dynamo."""
+
+
 def parse(*argv: str) -> tuple[ServeConfig, list[str]]:
     foreign = ForeignFlags(FOREIGN)
     config = flags.parse(ServeConfig, argv, prog="serve", description="", foreign=foreign)
@@ -47,9 +80,21 @@ def test_each_says_why_and_what_instead(flag: Any) -> None:
         assert name in flags.make_parser(ServeConfig, prog="", description="")._option_string_actions
 
 
+@pytest.mark.parametrize("name", [*VLLM_0_32.split(), *OTHERS])
+def test_those_of_newer_versions_are_known(name: str) -> None:
+    assert ForeignFlags(FOREIGN).find(name) is not None
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--dp-sync-interval", "16"], "--dp-sync-interval 16 ignored: instances agree before every step"),
+        (["--watermark=0.01"], "--watermark 0.01 ignored: the scheduler plans its steps by itself"),
+        (["--elastic-ep-max-dp-size", "8"], "--elastic-ep-max-dp-size 8 ignored: lockstep scale adds"),
+        (["--fault-tolerance-config.x", "1"], '--fault-tolerance-config {"x": 1} ignored: a member that'),
+        (["--no-enable-trace-replay"], "--no-enable-trace-replay ignored: it is always so"),
+        (["--enable-deterministic-inference"], "--enable-deterministic-inference ignored: with native"),
+        (["--migration-limit", "3"], "--migration-limit 3 ignored: requests go on at another instance"),
         (["--swap-space", "4"], f"--swap-space 4 ignored: {NO_SWAP}"),
         (["--swap_space=4"], f"--swap-space 4 ignored: {NO_SWAP}"),
         (
@@ -86,6 +131,14 @@ def test_what_changes_nothing_is_ignored_and_takes_no_other_word(argv: list[str]
             ["--cpu-offload-gb", "2"],
             "--cpu-offload-gb 2 is not possible: weights stay in the memory of their",
         ),
+        (["--weight-transfer-config", "{}"], "--weight-transfer-config {} is not possible: weights are read"),
+        (["--return-sampling-mask"], "--return-sampling-mask is not possible: answers have tokens"),
+        (["--watermark-config.method", "x"], '--watermark-config {"method": "x"} is not possible: answers'),
+        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache is not possible: KV blocks stay"),
+        (["--dp-sync-intervall", "4"], "unrecognized arguments: --dp-sync-intervall 4 (see"),
+        (["--weight-transfer", "4"], "unrecognized arguments: --weight-transfer 4 (see"),
+        (["--dtyp", "float32"], "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
+        (["--model", "other"], "MODEL is given twice, as '/m' and as 'other': give one of them"),
         (["--tp", "2"], "--tp is --tensor-parallel-size (-tp) here"),
         (["--model-path", "x"], "--model-path is MODEL (the first argument) here"),
         (["--context_length=5"], "--context-length is --max-model-len here"),
@@ -100,6 +153,12 @@ def test_what_means_something_is_refused(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capsys, "/m", *argv)
+
+
+def test_a_model_may_be_named_twice_if_it_is_the_same() -> None:
+    config, _ = parse("/m", "--model", "/m")
+    assert config.engine.model.model == "/m"
+    assert parse("--model", "/m")[0].engine.model.model == "/m"
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import openai
 import pytest
 from llguidance import LLMatcher
 
+from coordinator import flags
 from engine.grammar import Grammar, Vocabulary, compile_grammar, load_vocabulary
 from router import grammar_check, harmony
-from router.config import HttpConfig
+from router.config import HttpConfig, ServeConfig
 from router.errors import ApiError
 from router.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
@@ -390,9 +391,19 @@ def test_deep_and_large_schemas_are_refused_in_time() -> None:
 def test_config() -> None:
     with pytest.raises(ValueError, match=r"--structured-outputs-config: .*unknown field `backends`"):
         HttpConfig(structured_outputs_config='{"backends": 1}')
-    with pytest.raises(ValueError, match="Invalid enum value 'outlines'"):
-        HttpConfig(structured_outputs_config='{"backend": "outlines"}')
+    with pytest.raises(ValueError, match="Invalid enum value 'regexes'"):
+        HttpConfig(structured_outputs_config='{"backend": "regexes"}')
     assert HttpConfig(structured_outputs_config='{"backend": "auto"}').structured_outputs == DEFAULT
+    with pytest.raises(ValueError, match="give --reasoning-parser qwen3 instead"):
+        HttpConfig(structured_outputs_config='{"reasoning_parser": "qwen3"}')
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backends_start_and_are_said_to_be_ignored(backend: str) -> None:
+    argv = ["/m", "--structured-outputs-config.backend", backend]
+    config = flags.parse(ServeConfig, argv, prog="serve", description="").http.structured_outputs
+    assert config.ignored.startswith(f"--structured-outputs-config.backend {backend} ignored: llguidance")
+    assert DEFAULT.ignored == ""
 
 
 # ---- at the endpoint
