@@ -15,7 +15,7 @@ MESH_SHORT = tests/engine/% tests/parallel/% $(patsubst %,tests/mesh/test_%.py,a
 MESH_TESTS = tests/mesh/test_chaos.py $(filter-out tests/mesh/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
              $(filter $(MESH_SHORT),$(MESH_FILES))
 
-.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -103,6 +103,9 @@ kills: $(STAMP)  ## 20 kills each of MoE, two of four, tp and dense instances un
 joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, and throughput in a plot
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.mesh.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
+
+nightly: $(STAMP)  ## what takes too long for each push: native kernels against transformers at 20,000 positions of each family
+	$(BIN)/python -m tests.engine.native_positions --positions 20000
 
 simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, joins, leaves and coordinator restarts
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)

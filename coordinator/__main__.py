@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         description="The coordinator of a Lockstep mesh: who is in it, and in which epoch.",
     )
     process.set_up("Coordinator", config.log_level, config.mesh.observability.log_format)
-    keys = process.mesh_keys(config.mesh, "python -m coordinator")
+    keys = process.member_keys(config.mesh, "python -m coordinator")
     process.warn_if_open(config.mesh)
     return uvloop.run(serve(config, keys))
 

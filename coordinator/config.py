@@ -91,12 +91,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         flag(
             path=True,
             help="Key of the mesh, made by `lockstep keygen`, the same for all its processes: they let in "
-            "only each other, and encrypt. Needed on addresses other than loopback.",
+            "only each other, and encrypt. Needed on addresses other than loopback; unset: on loopback the "
+            "head makes one, which other processes of the same user find.",
         ),
     ] = None
     insecure_mesh: Annotated[
         bool,
-        flag(help="Go without a mesh key on addresses other than loopback: unencrypted and unauthenticated."),
+        flag(help="Go without a mesh key, on any address: unencrypted and unauthenticated."),
     ] = False
     observability: ObservabilityConfig = ObservabilityConfig()
 

@@ -94,10 +94,17 @@ class Handshakes:
         match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:
             case "CURVE", False:
                 return KeyRefused(
-                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too"
+                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too, or, if it "
+                    "was given none, run this as the same user"
                 )
             case "NULL", True:
-                return KeyRefused("it was started without a mesh key: give it --mesh-key-file, too")
+                return KeyRefused(
+                    "it was started without a mesh key: give it --mesh-key-file, too (or, if you know who "
+                    "started it, --insecure-mesh here)"
+                )
             case "CURVE", True if self._failed >= ENOUGH_FAILURES:
-                return KeyRefused("it has another mesh key: give the same --mesh-key-file everywhere")
+                return KeyRefused(
+                    "it has another mesh key: give the same --mesh-key-file everywhere, or, on one host, "
+                    "none and the same -dpa and -dpp to processes of the same user"
+                )
         return None

@@ -61,20 +61,25 @@ def _of_secrets(server: bytes, client: bytes) -> MeshKeys:
     )
 
 
+def text_of(keys: MeshKeys) -> str:
+    """What a key file holds."""
+    server, client = z85.decode(keys.server_secret).hex(), z85.decode(keys.client_secret).hex()
+    return f"{HEADING}{FORMAT} {server} {client}\n"
+
+
 def write(keys: MeshKeys, path: Path, *, force: bool = False) -> None:
     """Write a key file that only its owner can read (mode 0600), whole or not at all.
 
     Raises:
         KeyFileError: it exists and ``force`` is not given, or it cannot be written.
     """
-    server, client = z85.decode(keys.server_secret).hex(), z85.decode(keys.client_secret).hex()
     try:
         if path.is_dir():
             raise KeyFileError(f"{path} is a directory: name a file, in it or elsewhere")
         handle, temporary = tempfile.mkstemp(prefix=".mesh-key-", dir=path.parent)  # mode 0600
         try:
             with os.fdopen(handle, "w") as file:
-                file.write(f"{HEADING}{FORMAT} {server} {client}\n")
+                file.write(text_of(keys))
             if force:
                 os.replace(temporary, path)
             else:

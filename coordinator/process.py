@@ -12,15 +12,17 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import msgspec
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.config import LogFormat, MeshConfig
+from coordinator.patient_log import PatientHandler
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The id of the request that is worked on; it stands in each log line that is written meanwhile."""
 
 _log_format: LogFormat = "text"
+_handler = PatientHandler()
+"""Of this process, for all that it calls itself: one queue keeps the order of lines."""
 
 
 def log_format() -> LogFormat:
@@ -79,14 +83,27 @@ def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> No
         import setproctitle
 
         setproctitle.setproctitle(f"lockstep: {role}")
-    handler = logging.StreamHandler(sys.stderr)
     text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
-    handler.setFormatter(
+    _handler.setFormatter(
         JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
     )
     logging.setLogRecordFactory(RequestRecord)
-    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
+    root = logging.getLogger()
+    for other in [each for each in root.handlers if each is not _handler]:
+        root.removeHandler(other)
+        other.close()
+    root.addHandler(_handler)
+    root.setLevel(log_level.upper())
     logging.captureWarnings(True)
+    sys.excepthook = log_uncaught
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends this process, in its log: standard error may have a reader that stalls."""
+    if issubclass(kind, Exception):
+        logger.critical("this process ends by an error that nobody expected", exc_info=(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class RequestRecord(logging.LogRecord):
@@ -163,11 +180,23 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, None without; ends the process when the file cannot be used."""
-    if mesh.mesh_key_file is None:
-        return None
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
+    process when a file cannot be used."""
+    return _keys_or_end(mesh, prog, own_key.find)
+
+
+def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The same for a process that is to be in the mesh: it makes what it does not find."""
+    return _keys_or_end(mesh, prog, own_key.obtain)
+
+
+def _keys_or_end(
+    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+) -> keys.MeshKeys | None:
     try:
-        return keys.load(Path(mesh.mesh_key_file))
+        if mesh.mesh_key_file is not None:
+            return keys.load(Path(mesh.mesh_key_file))
+        return own(mesh) if own_key.is_own(mesh) else None
     except keys.KeyFileError as error:
         print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -181,6 +210,10 @@ def warn_if_open(mesh: MeshConfig) -> None:
         )
     elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
         logger.warning("--insecure-mesh ignored: there is a mesh key")
+    elif mesh.insecure_mesh:
+        logger.warning(
+            "--insecure-mesh: any user of this host can send requests, join and read those of others"
+        )
 
 
 def how_it_ended(status: int) -> str:
@@ -197,7 +230,7 @@ def how_it_ended(status: int) -> str:
 def finish(status: int) -> NoReturn:
     """The end of a process. What was registered for it still runs; libraries are not taken apart object by
     object, which takes seconds on a busy machine."""
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # logging's among them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

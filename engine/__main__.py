@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     process.set_up(
         "Engine" if rank is None else f"Engine_{rank}", config.log_level, config.mesh.observability.log_format
     )
-    keys = process.mesh_keys(config.mesh, "python -m engine")
+    keys = process.member_keys(config.mesh, "python -m engine")
     process.warn_if_open(config.mesh)
     try:
         Instance(config, keys).run()

@@ -10,15 +10,23 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.config import SHIPPED_MODEL
-from engine.families import config_defaults, has_experts_interface
+from engine.families import (
+    config_defaults,
+    has_experts_interface,
+    language_config,
+    quantisation_of,
+    why_not_served,
+)
+from engine.tokenizer_files import OTHER_FORMS, TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 MODELS_DIRECTORY = Path(__file__).parent / "models"
 
@@ -28,7 +36,7 @@ DEFAULT_CONTEXT_LENGTH = 2048
 """For models that name none, as those without positions do."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of their numbers in a config.json."""
 LARGEST_FACTOR = 1e6
 """By which a rotary embedding may be scaled: more is no number that somebody meant."""
@@ -37,8 +45,14 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EOS = "eos_token_id"
 
-WANTED_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt", "*.py"]
+WANTED_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
+WHOLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+"""Name, number and count of a file that holds a part of the weights."""
+BESIDE_WEIGHTS = re.compile(r"consolidated[.-]|adapter_model\.")
+"""Files beside a model's own weights: the same in another format, and adapters."""
 UNWANTED_FILES = ["*/*.safetensors"]
 """In folders are the same weights in other formats."""
 
@@ -82,14 +96,37 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 def find_model(
-    name: str | None, revision: str | None = None, *, weights: bool = True, download: bool = True
+    name: str | None,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    download: bool = True,
+    check: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
     """The directory of a model given as a path, a shipped model's name or a Hugging Face id. What must be
     fetched from the hub comes without the weights if nobody here reads them; without ``download`` it must be
-    in the cache.
+    in the cache. ``check`` may refuse the model: it is called before any weights are fetched.
 
     Raises:
-        CheckpointError: nothing by that name, here or on the hub.
+        CheckpointError: nothing by that name, here or on the hub; or what ``check`` raises.
+    """
+    directory = _find_local(name)
+    if directory is not None:
+        check(directory)
+        return directory
+    assert name is not None
+    directory = _of_hub(name, revision, WANTED_FILES, download)
+    check(directory)
+    if not weights:
+        return directory
+    return _of_hub(name, directory.name, WANTED_FILES + WEIGHT_FILES, download)  # of the commit just seen
+
+
+def _find_local(name: str | None) -> Path | None:
+    """The directory of a model on this host; None for the id of a repository on the hub.
+
+    Raises:
+        CheckpointError: the name is neither.
     """
     if name == "":  # of a variable that is not set; another model than was meant would be no help
         raise CheckpointError(
@@ -111,7 +148,7 @@ def find_model(
             f"model {name!r} {kind}: give a directory with config.json and *.safetensors, a Hugging Face "
             f"repository id (owner/name), or nothing for the shipped {SHIPPED_MODEL}"
         )
-    return _of_hub(name, revision, WANTED_FILES + WEIGHT_FILES * weights, download)
+    return None
 
 
 @contextlib.contextmanager
@@ -167,24 +204,21 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
         CheckpointError: a file is missing or makes no sense.
     """
     config = _read_json(directory / "config.json", required=True)
-    text = config.get("text_config") or config
-    if not isinstance(text, dict):
+    if not isinstance(config.get("text_config") or {}, dict):
         raise CheckpointError(f"{directory}/config.json has a text_config that is no object")
-    model_type = str(config.get("model_type", ""))
-    if text is not config:
-        text = {"model_type": f"{model_type}_text", **text}
+    text = language_config(config)
     defaults = config_defaults(str(text.get("model_type", "")))
     generation = _read_json(directory / GENERATION_CONFIG)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{directory}/config.json names no architecture in 'architectures'")
-    for path in weight_files(directory) if weights else ():
-        _check_complete(path)
+    if weights:
+        check_weights(directory)
     vocab_size = _vocab_size(directory, text, defaults)
     return ModelInfo(
         directory=str(directory),
         architecture=str(architectures[0]),
-        model_type=model_type,
+        model_type=str(config.get("model_type", "")),
         vocab_size=vocab_size,
         context_length=_context_length(directory, text, defaults),
         dtype=_dtype(config, text),
@@ -195,7 +229,7 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
             _tokenizer_eos(directory),
         )
         or _eos_ids(vocab_size, defaults.get(EOS)),
-        num_experts=_whole_number(EXPERTS, text, defaults),
+        num_experts=_num_experts(text, defaults),
         num_layers=_whole_number(("num_hidden_layers", "n_layer", "num_layers"), text, defaults),
         num_heads=_whole_number(("num_attention_heads", "n_head"), text, defaults),
         num_kv_heads=_whole_number(("num_key_value_heads",), text, defaults),
@@ -213,46 +247,123 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
     transformers' own code says whether a family's experts go through its experts interface.
     """
     config = _read_json(Path(info.directory) / "config.json", required=True)
-    if "text_config" in config:
-        return "it is the language part of a larger model"
-    if config.get("quantization_config"):
+    if quantisation_of(config) is not None:
         return "its weights are quantised"
-    if has_experts_interface(info.model_type):
+    text_type = str(language_config(config).get("model_type", ""))
+    if has_experts_interface(text_type):
         return ""
-    return f"the experts of {info.model_type} do not go through transformers' experts interface"
+    return f"the experts of {text_type} do not go through transformers' experts interface"
+
+
+@_as_said()
+def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
+    """See whether config.json alone rules a model out, which needs neither its weights nor torch.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    config = _read_json(directory / "config.json", required=True)
+    if problem := why_not_served(config, trust_remote_code=trust_remote_code):
+        architecture = next(iter(config.get("architectures") or ()), None) or f"{directory}/config.json"
+        raise CheckpointError(f"{architecture} {problem}")
+
+
+def check_weights(directory: Path) -> None:
+    """See that all files of weights are there and none was cut short.
+
+    Raises:
+        CheckpointError: one is missing, or is broken.
+    """
+    for path in weight_files(directory):
+        _check_complete(path)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted.
+    """The safetensors files of a checkpoint, sorted: model.safetensors, those that an index names, or those
+    that stand there without one.
 
     Raises:
         CheckpointError: none there, or one that the index names is missing.
     """
-    whole = directory / "model.safetensors"
+    whole = directory / WHOLE_FILE
     if whole.is_file():  # what transformers reads then, whatever index or parts an earlier model left
         return [whole]
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            missing = [name for name in names if not (directory / name).is_file()]
-        except (AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} has a weight_map that maps no names to files") from error
-        if missing:
-            raise CheckpointError(
-                f"{directory} lacks {len(missing)} of the weight files that its index names, "
-                f"first {missing[0]}: download it again"
-            )
-        return [directory / name for name in names]
-    files = sorted(directory.glob("*.safetensors"))
+    index = _index(directory)
+    if index is not None:
+        return _indexed_files(index)
+    files = sorted(path for path in directory.glob("*.safetensors") if not BESIDE_WEIGHTS.match(path.name))
     if not files:
-        other = sorted(path.name for path in directory.glob("*.bin"))[:1]
-        hint = f" It has {other[0]}, a pickle format, which is never loaded." if other else ""
         raise CheckpointError(
-            f"{directory} has no *.safetensors file.{hint} Convert it with transformers' "
+            f"{directory} has no *.safetensors file.{_what_else(directory)} Convert it with transformers' "
             "save_pretrained(), which writes safetensors"
         )
-    return files
+    return _numbered_files(files) or files
+
+
+def _what_else(directory: Path) -> str:
+    """A sentence about weights that are there and not read."""
+    if pickled := sorted(path.name for path in directory.glob("*.bin")):
+        return f" It has {pickled[0]}, a pickle format, which is never loaded."
+    if beside := sorted(path.name for path in directory.glob("*.safetensors")):
+        return f" It has {beside[0]}, which is in another layout or an adapter."
+    return ""
+
+
+def is_laid_out_as_usual(directory: Path) -> bool:
+    """Whether transformers finds the weights by itself: in one file, or by an index of the usual name."""
+    return (directory / WHOLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
+
+
+def _index(directory: Path) -> Path | None:
+    """The index of the weights; one of another name counts if there is no second."""
+    usual = directory / INDEX_FILE
+    if usual.is_file():
+        return usual
+    others = sorted(directory.glob("*.safetensors.index.json"))
+    return others[0] if len(others) == 1 else None
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    directory = index.parent
+    try:
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} has a weight_map that maps no names to files") from error
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of the weight files that its index names, "
+            f"first {missing[0]}: download it again"
+        )
+    return [directory / name for name in names]
+
+
+def _numbered_files(files: list[Path]) -> list[Path]:
+    """Those of one set like name-00001-of-00003.safetensors; none if there is no such set.
+
+    Raises:
+        CheckpointError: the set lacks a file, or there are several sets.
+    """
+    sets: dict[tuple[str, int], dict[int, Path]] = {}
+    for path in files:
+        if found := NUMBERED.fullmatch(path.name):
+            sets.setdefault((found[1], int(found[3])), {})[int(found[2])] = path
+    if not sets:
+        return []
+    if len(sets) > 1:
+        names = ", ".join(sorted(min(each.values()).name for each in sets.values()))
+        raise CheckpointError(
+            f"{files[0].parent} has several sets of weights and no {INDEX_FILE} that chooses: {names}; leave "
+            "only one there"
+        )
+    (((name, count), parts),) = sets.items()
+    missing = sorted(set(range(1, count + 1)) - parts.keys())
+    if missing:
+        raise CheckpointError(
+            f"{files[0].parent} lacks {len(missing)} of the {count} weight files {name}-*-of-*.safetensors, "
+            f"first number {missing[0]}: download it again"
+        )
+    return [parts[number] for number in sorted(parts)]
 
 
 def _check_complete(path: Path) -> None:
@@ -288,7 +399,8 @@ def fingerprint(directory: Path, *, weights: bool = True) -> str:
     only the two files.
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json"):
+    names = ("config.json", TOKENIZER) if (directory / TOKENIZER).is_file() else ("config.json", *OTHER_FORMS)
+    for name in names:
         path = directory / name
         if path.is_file():
             digest.update(name.encode() + path.read_bytes())
@@ -329,6 +441,14 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return content
+
+
+def _num_experts(text: dict[str, Any], defaults: dict[str, Any]) -> int:
+    """Routed experts of each sparse layer; 0 for a dense model."""
+    if text.get("enable_moe_block", defaults.get("enable_moe_block")) is False:
+        return 0
+    nested = text.get("ffn_config")  # DBRX keeps its numbers there
+    return _whole_number(EXPERTS, text | (nested if isinstance(nested, dict) else {}), defaults)
 
 
 def _vocab_size(directory: Path, config: dict[str, Any], defaults: dict[str, Any]) -> int:
@@ -405,7 +525,10 @@ def _tokenizer_eos(directory: Path) -> object:
     for token_id, token in _object(config.get("added_tokens_decoder")).items():
         if _object(token).get("content") == eos and token_id.isdecimal():
             return int(token_id)
-    tokenizer = _read_json(directory / "tokenizer.json")  # megabytes, and rarely needed
+    try:
+        tokenizer = _read_json(tokenizer_directory(directory) / TOKENIZER)  # megabytes, and rarely needed
+    except TokenizerFilesError:  # who needs it says so
+        return None
     added = tokenizer.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         if _object(token).get("content") == eos:

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from parallel.caches import cache_directory
+from parallel.caches import cache_directory, is_trusted, own_directory
 
 OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
@@ -168,7 +168,8 @@ class _Scan:
         kept = self._kept.get(file)
         if kept is None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                kept = self._kept[file] = msgspec.json.decode(file.read_bytes(), type=_Found)
+                if is_trusted(file.parent) and is_trusted(file):  # it names what is imported
+                    kept = self._kept[file] = msgspec.json.decode(file.read_bytes(), type=_Found)
         if kept is not None:
             return kept.unfold()  # anew each time: whoever asked may change what it got
         found = self._scan(str(module_path))
@@ -182,9 +183,10 @@ class _Scan:
         self._kept[file] = kept
         fresh = file.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            own_directory("libraries")
             try:
                 fresh.write_bytes(msgspec.json.encode(kept))
+                fresh.chmod(0o644)  # whatever the umask
                 fresh.rename(file)
             finally:
                 fresh.unlink(missing_ok=True)  # half of it, on a disk that is full

@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from engine.checkpoint import CheckpointError, ReadingStopped, weight_files
+from engine.text_parts import NAMES, OTHER_MODALITIES
 from parallel.placement import Placement
 
 ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -99,7 +100,9 @@ def read_experts(
 
 
 @contextmanager
-def only_experts_of(model_class: Any, config: Any, share: ExpertShare) -> Iterator[dict[str, torch.Tensor]]:
+def only_experts_of(
+    model_class: Any, config: Any, share: ExpertShare, directory: Path
+) -> Iterator[dict[str, torch.Tensor]]:
     """While it lasts, models of this class are made with the share's experts only; gives their weights.
 
     Raises:
@@ -113,7 +116,7 @@ def only_experts_of(model_class: Any, config: Any, share: ExpertShare) -> Iterat
     try:
         for kind in kinds:
             kind.__init__ = _smaller(originals[kind], share)
-        yield ExpertReader(whole, layers, share.experts).read(Path(config._name_or_path))
+        yield ExpertReader(whole, layers, share.experts).read(directory)
     finally:
         for kind, original in originals.items():
             kind.__init__ = original
@@ -134,7 +137,7 @@ class ExpertReader:
     any number of them itself."""
 
     def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[int]) -> None:
-        transforms = get_model_conversion_mapping(model)
+        transforms = get_model_conversion_mapping(model, NAMES)  # names that only language parts have
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
         self._prefix = model.base_model_prefix
@@ -150,9 +153,10 @@ class ExpertReader:
         for file in weight_files(directory):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
-                    if self._target(name)[0] in self._expert_parameters:
+                    target = self._target(name)[0]
+                    if target in self._expert_parameters:
                         self.take(opened, name, tensors)
-                    else:
+                    elif target in self._known or not OTHER_MODALITIES.search(name):
                         tensors[name] = opened.get_tensor(name)
         return tensors
 

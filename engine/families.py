@@ -1,4 +1,4 @@
-"""What transformers' code says about a family of models (no torch).
+"""What transformers' code says about a family of models, and which models it rules out (no torch).
 
 It is read as text: who asks may be a process without torch, which the code itself would load.
 """
@@ -7,35 +7,216 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 EXPERTS_INTERFACE = "use_experts_implementation"
 """In modelling code, the mark of experts that can be spread."""
+STATEFUL = "_is_stateful = True"
+"""In modelling code, the mark of models whose layers may have a recurrent state."""
+
+SUPPORTED_LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention", "dense", "sparse"})
+RECURRENT_LAYER_TYPES = frozenset(
+    {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}
+)
+OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
+"""Types without a recurrent state that are not built."""
+LAYER_TYPES = ("layer_types", "layers_block_type")
+"""Fields of a config.json that list the type of each layer."""
+READ_QUANTISATION = "mxfp4"
+"""The one quantisation that is read, into the chosen data type: GPT-OSS is published in no other form."""
+QUANTISATION = ("quantization_config", "compression_config", "quantization")
+"""Fields of a config.json that say how weights are quantised; the last one is MLX's."""
+
+PLAIN_HEADS = frozenset(
+    {
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3_vl_text",
+        "qwen3_vl_moe_text",
+        "glm4v_text",
+        "glm4v_moe_text",
+    }
+)
+"""Language parts without a causal language model of their own in transformers. The larger model computes
+logits as one product of the last hidden state, and takes positions of text as any model does."""
+ENCODER = "is an encoder-decoder model: only decoder-only models are served"
+RENAMED = {"kimi_k2": "deepseek_v3"}
+"""Types that the configuration class of a larger model gives to its language part."""
 
 
 def has_experts_interface(model_type: str) -> bool:
     """Whether the experts of this family go through transformers' experts interface."""
-    name = model_type.replace("-", "_")
-    return EXPERTS_INTERFACE in _code(name, f"modeling_{name}.py")
+    return EXPERTS_INTERFACE in _modeling_code(model_type)
+
+
+def is_known(model_type: str) -> bool:
+    """Whether this version of transformers has models of this type."""
+    return model_type in _names("CONFIG_MAPPING_NAMES")
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model, with its own model type."""
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not text:
+        return dict(config)
+    model_type = str(text.get("model_type") or f"{config.get('model_type', '')}_text")
+    return {**text, "model_type": RENAMED.get(model_type, model_type)}
+
+
+def quantisation_of(config: Mapping[str, Any]) -> str | None:
+    """The method by which a config.json says that the weights are quantised, of any part of the model."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for name in QUANTISATION:
+            if isinstance(found := part.get(name), dict) and found:
+                return str(found.get("quant_method") or ("mlx" if "bits" in found else None))
+    return None
+
+
+def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> str:
+    """The reason for which a config.json alone rules a model out, as the end of a sentence; empty if none is
+    known. A model that passes may still be refused when its modules have been made."""
+    text = language_config(config)
+    model_type, text_type = str(config.get("model_type", "")), str(text["model_type"])
+    if problem := why_quantised(quantisation_of(config)):
+        return problem
+    if not is_known(model_type):
+        own_code = trust_remote_code and "AutoConfig" in (config.get("auto_map") or ())
+        return "" if own_code or not _names("CONFIG_MAPPING_NAMES") else why_unknown(model_type)
+    defaults = config_defaults(text_type)
+    if config.get("is_encoder_decoder", defaults.get("is_encoder_decoder")):
+        return ENCODER
+    if not has_language_model(text_type) and not (trust_remote_code and "auto_map" in config):
+        return why_no_language_model(text_type)
+    named = _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type, "")
+    if problem := why_another_head(next(iter(config.get("architectures") or ()), ""), named):
+        return problem
+    return why_layers_unsupported(_layer_types(text), STATEFUL in _modeling_code(text_type))
+
+
+def why_unknown(model_type: str) -> str:
+    """Words for a model type that transformers does not have."""
+    return (
+        f"is not served: this version of transformers has no model type {model_type!r}. Upgrade "
+        "transformers, or pass --trust-remote-code if the checkpoint brings its own code"
+    )
+
+
+def has_language_model(text_type: str) -> bool:
+    """Whether this type, or the language part that it is, can be made as a causal language model."""
+    names = _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    return not names or text_type in names or text_type in PLAIN_HEADS
+
+
+def why_no_language_model(text_type: str) -> str:
+    """Words for a type without a causal language model."""
+    return (
+        f"is not served: transformers has no causal language model for model type {text_type!r}, and only "
+        "models that AutoModelForCausalLM can load are served"
+    )
+
+
+def why_another_head(architecture: str, language_model: str) -> str:
+    """Words for a checkpoint of the right family that has not the output layer of its language model; empty
+    for others."""
+    family = re.sub(r"(For[A-Z]\w+|LMHeadModel)$", "", language_model)
+    if not language_model or architecture == language_model or not architecture.startswith(family):
+        return ""
+    return (
+        f"is not a causal language model: transformers would load this model type as {language_model}, whose "
+        "output layer the checkpoint does not have"
+    )
+
+
+def why_quantised(method: str | None) -> str:
+    """Words for weights that are quantised in a way that is not read; empty for others."""
+    if method is None or method == READ_QUANTISATION:
+        return ""
+    return (
+        f"has weights quantised by {method}, which are not built: use a checkpoint in bfloat16, "
+        "float16 or float32"
+    )
+
+
+def why_layers_unsupported(types: Collection[str], is_stateful: bool) -> str:
+    """Words for layers that are not built; empty if all are. ``types`` are the types of the layers, as far as
+    they are known; ``is_stateful``: the family may have layers with a recurrent state."""
+    recurrent = sorted(RECURRENT_LAYER_TYPES.intersection(types))
+    unknown = sorted(set(types) - SUPPORTED_LAYER_TYPES)
+    if recurrent or (is_stateful and (unknown or not types)):
+        what = f"layers of type {', '.join(recurrent)}" if recurrent else "layers with a recurrent state"
+        return f"has {what}: it needs a recurrent state cache, which is not built"
+    if unknown:
+        return f"has layers of type {', '.join(unknown)}: only full and sliding-window attention is built"
+    return ""
+
+
+def _layer_types(text: Mapping[str, Any]) -> set[str]:
+    """The types that a config.json lists, or that its class takes where the file lists none."""
+    for name in LAYER_TYPES:
+        if isinstance(listed := text.get(name), list) and listed:
+            return {str(each) for each in listed}
+    return _default_layer_types(str(text["model_type"]))
+
+
+@cache
+def _default_layer_types(model_type: str) -> set[str]:
+    """The types that are not built, of those that the configuration class fills in."""
+    node = _configuration_class(model_type)
+    found: set[str] = set()
+    for statement in ast.walk(node) if node is not None else ():
+        match statement:
+            case ast.Assign(targets=[ast.Attribute(attr="layer_types")], value=value):
+                found |= {each.value for each in ast.walk(value) if isinstance(each, ast.Constant)}
+    return found & (RECURRENT_LAYER_TYPES | OTHER_LAYER_TYPES)
 
 
 @cache
 def config_defaults(model_type: str) -> dict[str, Any]:
     """What a config.json of this type means where it says nothing: the constants among the fields of its
     configuration class. Nothing of a type that transformers does not have."""
+    node = _configuration_class(model_type)
+    return {} if node is None else _constants(node, _configuration_classes(model_type))
+
+
+def _configuration_class(model_type: str) -> ast.ClassDef | None:
+    classes = _configuration_classes(model_type)
+    own = (node for node in classes.values() if _constants(node, classes).get("model_type") == model_type)
+    return next(own, None)
+
+
+@cache
+def _configuration_classes(model_type: str) -> dict[str, ast.ClassDef]:
+    code = next(filter(None, (_code(name, f"configuration_{name}.py") for name in _homes(model_type))), "")
+    return {node.name: node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)}
+
+
+def _modeling_code(model_type: str) -> str:
+    return next(filter(None, (_code(name, f"modeling_{name}.py") for name in _homes(model_type))), "")
+
+
+def _homes(model_type: str) -> tuple[str, ...]:
+    """Directories that may have the code of a type: the language part of a larger model is with the whole."""
     name = model_type.replace("-", "_")
-    family = name.removesuffix("_text")  # the language part of a larger model has its class beside it
-    code = _code(name, f"configuration_{name}.py") or _code(family, f"configuration_{family}.py")
-    classes = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)}
-    for node in classes.values():
-        fields = _constants(node, classes)
-        if fields.get("model_type") == model_type:
-            return fields
+    named = _names("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model_type, name)
+    return named, name, name.removesuffix("_text")
+
+
+@cache
+def _names(mapping: str) -> dict[str, str]:
+    """One of transformers' tables of names by model type; empty if this version has it elsewhere."""
+    for file in ("auto_mappings.py", "modeling_auto.py"):
+        table = re.search(rf"^{mapping} = OrderedDict\(\n(.*?)^\)", _code("auto", file), re.M | re.S)
+        if table is not None:
+            return dict(re.findall(r'\("([^"]+)",\s*"([^"]+)"\)', table[1]))
     return {}
 
 
+@cache
 def _code(directory: str, file: str) -> str:
     """Of a file of transformers' models; empty if there is none."""
     found = importlib.util.find_spec("transformers")

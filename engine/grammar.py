@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from engine.tokenizer_files import TOKENIZER, TokenizerFilesError, tokenizer_directory
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -76,10 +78,9 @@ def load_vocabulary(directory: Path, size: int, eos_ids: Sequence[int]) -> Vocab
         from llguidance import LLTokenizer
     except ImportError as error:
         raise GrammarError(f"the package llguidance cannot be loaded ({error}): pip install it") from error
-    path = directory / "tokenizer.json"
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = (tokenizer_directory(directory) / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, TokenizerFilesError) as error:
         raise GrammarError("the instance has no tokenizer.json beside the model's weights") from error
     ends = list(eos_ids)
     try:

@@ -12,6 +12,8 @@ from coordinator.messages import Settings
 from engine.checkpoint import (
     CheckpointError,
     ModelInfo,
+    check_servable,
+    check_weights,
     chosen_dtype,
     find_model,
     fingerprint,
@@ -33,9 +35,8 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
         CheckpointError: the model is not there or cannot be served as asked.
     """
     model = config.model
-    directory = find_model(model.model, model.revision, weights=model.reads_weights)
-    info = read_model_info(directory, weights=model.reads_weights)
-    _check_sharding(config.device, info)
+    info = _find(config)
+    directory = Path(info.directory)
     settings = Settings(
         model=info.directory if model.model and Path(model.model).is_dir() else model.model or SHIPPED_MODEL,
         revision=model.revision,
@@ -58,6 +59,28 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
             f"{settings.max_model_len}, lower --max-model-len, or leave chunked prefill on"
         )
     return info, settings
+
+
+def _find(config: EngineConfig) -> ModelInfo:
+    """The model's facts. What config.json rules out is refused before any weights are fetched or read.
+
+    Raises:
+        CheckpointError: the model is not there or cannot be served as asked.
+    """
+    model = config.model
+    found: list[ModelInfo] = []
+
+    def check(directory: Path) -> None:
+        check_servable(directory, trust_remote_code=model.trust_remote_code)
+        info = read_model_info(directory, weights=False)
+        _check_sharding(config.device, info)
+        _context_length(model.max_model_len, info)
+        found.append(info)
+
+    directory = find_model(model.model, model.revision, weights=model.reads_weights, check=check)
+    if model.reads_weights:
+        check_weights(directory)
+    return found[-1]
 
 
 def adopt(config: EngineConfig, settings: Settings) -> EngineConfig:

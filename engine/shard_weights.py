@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 
-from engine.checkpoint import CheckpointError, weight_files
+from engine.checkpoint import INDEX_FILE, CheckpointError, weight_files
 from engine.expert_weights import ExpertReader, expert_modules, expert_parameters
 from engine.shard import ShardedClass
 
@@ -26,6 +28,29 @@ PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
 """MXFP4 stores a matrix as two tensors of these names."""
 LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 """Conversions that commute with cutting."""
+
+
+@contextmanager
+def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """All tensors of a checkpoint by name, as slices of which nothing is read yet, for files that
+    transformers does not find by itself.
+
+    Raises:
+        CheckpointError: two files have a tensor of the same name.
+    """
+    tensors: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    with ExitStack() as opened:
+        for path in weight_files(directory):
+            file = opened.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                if name in homes:
+                    raise CheckpointError(
+                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
+                        f"of one model there, or add a {INDEX_FILE}"
+                    )
+                tensors[name], homes[name] = file.get_slice(name), path
+        yield tensors
 
 
 def read_shard(

@@ -8,6 +8,7 @@ of what is missing, instead of served wrong.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -23,13 +24,24 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
 from engine.attention.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
-from engine.checkpoint import CheckpointError, ModelInfo
+from engine.checkpoint import CheckpointError, ModelInfo, is_laid_out_as_usual
 from engine.config import ModelConfig
 from engine.cut_check import check, share_run
 from engine.deferred import run_deferred
 from engine.expert_weights import ExpertShare, expert_modules, only_experts_of
+from engine.families import (
+    ENCODER,
+    LAYER_TYPES,
+    READ_QUANTISATION,
+    is_known,
+    why_another_head,
+    why_layers_unsupported,
+    why_no_language_model,
+    why_quantised,
+)
 from engine.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
-from engine.shard_weights import random_shard, read_shard
+from engine.shard_weights import all_tensors, random_shard, read_shard
+from engine.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
@@ -37,29 +49,17 @@ from parallel.placement import place
 from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
 
+logger = logging.getLogger(__name__)
+
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """How transformers' MoE layers multiply: tokens sorted by expert, one product per expert that has any.
 Measured on CPU (16 experts, 4 per token; batch 1, 8, 32): 12, 28, 48 ms a step, against 13, 38, 55 with
 ``eager`` (a Python loop) and 20, 164, 777 with ``batched_mm`` (copies the weights for each token)."""
 
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "dense", "sparse"}
-RECURRENT_LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "recurrent", "mamba"}
-
-DEQUANTISED = "mxfp4"
-"""The one quantisation that is read, into the chosen data type: GPT-OSS is published in no other form."""
-
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
-TEXT_PART = {
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
-"""Names in a checkpoint with other modalities -> names in its language model alone."""
 _LOADING = threading.Lock()
 """transformers changes global state while it makes a model, so workers in one process load one by one."""
-
-OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal|mm_projector|embed_vision")
 
 WHOLE_STAGE = Stage(WHOLE, range(0))
 
@@ -83,6 +83,8 @@ class LoadedModel:
     """Their modules, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
 
     @property
     def hidden_size(self) -> int:
@@ -172,7 +174,7 @@ def _read_model(
     transformers_logging.disable_progress_bar()
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     config = _read_config(info, settings)
-    model_class, config, is_part = _model_class(info, config)
+    model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
     _check_supported(info, config, model_class)
     dummy = settings.load_format == "dummy"
     if dummy and share is not None:
@@ -183,7 +185,7 @@ def _read_model(
             with _LOADING:
                 module = _read_shard(info, settings, sharded, config, dtype, is_part)
         elif dummy:
-            module = _make_dummy(config, dtype, device, settings.trust_remote_code)
+            module = _make_dummy(model_class, config, dtype, device)
         else:
             module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
     except (CheckpointError, MemoryError):
@@ -267,7 +269,17 @@ def _run_first(
             if read.sharded is not None:
                 uncut = share_run(read.uncut, stage.shard)
                 check(module, name, read.sharded, stage, uncut)
-    return LoadedModel(module, layers, vocab_size, dtype, device, read.experts, read.expert_layers, stage)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
 
 
 def _spread_experts(
@@ -292,10 +304,9 @@ def _spread_experts(
 
 
 def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
+    own_code = settings.trust_remote_code and not is_known(info.model_type)
     try:
-        return AutoConfig.from_pretrained(
-            info.directory, trust_remote_code=settings.trust_remote_code, local_files_only=True
-        )
+        return AutoConfig.from_pretrained(info.directory, trust_remote_code=own_code, local_files_only=True)
     except Exception as error:  # whatever its config.json may do to transformers' code
         raise CheckpointError(
             f"{info.architecture}: this version of transformers has no model type {info.model_type!r} "
@@ -304,56 +315,38 @@ def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
         ) from error
 
 
-def _model_class(info: ModelInfo, config: Any) -> tuple[Any, Any, bool]:
-    """The class to load, the config it takes, and whether it is the language part of a larger model."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in getattr(
-        config, "auto_map", {}
-    ):
-        return AutoModelForCausalLM, config, False
+def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple[Any, Any, bool]:
+    """The class to load, the config it takes, and whether it is the language part of a larger model. The
+    code of a checkpoint is run only where transformers has none for its family."""
     text_config = config.get_text_config(decoder=True)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
-    if found is None:
-        raise CheckpointError(
-            f"{info.architecture}: transformers has no causal language model for model type "
-            f"{text_config.model_type!r}; only models that AutoModelForCausalLM can load are served"
-        )
     is_part = text_config is not config
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    if found is None and is_part:
+        found = class_with_head(text_config, config.model_type)
+    brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if found is None and brings_code and trust_remote_code:
+        return AutoModelForCausalLM, config, False
+    if found is None:
+        raise CheckpointError(f"{info.architecture} {why_no_language_model(text_config.model_type)}")
+    if brings_code and trust_remote_code:
+        logger.info(
+            "--trust-remote-code: %s is transformers' own, the checkpoint's is not run", found.__name__
+        )
     if is_part:
         text_config.tie_word_embeddings = config.tie_word_embeddings
-    if not is_part and found.__name__ != info.architecture and info.architecture.startswith(_family(found)):
-        raise CheckpointError(
-            f"{info.architecture} is not a causal language model: transformers would load this model type as "
-            f"{found.__name__}, whose output layer the checkpoint does not have"
-        )
+    elif problem := why_another_head(info.architecture, found.__name__):
+        raise CheckpointError(f"{info.architecture} {problem}")
     return found, text_config, is_part
-
-
-def _family(model_class: Any) -> str:
-    return re.sub(r"(For[A-Z]\w+|LMHeadModel)$", "", str(model_class.__name__))
 
 
 def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
     name = info.architecture
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{name} is an encoder-decoder model: only decoder-only models are served")
-    layer_types = set(getattr(config, "layer_types", None) or ()) | set(
-        getattr(config, "layers_block_type", None) or ()
-    )
-    recurrent = sorted(layer_types & RECURRENT_LAYER_TYPES)
-    if recurrent or getattr(model_class, "_is_stateful", False):
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "layers with a recurrent state"
-        raise CheckpointError(f"{name} has {what}: it needs a recurrent state cache, which is not built")
-    unknown = sorted(layer_types - SUPPORTED_LAYER_TYPES - {"attention"})
-    if unknown:
-        raise CheckpointError(
-            f"{name} has layers of type {', '.join(unknown)}: only full and sliding-window attention is built"
-        )
-    method = _quantization_method(config)
-    if method is not None and method != DEQUANTISED:
-        raise CheckpointError(
-            f"{name} has weights quantised by {method}, which are not built: use a checkpoint in bfloat16, "
-            "float16 or float32"
-        )
+        raise CheckpointError(f"{name} {ENCODER}")
+    types = {each for field in LAYER_TYPES for each in getattr(config, field, None) or ()}
+    is_stateful = getattr(model_class, "_is_stateful", False)
+    if problem := why_layers_unsupported(types, is_stateful) or why_quantised(_quantization_method(config)):
+        raise CheckpointError(f"{name} {problem}")
 
 
 def _quantization_method(config: Any) -> str | None:
@@ -365,18 +358,16 @@ def _quantization_method(config: Any) -> str | None:
     return str(quantization.quant_method)
 
 
-def _make_dummy(config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+def _make_dummy(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Drawn where they are to be: a host would take minutes for those of a large model, and hold them all."""
     there = contextlib.nullcontext() if device.type == "cpu" else device
     devices = [device] if device.type == "cuda" else []
     with there, torch.random.fork_rng(devices=devices):  # all instances make the same weights
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=IMPLEMENTATION,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+        if model_class is AutoModelForCausalLM:
+            return model_class.from_config(config, trust_remote_code=True, **options)
+        return model_class._from_config(config, **options)
 
 
 def _read_weights(
@@ -388,16 +379,18 @@ def _read_weights(
     is_part: bool,
     share: ExpertShare | None,
 ) -> Any:
-    options = _load_options(settings, config, dtype, is_part)
-    if share is None:
+    options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
+    directory = Path(info.directory)
+    if share is not None:
+        with only_experts_of(model_class, config, share, directory) as tensors:
+            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+    elif is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM:
         module, report = model_class.from_pretrained(
-            info.directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+            info.directory, use_safetensors=True, local_files_only=True, **options
         )
     else:
-        with only_experts_of(model_class, config, share) as tensors:
-            module, report = model_class.from_pretrained(
-                None, state_dict=tensors, output_loading_info=True, **options
-            )
+        with all_tensors(directory) as tensors:
+            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
     return module
 
@@ -410,21 +403,21 @@ def _read_shard(
     dtype: torch.dtype,
     is_part: bool,
 ) -> Any:
-    options = _load_options(settings, config, dtype, is_part) | {"output_loading_info": True}
+    options = _load_options(sharded.model_class, config, dtype, is_part) | {"output_loading_info": True}
     if settings.load_format == "dummy":
         module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
         return module
-    tensors = read_shard(sharded, Path(info.directory), TEXT_PART if is_part else None)
+    tensors = read_shard(sharded, Path(info.directory), NAMES if is_part else None)
     module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
     _check_report(info, report, is_part)
     return module
 
 
-def _load_options(settings: ModelConfig, config: Any, dtype: torch.dtype, is_part: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
+def _load_options(model_class: Any, config: Any, dtype: torch.dtype, is_part: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": True} if model_class is AutoModelForCausalLM else {}
     if is_part:
-        options["key_mapping"] = TEXT_PART
-    if _quantization_method(config) == DEQUANTISED:
+        options["key_mapping"] = NAMES
+    if _quantization_method(config) == READ_QUANTISATION:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     options["ignore_mismatched_sizes"] = True  # _check_report names them; transformers would not
     return options | {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}

@@ -159,6 +159,7 @@ class WorkerGroups:
             self.close()  # the engine is gone, and the steps have nothing to wait for
         except Exception:
             logger.exception("the worker fails: it cannot follow its instance any more")
+            logging.shutdown()
             os._exit(process.EXIT_FAILED)  # noticed by the engine, whatever the thread of the steps does
 
     def _do(self, message: ToGroups) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_directory(name: str) -> Path:
@@ -17,3 +20,32 @@ def cache_directory(name: str) -> Path:
         return (Path(root) if root else Path.home() / ".cache") / "lockstep" / name
     except RuntimeError as error:  # a user id without a name, as in some containers
         raise OSError(f"there is no place for a cache: set HOME or XDG_CACHE_HOME ({error})") from error
+
+
+def own_directory(name: str) -> Path:
+    """A cache directory that is there, and that only this user (or root) can write to.
+
+    Raises:
+        OSError: it belongs to somebody else, or cannot be made.
+    """
+    directory = cache_directory(name)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
+        directory.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)  # the umask's doing
+    if not is_trusted(directory):
+        raise OSError(
+            f"{directory} can be written to by other users: set XDG_CACHE_HOME to a directory of your own"
+        )
+    return directory
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether only this user or root can have written a file, or the names in a directory.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = path.lstat()
+    kind_is_plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return kind_is_plain and found.st_uid in (0, os.geteuid()) and not found.st_mode & OTHERS_WRITE

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from parallel.caches import cache_directory
+from parallel.caches import is_trusted, own_directory
 
 logger = logging.getLogger(__name__)
 
@@ -34,33 +34,39 @@ INCLUDE = Path(__file__).parent / "communicators" / "native"
 """Where headers are that other packages may use."""
 
 
-def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -> Path:
+def compiled(
+    source: Path, headers: Sequence[Path], flags: Sequence[str] = (), symbols: Sequence[str] = ()
+) -> Path:
     """The shared object of a source file on this kind of CPU; ``headers`` are all that it includes from here.
-    One in the cache that cannot be loaded (a full disk or a crash cut it short) is made anew.
+    One in the cache that others can write to, that cannot be loaded (a full disk or a crash cut it short) or
+    that lacks one of ``symbols`` is made anew.
 
     Raises:
-        OSError: there is no compiler, or no room for the result.
+        OSError: there is no compiler, or no room for the result, or the cache is not this user's own.
         subprocess.SubprocessError: the compiler fails, or takes more than :data:`TIMEOUT`.
     """
     compiler = _compiler()
     options = [*COMPILE, *flags]
     what = [*(each.read_text() for each in (source, *headers)), *compiler, *options, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(what).encode())
-    directory = cache_directory("kernels")
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = own_directory("kernels")
     path = directory / f"{source.stem}-{key.hexdigest()[:16]}.so"
-    if _can_be_loaded(path):
+    if _can_be_loaded(path, symbols):
         return path
     with (directory / "lock").open("w") as lock:  # several processes start at once; one compiles
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _can_be_loaded(path):
+        if not _can_be_loaded(path, symbols):
             logger.info("compiling %s (once, a few seconds)", source.name)
-            for left in directory.glob("*.[0-9]*"):  # by processes that were killed
+            for left in (
+                *directory.glob("*.[0-9]*"),
+                *directory.glob("cc*"),
+            ):  # by processes that were killed
                 left.unlink(missing_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}")
             try:
-                _run([*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)])
+                _run([*compiler, *options, f"-I{INCLUDE}", str(source), "-o", str(fresh)], directory)
                 with fresh.open("rb") as made:
+                    os.fchmod(made.fileno(), 0o755)  # whatever the umask
                     os.fsync(made.fileno())  # or the name may outlive a crash, and what it names not
                 fresh.rename(path)
             finally:
@@ -68,10 +74,15 @@ def compiled(source: Path, headers: Sequence[Path], flags: Sequence[str] = ()) -
     return path
 
 
-def _run(command: list[str]) -> None:
-    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group."""
+def _run(command: list[str], directory: Path) -> None:
+    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group.
+    Its temporary files are in a ``directory`` that is known to be writable."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(directory)},
     ) as running:
 
         def end() -> None:
@@ -89,12 +100,17 @@ def _run(command: list[str]) -> None:
         raise subprocess.CalledProcessError(running.returncode, command, stderr=said)
 
 
-def _can_be_loaded(path: Path) -> bool:
-    if not path.exists():
+def _can_be_loaded(path: Path, symbols: Sequence[str]) -> bool:
+    if not os.path.lexists(path):
         return False
     try:
+        if not is_trusted(path):  # to load it runs what is in it
+            raise OSError("others than this user and root can have written it")
         if not _is_whole(path):  # else to load it may end this process
             raise OSError("a part of it is missing")
+        content = path.read_bytes()
+        if missing := [name for name in symbols if f"\0{name}\0".encode() not in content]:
+            raise OSError(f"it has no {missing[0]}")  # looked for in the file: what was loaded stays
         ctypes.CDLL(str(path))
     except OSError as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)

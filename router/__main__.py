@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if problem is not None:
         print(f"python -m router: error: {problem}", file=sys.stderr)
         return process.EXIT_USAGE
-    keys = process.mesh_keys(config.mesh, "python -m router")
+    keys = process.member_keys(config.mesh, "python -m router")
     from router.server import serve  # after the flags: --help needs no HTTP server
 
     return uvloop.run(serve(config, keys))

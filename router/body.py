@@ -15,6 +15,7 @@ from starlette.types import Receive
 
 from router.config import HttpConfig
 from router.errors import ApiError, ClientGone, bad_request, refuse
+from router.json_values import too_many
 
 DRAIN_FACTOR = 8
 """A body too large is read up to so many times the limit and thrown away: a client that is still sending
@@ -23,6 +24,9 @@ would not see an answer that comes with a closed connection."""
 FIELD_OF_ERROR = re.compile(r"\$\.(\w+)|field `(\w+)`")
 
 FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+
+SMALL = 50_000
+"""Bytes of a body that cannot hold too many values."""
 
 CLOSE = {"connection": "close"}
 
@@ -108,6 +112,8 @@ def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
     decode = msgspec.json.Decoder(kind).decode
 
     def read(body: bytes) -> Body:
+        if len(body) > SMALL and (many := too_many(body)):
+            raise bad_request(f"The body holds more than {many}.")
         try:
             try:
                 return decode(body)

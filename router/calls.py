@@ -59,7 +59,7 @@ def make_samples(
                 prompt_ids=prompt.ids,
                 params=instance_params,
                 seed=seed,
-                asked=0 if may_be_cut else params.max_tokens or 0,
+                asked=max_tokens if params.max_tokens and not may_be_cut else 0,
                 sample_index=sample_index,
                 rank=rank,
                 priority=request.priority or 0,

@@ -147,6 +147,8 @@ class ChatTemplate:
     def _shape(self, index: int, message: Message) -> Message:
         """A message as the template wants it: content as text, or as a list of parts."""
         content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            content = message["refusal"]  # OpenAI's name for the text of an answer that declines
         shaped = {key: value for key, value in message.items() if key != "tool_calls"}
         calls = message.get("tool_calls")
         if calls:
@@ -175,7 +177,11 @@ class ChatTemplate:
         if isinstance(content, str):
             return content if self.takes_strings or not self.takes_parts else [_part(content)]
         texts = content_texts(index, content)
-        return [_part(text) for text in texts] if self.takes_parts else "\n".join(texts)
+        if not self.takes_parts:
+            return "\n".join(texts)
+        # What clients put beside a text is for templates that know it, like the languages of a translation.
+        parts = zip(content, texts, strict=True)
+        return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
 
     def _probe(self, content: Any) -> bool:
         """Whether content in this form comes out as its text, not as a printed list or not at all."""
@@ -236,14 +242,14 @@ class ChatTemplates:
 
 def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplates:
     """The templates to use: ``override`` (a file or the text itself), else chat_template.jinja and its like,
-    else tokenizer_config.json.
+    else tokenizer_config.json, else chat_template.json.
 
     Raises:
         ChatTemplateError: one does not compile, or cannot be read.
     """
     if override is not None:
         return ChatTemplates({"default": named_chat_template(override, tokenizer.special_tokens)})
-    sources = _from_config(tokenizer.config) | _from_files(directory)
+    sources = _from_processor(directory) | _from_config(tokenizer.config) | _from_files(directory)
     return ChatTemplates(
         {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
     )
@@ -313,6 +319,18 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
         raise TokenizerError(
             "chat_template in tokenizer_config.json is no list of named templates"
         ) from error
+
+
+def _from_processor(directory: Path) -> dict[str, str]:
+    """chat_template.json, as older models with other modalities have it beside the tokenizer's own."""
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"The chat template {path} is not valid JSON: {error}") from error
+    return _from_config(found) if isinstance(found, dict) else {}
 
 
 def _from_files(directory: Path) -> dict[str, str]:

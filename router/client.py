@@ -238,8 +238,8 @@ class MeshClient:
         if address is not None and address[0] in self._links:
             self._links[address[0]].send(Abort([address[1]]))
 
-    def give_up_all(self, why: str) -> int:
-        """End every request in flight with a 503; how many there were."""
+    def give_up_all(self, why: str) -> list[str]:
+        """End every request in flight with a 503; their ids."""
         entries = list(self._streams)
         self._orphans.clear()
         for entry in entries:
@@ -247,7 +247,7 @@ class MeshClient:
             if address is not None and address[0] in self._links:
                 self._links[address[0]].send(Abort([address[1]]))
             self._give_up(entry, unavailable(why))
-        return len(entries)
+        return [entry.prompt.request_id for entry in entries]
 
     # ---- choosing
 

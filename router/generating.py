@@ -178,7 +178,8 @@ class Generating:
             answer = await self._answer(request, "resp_", chat, shape)
         if translated.left_out:
             answer.headers[LEFT_OUT] = ", ".join(translated.left_out)
-            logger.info("a request goes without %s, which cannot run here", answer.headers[LEFT_OUT])
+            id = f"resp_{request.state.request_id}"
+            logger.info("%s goes without %s, which cannot run here", id, answer.headers[LEFT_OUT])
         return answer
 
     async def input_tokens(self, request: Request) -> Response:

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.tree import Tree
 
-from coordinator import process
+from coordinator import own_key, process
 from coordinator.config import CoordinatorConfig, endpoint
 from coordinator.flags import secrets_of, to_argv
 from coordinator.messages import Settings
@@ -133,7 +133,7 @@ def _coordinator(
         ),
         address=config.mesh.coordinator_endpoint,
         threads=1,
-        descriptors=() if listen_fd is None else (listen_fd,),
+        descriptors=(*(() if listen_fd is None else (listen_fd,)), *own_key.descriptors(config.mesh)),
     )
 
 
@@ -144,9 +144,12 @@ def engine_spec(
     ``devices``: CUDA devices of this machine."""
     size = config.mesh.data_parallel_size
     on_ray = config.data_parallel_backend == "ray"
+    handed_down = own_key.descriptors(config.mesh)
     arguments = InstanceConfig(
         mesh=msgspec.structs.replace(
             config.mesh,
+            # An actor inherits nothing: it finds the key as any other process of this user does.
+            mesh_key_file=None if on_ray and handed_down else config.mesh.mesh_key_file,
             data_parallel_size=None if rank is not None and size is not None and rank >= size else size,
             data_parallel_start_rank=rank,
             data_parallel_size_local=None,
@@ -163,6 +166,7 @@ def engine_spec(
         threads=config.engine.device.cpu_threads or config.engine.device.num_workers if on_ray else threads,
         rank=rank,
         module="engine.cluster" if on_ray else "",
+        descriptors=() if on_ray else handed_down,
         workers=_workers(config.engine),
         number=number,
         devices=_devices(config, number, devices),
@@ -190,6 +194,7 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
             ),
             address=f"for {endpoint(nodes.master_addr, nodes.master_port + number)}",
             threads=max(threads, workers),
+            descriptors=own_key.descriptors(config.mesh),
             workers=_workers(config.engine, nodes.node_rank),
             number=number,
             devices=_devices(config, number, devices),
@@ -264,7 +269,7 @@ def _router(config: ServeConfig, number: int, doors: Doors | None) -> ProcessSpe
         argv=(*to_argv(arguments), *file),
         address=config.http.address,
         threads=1,
-        descriptors=doors.descriptors if doors else (),
+        descriptors=(*(doors.descriptors if doors else ()), *own_key.descriptors(config.mesh)),
     )
 
 

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from coordinator import keys
+from coordinator import keys, own_key
 from coordinator.addresses import is_ipv6
+from coordinator.config import MeshConfig
 from coordinator.messages import Member, Settings, State
 from parallel.topology import cuda_devices, usable_cores
 from router.client import MeshClient
@@ -33,7 +34,7 @@ from router.metrics import Metrics
 from router.overseer import Overseer
 from router.policy import Policy
 from router.preflight import machine_of
-from router.serve import wait_for_instances
+from router.serve import wait_for_instances, with_key_for_children
 from router.supervisor import Supervisor
 
 POLL_INTERVAL = 0.02
@@ -66,8 +67,8 @@ class PrivateMesh:
             OSError: the coordinator's port cannot be bound.
             coordinator.keys.KeyFileError: --mesh-key-file cannot be used.
         """
-        key_file = config.mesh.mesh_key_file
-        self._keys = keys.load(Path(key_file)) if key_file is not None else None
+        self._held = contextlib.ExitStack()
+        """What is given back when the processes have ended."""
         self._listener: socket.socket | None = None
         listen_fd = None
         mesh_name = ""
@@ -78,6 +79,11 @@ class PrivateMesh:
             config = msgspec.structs.replace(
                 config, mesh=msgspec.structs.replace(config.mesh, data_parallel_rpc_port=port)
             )
+        is_private = port_is_free_choice and not config.mesh.headless
+        self._keys = _keys_of(config.mesh, is_private=is_private)
+        config = with_key_for_children(config, self._keys)
+        for descriptor in own_key.descriptors(config.mesh):
+            self._held.callback(os.close, descriptor)
         self._config, self._mesh_name = config, mesh_name
         table = process_table(
             config, settings, usable_cores(), mesh_name,
@@ -183,6 +189,7 @@ class PrivateMesh:
                 self._ready.set_exception(self.dead())
             if self._listener is not None:
                 self._listener.close()
+            self._held.close()
 
     async def _serve(self) -> None:
         mesh = self.client = MeshClient(
@@ -282,6 +289,13 @@ class PrivateMesh:
         if not problem:
             return EngineDeadError("this LLM is closed")
         return EngineDeadError(f"the mesh behind this LLM has ended: {problem}; its log above says why")
+
+
+def _keys_of(mesh: MeshConfig, *, is_private: bool) -> keys.MeshKeys | None:
+    """``is_private``: nobody else knows the coordinator's port, so nobody has to find the key."""
+    if own_key.is_own(mesh):
+        return keys.generate() if is_private else own_key.obtain(mesh)
+    return keys.load(Path(mesh.mesh_key_file)) if mesh.mesh_key_file is not None else None
 
 
 def _listen(config: ServeConfig, *, any_port: bool) -> tuple[socket.socket, int]:

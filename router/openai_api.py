@@ -153,6 +153,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     verbosity: str | None = None
+    prompt_token_ids: Any = None
     functions: Any = None
     """What tools were before; refused, as the next four where they ask for more than text."""
     function_call: Any = None

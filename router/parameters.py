@@ -79,12 +79,12 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
 def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
     """How many tokens to generate: as asked, or as many as the default and the context allow."""
     room = model.served.max_model_len - len(prompt.ids)
-    if params.max_tokens is not None:
-        if params.max_tokens > room:
-            raise too_long(len(prompt.ids), params.max_tokens, request, model)
-        return params.max_tokens
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise too_long(len(prompt.ids), params.max_tokens, request, model)
+    most = room if model.most_tokens is None else min(room, model.most_tokens)
     default = model.defaults.get("max_tokens") if isinstance(request, ChatRequest) else COMPLETION_MAX_TOKENS
-    count = min(room, int(default)) if default else room
+    wanted = params.max_tokens if params.max_tokens is not None else default
+    count = most if wanted is None else min(most, int(wanted))
     if params.min_tokens > count:
         refuse(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({count}).", "min_tokens")
     return count

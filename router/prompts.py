@@ -185,7 +185,7 @@ def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
     vocab_size = model.served.vocab_size
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
-        refuse(f"Token id {wrong} is out of the vocabulary of {vocab_size} tokens.", param)
+        refuse(f"Token id {wrong} is out of vocabulary, which has {vocab_size} tokens.", param)
 
 
 def too_long(

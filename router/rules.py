@@ -31,6 +31,7 @@ UNSUPPORTED = {
     "no_stop_trim": "use include_stop_str_in_output",
     "min_new_tokens": "use min_tokens",
     "input_ids": "send token ids as the prompt of /v1/completions",
+    "prompt_token_ids": "send token ids as the prompt of /v1/completions",
     "lora_path": "",
     "session_params": "send the whole conversation",
     "return_hidden_states": "",

@@ -9,7 +9,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from coordinator import process
+from coordinator import own_key, process
 from coordinator.config import url
 from coordinator.flags import parse, secrets_of
 from coordinator.foreign import ForeignFlags
 from coordinator.keys import MeshKeys
 from coordinator.messages import Settings, View
+from coordinator.runtime import runtime_directory
 from engine import forked
 from engine.checkpoint import CheckpointError
 from engine.forked import ForkServer
@@ -101,7 +101,8 @@ def _serve(argv: list[str] | None) -> int:
         if variable:
             logger.info("clients must present the key in %s, since no --api-key is given", variable)
         config = msgspec.structs.replace(config, http=http)
-    keys = process.mesh_keys(config.mesh, "serve")
+    keys = process.member_keys(config.mesh, "serve")
+    config = with_key_for_children(config, keys)
     settings = None
     title, model_type = "serve", ""
     if config.engine.model.model is not None or not config.mesh.headless:
@@ -153,7 +154,7 @@ def _run(
         config = msgspec.structs.replace(config, http=http)
         if http.admin_port is not None:
             sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
-        counts = held.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-"))
+        counts = str(held.enter_context(runtime_directory()))
         descriptors = [listener.fileno() for listener in sockets]
         secrets = secret_file(config)
         if secrets is not None:
@@ -178,6 +179,14 @@ def _run(
         fork_server=_fork_server(config, model_type),
     )
     return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeConfig:
+    """Settings for the processes of this launcher, which inherit a key that no file was named for."""
+    if keys is None or not own_key.is_own(config.mesh):
+        return config
+    path = own_key.handed_down(own_key.hand_down(keys))
+    return msgspec.structs.replace(config, mesh=msgspec.structs.replace(config.mesh, mesh_key_file=path))
 
 
 def secret_file(config: ServeConfig) -> int | None:

@@ -33,6 +33,7 @@ from router.config import HttpConfig, RouterConfig
 from router.connection import PatientProtocol
 from router.dashboard.feed import Feed
 from router.dashboard.page import Dashboard
+from router.ledger import named
 from router.listen import at_path, bind, inherited, let_successors_in, name_of
 from router.metrics import Metrics
 from router.middleware import RootPath
@@ -91,9 +92,10 @@ class _Server(uvicorn.Server):
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
-                "%d requests have not ended within --shutdown-timeout (%g s): they end with an error",
-                given_up,
+                "%d requests have not ended within --shutdown-timeout (%g s): they end with an error: %s",
+                len(given_up),
                 self._patience,
+                named(given_up),
             )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.answers import Answer
 from router.connection import TimedWriter, cut_off, writer_of
-from router.errors import ApiError, ClientGone, from_mesh, too_late, unexpected
+from router.errors import ApiError, ClientGone, from_mesh, short_of, too_late, unexpected
 from router.mesh import Generation, Mesh, MeshError
 from router.meter import Meter
 from router.metrics import Metrics
@@ -337,6 +338,8 @@ def _as_api_error(error: Exception) -> ApiError:
         return from_mesh(error)
     if isinstance(error, ApiError):
         return error
+    if shortage_of(error) is not None:
+        return short_of(error)
     logger.error("a stream ended with an unexpected error", exc_info=error)
     return unexpected()
 

@@ -24,6 +24,8 @@ blanks would never end; llguidance's own default lets it."""
 MAX_CHOICES = 4096
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
+MAX_JSON_TEXT = 4 * MAX_JSON
+"""Characters of a schema that comes as text, with its blanks."""
 MAX_GRAMMAR = 32 * 1024
 """Characters of a regular expression or of a grammar."""
 MAX_DEPTH = 120
@@ -104,12 +106,13 @@ def json_body(
 
 
 def limit_depth(given: Any, param: str, what: str) -> None:
-    """Refuse what functions that call themselves could not go through.
+    """Refuse what functions that call themselves could not go through, or not soon.
 
     Raises:
-        ApiError: ``given`` is nested too deeply.
+        ApiError: ``given`` is nested too deeply, or holds too many values.
     """
     level = [given]
+    num_values = 1
     for _ in range(MAX_DEPTH + 1):
         lists = [
             each.values() if isinstance(each, dict) else each
@@ -119,6 +122,9 @@ def limit_depth(given: Any, param: str, what: str) -> None:
         level = [inner for each in lists for inner in each]
         if not level:
             return
+        num_values += len(level)
+        if num_values > MAX_JSON:  # each has a character at least
+            refuse(f"{param}: {what} may have {MAX_JSON} values at most, got {num_values} or more.", param)
     refuse(f"{param}: {what} is nested too deeply.", param)
 
 
@@ -215,6 +221,7 @@ def _body(kind: str, given: Any, param: str, config: StructuredOutputsConfig, wh
 def _schema(given: Any, param: str) -> Any:
     """A schema, which may be JSON text."""
     if isinstance(given, str):
+        _limit(given, MAX_JSON_TEXT, param, "the text of the schema")
         try:
             given = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -275,6 +282,7 @@ def _structural_tag(
 ) -> Body:
     """``{"structures": [{begin, schema, end}], "triggers": [...]}``: text in which triggers begin forms."""
     if isinstance(given, str):
+        _limit(given, MAX_JSON_TEXT, param, "the text of the structural tag")
         try:
             given = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError) as error:

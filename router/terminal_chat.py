@@ -90,7 +90,7 @@ class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connection, request)
 
-    def _connection(self, _host: str, *, timeout: float, **_: Any) -> http.client.HTTPConnection:
+    def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
         return _PathConnection(self._path, self._trust, timeout)
 
 

@@ -10,7 +10,7 @@ from coordinator.process import shortage_of
 from router.chat_template import ChatTemplateError, ChatTemplates, load_chat_templates
 from router.config import HttpConfig
 from router.mesh import ServedModel
-from router.sampling_defaults import sampling_defaults
+from router.sampling_defaults import most_tokens, sampling_defaults
 from router.tokens import Tokenizer, TokenizerError, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ class TextModel:
         templates: ChatTemplates,
         defaults: dict[str, Any],
         template_kwargs: dict[str, Any] | None = None,
+        most_tokens: int | None = None,
     ) -> None:
         self.served = served
         self.tokenizer = tokenizer
@@ -34,6 +35,8 @@ class TextModel:
         """Sampling parameters for requests that do not set them."""
         self.template_kwargs = template_kwargs or {}
         """Variables of the chat template, likewise."""
+        self.most_tokens = most_tokens
+        """Tokens that an answer may have, whatever the request says; None without such a limit."""
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"
@@ -67,4 +70,5 @@ def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
     defaults = sampling_defaults(config, served.directory)
     if defaults:
         logger.info("sampling defaults: %s", defaults)
-    return TextModel(served, tokenizer, templates, defaults, config.template_kwargs)
+    most = most_tokens(config, defaults)
+    return TextModel(served, tokenizer, templates, defaults, config.template_kwargs, most)

@@ -1,6 +1,6 @@
 """Text to token ids and back: a model's tokenizer, and the text of a stream of tokens.
 
-The ``tokenizers`` package reads the model's tokenizer.json, so neither torch nor transformers is loaded.
+The ``tokenizers`` package reads the model's tokenizer.json, so neither torch nor transformers is loaded here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
+
+from engine.tokenizer_files import TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 PRIMING = 6
 """Tokens of the prompt's tail that the first token is decoded with: some decoders strip a leading space."""
@@ -203,17 +205,16 @@ def _beginning_of(text: str, length: int) -> str:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Read tokenizer.json and tokenizer_config.json.
+    """Read tokenizer.json and tokenizer_config.json. A tokenizer in another form is converted first.
 
     Raises:
         TokenizerError: a file is missing or broken.
     """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise TokenizerError(
-            f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer, or write "
-            "one with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
+    try:
+        directory = tokenizer_directory(directory)
+    except TokenizerFilesError as error:
+        raise TokenizerError(str(error)) from error
+    path = directory / TOKENIZER
     try:
         backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises nothing more special

@@ -1,20 +1,26 @@
 """Asks a loaded transformers model about its attention layers, and checks our attention against its own.
 
-``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes:
-what each layer would cache, and which mask transformers would have built for it. ``verify`` runs a
-short scenario (prefill in chunks, decode, two requests packed) through the paged attention and
-compares with transformers' eager attention, so that a model whose layers mix tokens in a way that we
-do not know of is refused rather than served wrong.
+``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes: what
+each layer would cache, and which mask transformers would have built for it. ``verify`` runs a short scenario
+(prefill in chunks, decode, two requests packed) through the paged attention and compares with transformers'
+eager attention, so that a model whose layers mix tokens in a way that we do not know of is refused rather
+than served wrong.
+
+The scenario is short. Both sides compute far positions by the same code from the same ``position_ids``, so
+they would agree there; what they do not show is a layer that counts the tokens of a call instead. Such layers
+are looked for when the model is probed.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention import make_attention
@@ -42,6 +48,10 @@ NOT_THROUGH_INTERFACE = (
     "its attention does not go through transformers' attention interface (AttentionInterface), "
     "so it cannot be paged"
 )
+COUNTS = (
+    "counts the tokens of a call instead of using position_ids, so tokens of several requests, or of a later "
+    "chunk, would be computed as if they stood elsewhere"
+)
 NOT_CAUSAL = "uses a mask that is neither causal nor a causal sliding window, or builds it in its own way"
 
 BLOCK_SIZE = 4
@@ -63,6 +73,21 @@ def probe_layers(
         CheckpointError: a layer does something that the paged attention does not do.
         CollectiveError: another worker of the stage does not follow.
     """
+    probe, outputs = _run_probe(module, name, context_length, stage)
+    if not probe.shapes:
+        raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
+    _check_all_layers_attend(module, name, set(probe.seen))
+    if any(_may_count(attention) for attention in probe.seen.values()):
+        with _Renumbered(probe.far, probe.seen.values()):
+            again, _ = _run_probe(module, name, context_length, stage)
+        for attention, before, now in zip(probe.seen.values(), probe.given, again.given, strict=True):
+            if not torch.allclose(before, now, equal_nan=True):
+                raise probe.refuse(attention, COUNTS)
+    return outputs.shape[-1], tuple(probe.shapes)
+
+
+def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tuple[_Probe, torch.Tensor]:
+    """The notes of one run, and what the stage gave."""
     probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
     implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
     AttentionInterface.register(implementation, probe.attention)
@@ -70,17 +95,50 @@ def probe_layers(
     module.set_attn_implementation(implementation)
     try:
         tokens = torch.arange(PROBE_TOKENS, device=module.device)
-        outputs = run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
+        return probe, run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
     except (CheckpointError, CollectiveError):  # another worker has failed, not this one
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error
     finally:
         module.set_attn_implementation(IMPLEMENTATION)
-    if not probe.shapes:
-        raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
-    _check_all_layers_attend(module, name, probe.seen)
-    return outputs.shape[-1], tuple(probe.shapes)
+
+
+def _may_count(attention: Any) -> bool:
+    """Whether the code of an attention module makes a range of numbers, for positions or for something
+    else."""
+    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
+    return code is not None and "arange" in code.co_names
+
+
+class _Renumbered(TorchFunctionMode):  # type: ignore[misc]
+    """While it lasts, ranges of numbers that are made inside of attention modules begin far away."""
+
+    def __init__(self, far: int, attentions: Iterable[Any]) -> None:
+        super().__init__()
+        self._far = far
+        self._attentions = list(attentions)
+        self._inside = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Renumbered:
+        for attention in self._attentions:
+            self._hooks.append(attention.register_forward_pre_hook(lambda *_: self._step(1)))
+            self._hooks.append(attention.register_forward_hook(lambda *_: self._step(-1), always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _step(self, change: int) -> None:
+        self._inside += change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + self._far if func is torch.arange and self._inside else result
 
 
 class _Probe:
@@ -94,7 +152,10 @@ class _Probe:
         self.windows: list[int | None] = []
         """Of each mask built so far: None for plain causal, OTHER for what is neither."""
         self.shapes: list[LayerShape] = []
-        self.seen: set[int] = set()
+        self.seen: dict[int, Any] = {}
+        """Attention modules by identity, in the order of calls."""
+        self.given: list[torch.Tensor] = []
+        """The queries and the keys of each, one behind the other."""
 
     def refuse(self, attention: Any, problem: str) -> CheckpointError:
         path = self.paths.get(id(attention), type(attention).__name__)
@@ -122,7 +183,8 @@ class _Probe:
         if id(attention) in self.seen:
             raise self.refuse(attention, "attends more than once per token, which is not built")
         window = self._window_of(attention, attention_mask)
-        self.seen.add(id(attention))
+        self.seen[id(attention)] = attention
+        self.given.append(torch.cat([query.flatten(), key.flatten()]))
         setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
         self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], window))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

@@ -1,8 +1,8 @@
 """Recognises a transformers model whose layers are of the usual kind, and finds its weights.
 
 Usual: norm, attention with rotary positions, norm, gated MLP or mixture of experts, each added to the
-residual stream. Only the shape is looked at; that it computes what the model computes is checked by running
-both (:mod:`engine.kernels.make`), so a family that differs in a detail is not served wrong but by torch.
+residual stream. Only the parts are looked at. What the model's code does with them is tried by running both
+(:mod:`engine.kernels.trial`), so a family that differs in a detail is not served wrong but by torch.
 
 A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
 whose attention and MLPs give partial sums (:mod:`parallel.tensor_plan`).

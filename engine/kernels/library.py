@@ -29,6 +29,15 @@ OFF = "LOCKSTEP_NATIVE_KERNELS"
 BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16": "-mno-amx-bf16"}
 """What a CPU may have, and the option of the compiler that does without."""
 
+KINDS = ("operation", "step", "exchange", "draw", "shape")
+"""What is passed to the kernels, which know its size."""
+CALLS = (
+    *("run", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
+    *("has_avx512", "can_compress"),
+)
+SYMBOLS = tuple(f"lockstep_{name}" for name in (*CALLS, *(f"{kind}_bytes" for kind in KINDS)))
+"""All that is called of the library."""
+
 
 class Library:
     """The compiled kernels."""
@@ -44,8 +53,7 @@ class Library:
             ctypes.c_int64,
         ]
         self._run.restype = ctypes.c_int64
-        kinds = "operation", "step", "exchange", "draw", "shape"
-        self.sizes = tuple(int(self._loaded[f"lockstep_{kind}_bytes"]()) for kind in kinds)
+        self.sizes = tuple(int(self._loaded[f"lockstep_{kind}_bytes"]()) for kind in KINDS)
         """Bytes of what is passed."""
         self._use_tiles = self._loaded.lockstep_use_tiles
         self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
@@ -152,7 +160,7 @@ def compiled(*, avx2: bool = False) -> Path:
     """
     headers = [*sorted(SOURCE.parent.glob("*.hpp")), compiler.INCLUDE / "waiting.hpp"]
     without = [option for flag, option in BEYOND_AVX2.items() if avx2 and flag in compiler.cpu_flags()]
-    return compiler.compiled(SOURCE, headers, [*FLAGS, *without])
+    return compiler.compiled(SOURCE, headers, [*FLAGS, *without], SYMBOLS)
 
 
 @cache
@@ -166,6 +174,6 @@ def _load() -> Library | None:
         return None
     try:
         return Library(compiled(avx2=os.environ.get(OFF) == "avx2"))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native kernels: off, %s; steps run on torch's own operators", compiler.reason(error))
         return None

@@ -1,7 +1,13 @@
 """From a loaded model to a program that computes the same, if the kernels know models of its kind.
 
+Two things are checked. That the kernels compute what the model's code computes is tried on a copy of each
+shard (:mod:`engine.kernels.trial`). That the model's own weights are laid out right is seen in a few steps of
+the model.
+
 All shards of a model have a program or none has: the tensor-parallel ranks of a stage add up in every layer,
 so theirs are the same kernels; and only behind the last stage there are logits to compare.
+
+Whatever goes wrong here, torch can compute the model: so no error but a lost shard leaves this module.
 """
 
 from __future__ import annotations
@@ -9,6 +15,8 @@ from __future__ import annotations
 import logging
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +28,21 @@ from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual, recognise
 from engine.kernels.program import Program
+from engine.kernels.trial import judge
 from engine.kernels.weights import num_bytes
 from engine.memory import MARGIN, available_memory
 from engine.weights import LoadedModel
+from parallel.communicators.base import CollectiveError
 from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Relative difference of a token's logits from those of the model's own modules, median over tokens: what
-rounding makes (near-ties between experts and all), not what another formula makes."""
+FLOAT32_TOLERANCE = 1e-3
+"""Relative difference of a token's logits from those of the model's own modules, median over tokens."""
+ROUNDINGS = 10.0
+"""The same in bfloat16, in units of what rounding makes in a copy of the shard with made-up weights.
+Near-ties between experts cost a model with wider experts more (6 units were seen); weights in a wrong place
+cost 50 and more."""
 
 TABLES = np.array([[3, 0, 4], [2, 1, 0]], dtype=np.int32)
 STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a prompt
@@ -63,23 +76,26 @@ def make_program(model: LoadedModel, block_size: int) -> Program | None:
     """
     kernels = library.load() if model.device.type == "cpu" else None
     began = time.monotonic()
-    decoder: Decoder | None = None
+    proven: _Proven | None = None
     reason = ", they are off at another worker, or others"
     if kernels is not None:
         try:
-            decoder = _decoder_of(model, block_size)
+            proven = _prove(kernels, model, block_size)
         except _Off as found:
             reason = str(found)
-    if not _all_have(model, kernels.key if kernels is not None and decoder is not None else None):
+    if not _all_have(model, kernels.key if kernels is not None and proven is not None else None):
         if kernels is not None:
             logger.info("native kernels: off%s", reason)
         return None
     assert kernels is not None
-    assert decoder is not None
+    assert proven is not None
     samples = _run_model(model, block_size)
-    program = Program(kernels, decoder, model.experts, _ranks_of(model))
+    program = _lay_out(kernels, proven.decoder, model)
+    if not _all_have(model, kernels.key if program is not None else None):
+        return None
+    assert program is not None
     difference = _difference(program, model, block_size, samples)
-    if not _all_have(model, kernels.key if difference <= TOLERANCE[model.dtype] else None):
+    if not _all_have(model, kernels.key if difference <= proven.tolerance else None):
         differ = f"differ by {difference:.2g}" if model.stage.shard.is_last else "of the last stage differ"
         logger.info("native kernels: off for this model: results %s", differ)
         return None
@@ -112,6 +128,56 @@ def _all_have(model: LoadedModel, key: str | None) -> bool:
     return mark != 0
 
 
+class _Proven(NamedTuple):
+    """A model whose code the kernels can stand in for."""
+
+    decoder: Decoder
+    tolerance: float
+    """Of its logits."""
+
+
+def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Proven:
+    """Try the kernels on a copy of the model.
+
+    Raises:
+        _Off: they do not know it, compute something else, or have no room.
+    """
+    decoder = _decoder_of(model, block_size)
+    with _off_by_any_error():
+        verdict = judge(kernels, model, decoder)
+    if verdict.objection is not None:
+        raise _Off(f" for this model: {verdict.objection}")
+    if model.dtype == torch.float32:
+        return _Proven(decoder, FLOAT32_TOLERANCE)
+    return _Proven(decoder, ROUNDINGS * verdict.rounding * model.stage.shard.num_stages)
+
+
+@contextmanager
+def _off_by_any_error() -> Iterator[None]:
+    """Inside, an error of any kind means that torch computes: a model's code may raise whatever it likes."""
+    try:
+        yield
+    except NotUsual as reason:
+        raise _Off(f" for this model: {reason}") from reason
+    except Exception as error:
+        logger.debug("the trial of the native kernels failed", exc_info=True)
+        raise _Off(f" for this model, on which they fail: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def _lay_out(kernels: library.Library, decoder: Decoder, model: LoadedModel) -> Program | None:
+    """The program of the model's own weights; None, and logged, if there is no room for them after all."""
+    try:
+        return Program(kernels, decoder, model.experts, _ranks_of(model))
+    except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)
+        logger.info("native kernels: off, the weights cannot be laid out: %s", _in_one_line(error))
+        return None
+
+
 def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
     """The model as the kernels know it.
 
@@ -120,10 +186,8 @@ def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
     """
     if not NativeCache.fits(block_size):
         raise _Off(f", --block-size {block_size} is not a multiple of 16")
-    try:
+    with _off_by_any_error():
         decoder = recognise(model.module, model.layers, model.dtype)
-    except NotUsual as reason:
-        raise _Off(f" for this model: {reason}") from reason
     needed, free = num_bytes(decoder) * model.stage.shard.neighbours, available_memory()
     if needed > free * (1 - MARGIN):
         sizes = f"{needed / 2**30:.1f} GiB of weights are laid out anew, and {free / 2**30:.1f} GiB are free"
@@ -190,12 +254,25 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
     differences = [torch.zeros(1)]
     with torch.inference_mode():
         for packed, ids, expected in samples:
-            given = program.forward(packed, ids, np.arange(len(ids)), _received(model, len(ids)))
-            found = _send_on(model, given)
+            found = _send_on(model, _computed(program, model, packed, ids))
             if found is not None and expected is not None:
                 spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
                 differences.append((found - expected).norm(dim=-1) / spread.clamp(min=1e-6))
     return float(torch.cat(differences[1:] or differences).median())
+
+
+def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int64s) -> torch.Tensor:
+    """What the program gives for a step, no numbers if it fails: other stages wait for something."""
+    received = _received(model, len(ids))
+    try:
+        return program.forward(packed, ids, np.arange(len(ids)), received)
+    except CollectiveError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)
+        logger.info("native kernels: they fail on this model: %s", _in_one_line(error))
+        last = model.stage.shard.is_last
+        shape = (len(ids), 1) if last else (1, len(ids), model.hidden_size)
+        return torch.full(shape, torch.nan, dtype=torch.float32 if last else model.dtype)
 
 
 def _let_go(model: LoadedModel) -> None:

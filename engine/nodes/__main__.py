@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     process.set_up(
         f"Node_{config.engine.nodes.node_rank}", config.log_level, config.mesh.observability.log_format
     )
-    keys = process.mesh_keys(config.mesh, "python -m engine.nodes")
+    keys = process.member_keys(config.mesh, "python -m engine.nodes")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(Node(config, keys).run())

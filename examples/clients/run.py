@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -43,17 +46,29 @@ class Client:
     packages: Sequence[str]
     torch: bool = False
     """It needs torch: the version that Lockstep is tested with, of which a CPU build may be at hand."""
+    npm: bool = False
+    """The packages are npm's; a script in Python needs none of its own."""
+    context: int = 0
+    """Tokens that its prompts and answers take, if the shipped model's own context is too short. The model is
+    served with such a one then; what it says beyond its own makes no sense."""
 
 
 CLIENTS = {
     "openai": Client("use_openai.py", ["openai"]),
-    "openai-npm": Client("use_openai.mjs", ["openai"]),
+    "openai-npm": Client("use_openai.mjs", ["openai"], npm=True),
+    "openai-agents": Client("use_openai_agents.py", ["openai-agents"]),
+    "codex": Client("use_codex.py", ["@openai/codex"], npm=True, context=32768),
     "anthropic": Client("use_anthropic.py", ["anthropic"]),
+    "anthropic-npm": Client("use_anthropic.mjs", ["@anthropic-ai/sdk"], npm=True),
+    "ai-sdk-anthropic": Client("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"], npm=True),
+    "claude-code": Client("use_claude_code.mjs", ["@anthropic-ai/claude-code"], npm=True, context=32768),
     "instructor": Client("use_instructor.py", ["instructor"]),
     "langchain-openai": Client("use_langchain.py", ["langchain-openai"]),
     "litellm": Client(
         "use_litellm.py", ["litellm", "mcp"]
     ),  # its tools import mcp, its metadata forgets to say so
+    "guidance": Client("use_guidance.py", ["guidance", "openai"]),
+    "inspect-ai": Client("use_inspect.py", ["inspect-ai", "openai"]),
     "llm": Client("use_llm.py", ["llm"]),
     "lm-eval": Client("use_lm_eval.py", ["lm-eval[api,hf]"], torch=True),
     "guidellm": Client("use_guidellm.py", ["guidellm"], torch=True),
@@ -73,14 +88,15 @@ def environment(name: str, client: Client, folder: Path, *, upgrade: bool) -> li
     place = folder / name
     if upgrade:
         shutil.rmtree(place, ignore_errors=True)
-    is_npm = client.script.endswith(".mjs")
     done = place / ".installed"
     if not done.exists():
         print(f"{name}: installing into {place}", flush=True)
         place.mkdir(parents=True, exist_ok=True)
-        (_install_npm if is_npm else _install_python)(place, client)
+        (_install_npm if client.npm else _install_python)(place, client)
         done.touch()
-    return ["node"] if is_npm else [str(place / "bin" / "python")]
+    if client.script.endswith(".mjs"):
+        return ["node"]
+    return [sys.executable if client.npm else str(place / "bin" / "python")]
 
 
 def _install_npm(place: Path, client: Client) -> None:
@@ -113,15 +129,16 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def own_mesh() -> Iterator[dict[str, str]]:
+def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
     """Start a mesh with everything that the checks ask for; gives the variables that lead there."""
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
         limits, log = Path(folder, "limits.yaml"), Path(folder, "serve.log")
         limits.write_text(f"{limited}: {{requests_per_minute: 1}}\n")
         port, rpc_port = _free_port(), _free_port()
+        model = [_with_context(context, Path(folder)), "--served-model-name", SHIPPED.name] if context else []
         command = [
-            *(sys.executable, "-P", "-m", "router.serve", "-dp", "2", "--dtype", "float32"),
+            *(sys.executable, "-P", "-m", "router.serve", *model, "-dp", "2", "--dtype", "float32"),
             *("--port", str(port), "-dpp", str(rpc_port), "--api-key", key, "--api-key-limits", str(limits)),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),
@@ -142,6 +159,18 @@ def own_mesh() -> Iterator[dict[str, str]]:
             process.wait(60)
 
 
+def _with_context(context: int, folder: Path) -> str:
+    """The shipped model in a directory of its own, with a longer context."""
+    directory = folder / SHIPPED.name
+    directory.mkdir()
+    for path in SHIPPED.iterdir():
+        (directory / path.name).symlink_to(path)
+    config = json.loads((SHIPPED / "config.json").read_text())
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    return str(directory)
+
+
 def _variables(url: str, key: str, limited: str = "") -> dict[str, str]:
     return {"LOCKSTEP_URL": url, "LOCKSTEP_API_KEY": key, "LOCKSTEP_LIMITED_KEY": limited}
 
@@ -153,6 +182,10 @@ def _free_port() -> int:
 
 
 # ---- all of it
+
+
+def _context_of(name: str) -> int:
+    return CLIENTS[name].context
 
 
 def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) -> str:
@@ -198,15 +231,17 @@ def main() -> None:
     names = args.names or list(CLIENTS)
     if unknown := sorted(set(names) - set(CLIENTS)):
         parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
-    with contextlib.ExitStack() as stack:
-        variables = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
-        variables = variables or stack.enter_context(own_mesh())
-        variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
-        folder = args.environments.resolve()
-        outcomes = {name: run(name, folder, variables, upgrade=args.upgrade) for name in names}
+    folder = args.environments.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mesh and the client end, too
+    given = _variables(args.url.rstrip("/").removesuffix("/v1"), args.api_key) if args.url else None
+    outcomes: dict[str, str] = {}
+    for context, group in groupby(sorted(names, key=_context_of), _context_of):
+        with contextlib.nullcontext(given) if given else own_mesh(context) as variables:
+            variables["LOCKSTEP_MODEL_DIR"] = args.model_dir
+            outcomes |= {name: run(name, folder, variables, upgrade=args.upgrade) for name in group}
     print()
-    for name, outcome in outcomes.items():
-        print(f"{name:<18} {outcome}")
+    for name in names:
+        print(f"{name:<18} {outcomes[name]}")
     sys.exit(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
 
 

@@ -132,6 +132,8 @@ def tool_runner() -> None:
     )
     answers = list(runner)
     assert len(answers) == 2 and len(asked) >= 1, (answers, asked)
+    first, second = (prompt_tokens(answer.usage) for answer in answers)
+    assert second > first, "the call and its result were sent back behind all that was before"
 
 
 @check

@@ -2,46 +2,15 @@
 // Run with node in a folder where the package is installed; LOCKSTEP_URL and LOCKSTEP_API_KEY say where the mesh is.
 
 import assert from 'node:assert/strict';
-import { readFileSync } from 'node:fs';
-import { createRequire } from 'node:module';
-import { pathToFileURL } from 'node:url';
+import {
+  checkWeather, idle, imported, key, limitedKey, messages, run, schema, servedModel, url, versionOf,
+} from './checks.mjs';
 
-const require = createRequire(process.cwd() + '/');
-const { default: OpenAI } = await import(pathToFileURL(require.resolve('openai')).href);
-const { version } = JSON.parse(readFileSync('node_modules/openai/package.json'));
-
-const url = process.env.LOCKSTEP_URL ?? 'http://127.0.0.1:8000';
-const key = process.env.LOCKSTEP_API_KEY || 'none';
-const limitedKey = process.env.LOCKSTEP_LIMITED_KEY;
+const { default: OpenAI } = await imported('openai');
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0, timeout: 120_000 });
 const opening = 'It is a truth universally acknowledged, that';
-const messages = [{ role: 'user', content: 'Who was at the ball?' }];
-const schema = {
-  type: 'object',
-  properties: {
-    city: { type: 'string', enum: ['London', 'Bath', 'Meryton'] },
-    days: { type: 'integer', minimum: 1, maximum: 9 },
-  },
-  required: ['city', 'days'],
-  additionalProperties: false,
-};
 const tools = [{ type: 'function', function: { name: 'weather', parameters: schema, strict: true } }];
-const model = (await client.models.list()).data[0].id;
-
-function checkWeather(given) {
-  const found = typeof given === 'string' ? JSON.parse(given) : given;
-  assert.deepEqual(Object.keys(found).sort(), ['city', 'days']);
-  assert(schema.properties.city.enum.includes(found.city));
-  assert(found.days >= 1 && found.days <= 9);
-}
-
-async function idle() {
-  for (let tries = 0; tries < 900; tries++) {
-    if ((await (await fetch(`${url}/load`)).json()).server_load === 0) return;
-    await new Promise((done) => setTimeout(done, 100));
-  }
-  assert.fail('still running after 90 s');
-}
+const model = (await servedModel()).id;
 
 const checks = {
   async models() {
@@ -177,16 +146,4 @@ const checks = {
   },
 };
 
-let failed = 0;
-for (const [name, check] of Object.entries(checks)) {
-  try {
-    await check();
-    console.log(`openai (npm) ${version}: ok    ${name}`);
-  } catch (error) {
-    failed++;
-    console.log(`openai (npm) ${version}: FAIL  ${name}\n${error.stack}`);
-  }
-}
-const total = Object.keys(checks).length;
-console.log(`openai (npm) ${version}: ${total - failed} passed, ${failed} failed`);
-process.exit(failed ? 1 : 0);
+await run(`openai (npm) ${versionOf('openai')}`, checks);

@@ -110,9 +110,10 @@ def load() -> Library | None:
         logger.info("native collectives: off (%s=0)", OFF)
         return None
     try:
-        path = compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS)
+        symbols = ["lockstep_group_bytes", "lockstep_sums", *(f"lockstep_{name}" for name in _ARGUMENTS)]
+        path = compiler.compiled(SOURCE, sorted(compiler.INCLUDE.glob("*.hpp")), FLAGS, symbols)
         return Library(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native collectives: off, %s; Python does the same, slower", compiler.reason(error))
         return None
 

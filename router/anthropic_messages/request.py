@@ -126,6 +126,8 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
+    if tool.get("strict") is True:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

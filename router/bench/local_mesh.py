@@ -8,12 +8,12 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from coordinator.process import PARENT_VARIABLE
+from coordinator.runtime import runtime_directory
 
 STOP_TIMEOUT = 20.0
 """Seconds that the mesh may take to end."""
@@ -29,7 +29,7 @@ def mesh(arguments: str, serve: Sequence[str] = ("-m", "router.serve"), **variab
     command += [f"--port={port}", f"--data-parallel-rpc-port={rpc_port}"]
     # It ends with us, however we end.
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **variables}
-    with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
+    with runtime_directory() as directory, (directory / "serve.log").open("w+") as log:
         print(f"Starting serve {arguments} (log: {log.name}) ...", file=sys.stderr)
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from coordinator import keys, process
+from coordinator import keys, own_key, process
 from coordinator.addresses import check_written, is_own
 from coordinator.config import MeshConfig
 from coordinator.flags import Count, Natural, Port, flag, parse
@@ -121,6 +122,9 @@ def _check_mesh(config: DoctorConfig) -> list[Finding]:
         except keys.KeyFileError as error:
             fix = "copy the mesh's key file here, with mode 0600"
             return [broken(ports.AREA, "mesh key", str(error), fix)]
+    elif own_key.is_own(config.mesh):
+        with contextlib.suppress(keys.KeyFileError):
+            of_mesh = own_key.find(config.mesh)
     if config.running or not is_own(config.mesh.data_parallel_address):
         return findings + asyncio.run(mesh.check_mesh(config.mesh, of_mesh, min(config.timeout, 10.0)))
     if not config.mesh.headless:  # those bind no port that has a number

@@ -16,8 +16,9 @@ from router.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Open
 from router.logprobs import LogprobShapes
 from router.openai_api import TokenLogprob
 from router.responses import wire
+from router.responses.custom_input import InputReader, custom_input
 from router.responses.logprobs import TextLogprobs, by_token
-from router.responses.tools import ToolName, custom_input
+from router.responses.tools import ToolName
 from router.sample import Piece, Sample
 from router.tokens import Tokenizer
 from router.turn_format import TurnFormat
@@ -51,6 +52,8 @@ class ResponsesAnswer(Answer):
         self._sequence = ItemSequence(turn_format.reader(self._sample.prompt_text))
         self._item_ids: list[str] = []
         self._num_events = 0
+        self._inputs: dict[int, InputReader] = {}
+        """Of calls of custom tools in a stream, by the index of their item."""
         self._shapes = LogprobShapes(tokenizer, params.logprobs or 0)
         self._text_logprobs = TextLogprobs() if params.logprobs is not None else None
         self._logprobs: dict[int, list[TokenLogprob]] = {}
@@ -168,7 +171,7 @@ class ResponsesAnswer(Answer):
             case Kind.TEXT:
                 return [wire.TextDelta(**place, delta=text, logprobs=logprobs)]
             case Kind.CALL if self._is_custom(item):
-                return []  # its text is known when its arguments are whole
+                return self._input_delta(item, self._inputs.setdefault(item.index, InputReader()).feed(text))
             case Kind.CALL:
                 return [wire.ArgumentsDelta(**place, delta=text)]
 
@@ -191,10 +194,14 @@ class ResponsesAnswer(Answer):
     def _call_done(self, item: Item) -> list[wire.Event]:
         place = self._place(item)
         if self._is_custom(item):
-            text = custom_input(item.text)
-            return [wire.InputDelta(**place, delta=text), wire.InputDone(**place, input=text)]
+            rest = self._inputs[item.index].end() if item.index in self._inputs else ""
+            done = wire.InputDone(**place, input=custom_input(item.text))
+            return [*self._input_delta(item, rest), done]
         called = self._names.get(item.name, ToolName(item.name))
         return [wire.ArgumentsDone(**place, name=called.name, arguments=item.text)]
+
+    def _input_delta(self, item: Item, text: str) -> list[wire.Event]:
+        return [wire.InputDelta(**self._place(item), delta=text)] if text else []
 
     def _place(self, item: Item) -> dict[str, Any]:
         return {"item_id": self._item_ids[item.index], "output_index": item.index}

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from router.errors import refuse
-from router.responses.tools import custom_arguments, flat_name
+from router.responses.custom_input import custom_arguments
+from router.responses.tools import flat_name
 
 LEFT_OUT = frozenset(
     {
@@ -74,7 +75,10 @@ def _add(found: History, where: str, item: Mapping[str, Any]) -> None:
         case "message":
             _add_message(messages, where, item)
         case "reasoning":
-            _assistant(messages, "reasoning", "content")["reasoning"] = _reasoning(item)
+            if text := _reasoning(item):
+                _assistant(messages, "reasoning", "content")["reasoning"] = text
+            elif item.get("encrypted_content"):
+                found.left_out.append("reasoning")
         case "function_call":
             _add_call(messages, *_strings(where, item, "call_id", "arguments"), _called(where, item))
         case "custom_tool_call":

@@ -11,7 +11,7 @@ from router.responses.history import history
 from router.responses.tools import ChatTools, ToolName, chat_tool_choice, chat_tools
 from router.responses.wire import ResponsesRequest
 
-KEPT = ("previous_response_id", "conversation", "background", "prompt")
+KEPT = ("previous_response_id", "previous_response", "conversation", "background", "prompt")
 """They refer to what a server keeps."""
 
 UNSUPPORTED = {

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
-
 from router.errors import refuse
+from router.responses.custom_input import INPUT
 
 SEPARATOR = "__"
 """Between a namespace and the name of a function in it, as in vLLM."""
@@ -25,9 +24,6 @@ HOSTED = frozenset(
     }
 )  # fmt: skip
 """Types of tools that OpenAI's server runs, or whose use OpenAI's models were trained for."""
-
-INPUT = "input"
-"""The one argument that stands for the free text of a custom tool."""
 
 
 class ToolName(NamedTuple):
@@ -78,21 +74,6 @@ def flat_name(named: Mapping[str, Any]) -> str:
     """The name in chat of what a tool, a call or a choice names."""
     namespace = named.get("namespace")
     return f"{namespace}{SEPARATOR}{named['name']}" if isinstance(namespace, str) else str(named["name"])
-
-
-def custom_arguments(text: str) -> str:
-    """The free text of a call of a custom tool as the arguments of a function."""
-    return msgspec.json.encode({INPUT: text}).decode()
-
-
-def custom_input(arguments: str) -> str:
-    """The way back; arguments that are something else are the text themselves."""
-    try:
-        found = msgspec.json.decode(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = found.get(INPUT) if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def _add(

@@ -44,6 +44,7 @@ class ResponsesRequest(MoreFields, kw_only=True):
     previous_input_messages: Any = None
     # They need answers that are kept: refused.
     previous_response_id: str | None = None
+    previous_response: Any = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from engine.checkpoint import (
     MODELS_DIRECTORY,
     CheckpointError,
+    check_servable,
     default_sampling,
     find_model,
     fingerprint,
@@ -300,8 +301,16 @@ def test_experts_are_spread_when_asked_and_possible(caplog: pytest.LogCaptureFix
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "-ep: its weights are quantised"),
         (
-            {"text_config": {"vocab_size": 9, "num_experts": 8}},
-            "-ep: it is the language part of a larger model",
+            {
+                "model_type": "llama4",
+                "text_config": {
+                    "model_type": "llama4_text",
+                    "vocab_size": 9,
+                    "num_local_experts": 8,
+                    "layer_types": ["full_attention"],
+                },
+            },
+            "-ep: the experts of llama4_text do not go through transformers' experts interface",
         ),
     ],
 )
@@ -335,7 +344,6 @@ def test_experts_are_spread_by_default_where_they_can_be(
     for changes, reason in (
         ({"model_type": "llama4"}, "the experts of llama4 do not go through transformers' experts interface"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "its weights are quantised"),
-        ({"text_config": {}}, "it is the language part of a larger model"),
     ):
         change(tmp_path / "copy", **changes)
         changed = msgspec.structs.replace(info, model_type=str(changes.get("model_type", info.model_type)))
@@ -448,3 +456,206 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(copy: Path) -> None:
 def test_settings_that_clash_with_the_model(config: EngineConfig, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         resolve(config)
+
+
+def write_config(directory: Path, model_type: str, **fields: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    common = {"architectures": ["SomeForCausalLM"], "vocab_size": 384, "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps({**common, "model_type": model_type, **fields}))
+    return directory
+
+
+RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "quantised": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+        "SomeForCausalLM has weights quantised by awq, which are not built",
+    ),
+    "quantised as a part": (
+        {
+            "model_type": "mistral3",
+            "text_config": {"model_type": "mistral", "quantization_config": {"quant_method": "fp8"}},
+        },
+        "weights quantised by fp8",
+    ),
+    "a quantised whole": (
+        {
+            "model_type": "mistral3",
+            "text_config": {"model_type": "mistral"},
+            "quantization_config": {"quant_method": "fp8"},
+        },
+        "weights quantised by fp8",
+    ),
+    "quantised by MLX": (
+        {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}},
+        "weights quantised by mlx",
+    ),
+    "recurrent layers that are listed": (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        "layers of type mamba: it needs a recurrent state cache, which is not built",
+    ),
+    "recurrent layers by default": (
+        {"model_type": "qwen3_next"},
+        "layers of type linear_attention: it needs a recurrent state cache",
+    ),
+    "a recurrent state": ({"model_type": "mamba2"}, "a recurrent state cache, which is not built"),
+    "convolutions": ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of type conv"),
+    "chunked attention": (
+        {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
+        "layers of type chunked_attention: only full and sliding-window attention is built",
+    ),
+    "chunked attention of a part": (
+        {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+        "layers of type chunked_attention",
+    ),
+    "indexed attention": ({"model_type": "deepseek_v32"}, "layers of type indexed_attention"),
+    "an encoder": ({"model_type": "t5"}, "is an encoder-decoder model"),
+    "no language model": (
+        {"model_type": "clip_text_model"},
+        "transformers has no causal language model for model type 'clip_text_model'",
+    ),
+    "another head": (
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        "LlamaForSequenceClassification is not a causal language model",
+    ),
+    "an unknown type": ({"model_type": "llama9"}, "this version of transformers has no model type 'llama9'"),
+    "a context that is too short": (
+        {"model_type": "llama", "max_position_embeddings": 8},
+        "--max-model-len 9",
+    ),
+    "heads that do not divide": (
+        {"model_type": "llama", "num_attention_heads": 3},
+        "--tensor-parallel-size 2",
+    ),
+}
+"""What a config.json says, and how it is refused."""
+
+
+@pytest.mark.parametrize("case", RULED_OUT)
+def test_what_config_json_rules_out_is_refused_before_weights_are_fetched(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, reason = RULED_OUT[case]
+    snapshot = write_config(tmp_path / "snapshots" / "0123abc", **fields)
+    fetched: list[list[str]] = []
+
+    def snapshot_download(_repository: str, *, allow_patterns: list[str], **_options: Any) -> str:
+        fetched.append(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    device = DeviceConfig(tensor_parallel_size=2) if case.startswith("heads") else DeviceConfig()
+    config = EngineConfig(model=ModelConfig(model="owner/name", max_model_len=9), device=device)
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        resolve(config)
+    assert len(fetched) == 1
+    assert not any("safetensors" in pattern for pattern in fetched[0])
+
+
+def test_weights_are_fetched_of_the_commit_that_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = shutil.copytree(MODELS_DIRECTORY / SHIPPED_MODEL, tmp_path / "snapshots" / "0123abc")
+    fetched: list[tuple[str | None, bool]] = []
+
+    def snapshot_download(
+        _repository: str, *, revision: str | None, allow_patterns: list[str], **_options: Any
+    ) -> str:
+        fetched.append((revision, "*.safetensors" in allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    info, settings = resolve(EngineConfig(model=ModelConfig(model="owner/name", revision="main")))
+    assert fetched == [("main", False), ("0123abc", True)]
+    assert (info.directory, settings.revision) == (str(snapshot), "main")
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "all layers of a hybrid attend": {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2},
+    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+    "sliding windows": {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]},
+    "a language part": {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
+    "a language part by its old name": {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_config_json_does_not_rule_out(case: str, tmp_path: Path) -> None:
+    check_servable(write_config(tmp_path, **SERVED[case]), trust_remote_code=False)
+
+
+def test_a_type_that_brings_its_own_code_is_not_ruled_out(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama9", auto_map={"AutoConfig": "own.Config"})
+    check_servable(tmp_path, trust_remote_code=True)
+    with pytest.raises(CheckpointError, match="pass --trust-remote-code if the checkpoint brings"):
+        check_servable(tmp_path, trust_remote_code=False)
+
+
+EXPERTS: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "ERNIE 4.5": ({"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6}, 64, True),
+    "ERNIE 4.5, as its class has it": ({"model_type": "ernie4_5_moe"}, 64, True),
+    "DBRX": ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, 16, False),
+    "Gemma 4": (
+        {
+            "model_type": "gemma4",
+            "text_config": {"model_type": "gemma4_text", "num_experts": 128, "enable_moe_block": True},
+        },
+        128,
+        True,
+    ),
+    "Gemma 4 without experts": (
+        {
+            "model_type": "gemma4",
+            "text_config": {"model_type": "gemma4_text", "num_experts": 128, "enable_moe_block": False},
+        },
+        0,
+        True,
+    ),
+    "Kimi K2.5": (
+        {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", "n_routed_experts": 384}},
+        384,
+        True,
+    ),
+    "Qwen3-VL": (
+        {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text", "num_experts": 9}},
+        9,
+        True,
+    ),
+    "Granite 4.0 micro": ({"model_type": "granitemoehybrid", "num_local_experts": 0}, 0, True),
+}
+"""A config.json, how many experts it has, and whether they can be spread."""
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_counted_and_spread_whatever_they_are_called(case: str, tmp_path: Path) -> None:
+    fields, count, can_be_spread = EXPERTS[case]
+    info = read_model_info(write_config(tmp_path, **fields), weights=False)
+    assert info.num_experts == count
+    assert (why_experts_stay_whole(info) == "") == can_be_spread
+
+
+def test_files_of_weights_without_an_index(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="lacks 1 of the 2 weight files .*, first number 1"):
+        weight_files(copy)
+    shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "model-00001-of-00002.safetensors")
+    shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "consolidated.safetensors")
+    shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "other.safetensors")
+    names = [path.name for path in weight_files(copy)]
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    shutil.copy(copy / "model-00002-of-00002.safetensors", copy / "fp16-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="several sets of weights and no model.safetensors.index.json"):
+        weight_files(copy)
+
+
+def test_an_index_of_another_name(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "weights.safetensors")
+    (copy / "consolidated.safetensors").write_bytes(b"")
+    index = {"weight_map": {"some.weight": "weights.safetensors"}}
+    (copy / "weights.safetensors.index.json").write_text(json.dumps(index))
+    assert [path.name for path in weight_files(copy)] == ["weights.safetensors"]
+
+
+def test_weights_in_another_layout_only(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "consolidated.safetensors")
+    with pytest.raises(CheckpointError, match="It has consolidated.safetensors, which is in another layout"):
+        weight_files(copy)

@@ -32,7 +32,7 @@ def whole(directory: Path) -> Any:
 def load(directory: Path, share: ExpertShare) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with only_experts_of(model_class, config, share) as tensors:
+    with only_experts_of(model_class, config, share, directory) as tensors:
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True, dtype=torch.float32
         )
@@ -143,6 +143,8 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(directory)
     with (
         pytest.raises(CheckpointError, match="--no-enable-expert-parallel"),
-        only_experts_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(place(2, 2), 0)),
+        only_experts_of(
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(place(2, 2), 0), directory
+        ),
     ):
         pass

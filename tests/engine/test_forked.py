@@ -18,6 +18,7 @@ import pytest
 
 from coordinator import process
 from engine.forked import ForkServer, Unforked, is_possible
+from tests.scarce import out_of_files
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not is_possible("cpu", 0), reason="only Linux forks")
@@ -100,6 +101,13 @@ def test_a_forked_process_is_a_child_like_any_other(server: ForkServer) -> None:
         os.close(each)
     ours.close()
     theirs.close()
+
+
+def test_a_fork_server_outlives_a_shortage_of_files(server: ForkServer) -> None:
+    with out_of_files(), pytest.raises(Unforked, match="/dev/null cannot be opened: Too many open files"):
+        server.fork("part:report", [], environment())
+    assert not server.problem
+    assert server.fork("part:report", [], environment()).wait(60) == 7
 
 
 def test_what_no_message_can_hold_is_for_the_plain_way(server: ForkServer) -> None:

@@ -313,7 +313,7 @@ def test_the_kernels_for_avx2_compute_the_same(tmp_path: Path, dtype: torch.dtyp
         packed, ids = packed_rows(rows)
         expected, found = (each.forward(packed, ids, everything(ids)) for each in (wide, other))
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        assert ((found - expected).norm(dim=-1) / spread).median() <= make.TOLERANCE[dtype]
+        assert ((found - expected).norm(dim=-1) / spread).median() <= TOLERANCE[dtype]
 
 
 def test_a_row_does_not_depend_on_its_batch_or_chunks_or_threads(model: LoadedModel) -> None:

@@ -120,10 +120,17 @@ def small(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in COMMON.items() if key != "attention_dropout"} | changes
 
 
+def counting(**changes: Any) -> Any:
+    """Queries of its fourth layer grow with the position, which is that within a call of the layer."""
+    return transformers.Llama4TextConfig(
+        **small(num_hidden_layers=4, attention_chunk_size=8192, layer_types=["full_attention"] * 4) | changes
+    )
+
+
 REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder-decoder": (
         lambda: transformers.T5Config(vocab_size=384, d_model=64),
-        "T5ForConditionalGeneration: transformers has no causal language model",
+        "T5ForConditionalGeneration is not served: transformers has no causal language model",
     ),
     "linear attention": (
         lambda: transformers.Qwen3NextConfig(**small()),
@@ -137,6 +144,10 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "chunked": (
         lambda: transformers.Llama4TextConfig(**small()),
         "layers of type chunked_attention: only full and sliding-window attention is built",
+    ),
+    "counting": (
+        lambda: counting(),
+        r"model.layers.3.self_attn counts the tokens of a call instead of using position_ids",
     ),
     "indexed": (lambda: transformers.DeepseekV32Config(**small()), "layers of type indexed_attention"),
     "bidirectional": (
@@ -153,6 +164,17 @@ REFUSED_ARCHITECTURES: dict[str, tuple[Callable[[], Any], str]] = {
         "model.layers.0.self_attn does not get the keyword arguments",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 4}], ids=["one scale", "rotary"]
+)
+def test_a_layer_that_could_count_and_does_not_is_served(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(
+        counting(intermediate_size_mlp=96, num_local_experts=2, head_dim=16, **changes)
+    )
+    model.save_pretrained(tmp_path)
+    assert len(load(tmp_path).layers) == 4
 
 
 @pytest.mark.parametrize("case", REFUSED_ARCHITECTURES)
@@ -272,14 +294,14 @@ def test_dummy_weights_are_drawn_where_they_are_to_be(
     """Not on the host first: the model arrives with nothing left to be moved."""
     info = read_model_info(make_tiny_model(tmp_path, "qwen3_moe"))
     made: list[torch.device] = []
-    from_config = AutoModelForCausalLM.from_config
+    from_config = transformers.Qwen3MoeForCausalLM._from_config
 
     def note(*args: Any, **kwargs: Any) -> Any:
         model = from_config(*args, **kwargs)
         made.extend(each.device for each in (*model.parameters(), *model.buffers()))
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_config", note)
+    monkeypatch.setattr(transformers.Qwen3MoeForCausalLM, "_from_config", note)
     for device in (CPU, torch.device("meta")):
         made.clear()
         with pytest.raises(CheckpointError, match="far enough"):
@@ -287,16 +309,36 @@ def test_dummy_weights_are_drawn_where_they_are_to_be(
         assert set(made) == {device}
 
 
-def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
-    text = small(
-        num_hidden_layers=4,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        layer_types=ALTERNATING,
+VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+
+
+def larger(kind: str, text: dict[str, Any], vision: dict[str, Any] = VISION) -> Any:
+    """The configuration of a model with other modalities, of transformers' classes ``kind``."""
+    return getattr(transformers, f"{kind}Config")(
+        text_config={**small(), **text}, vision_config=vision, tie_word_embeddings=False
     )
-    config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(**text),
+
+
+def positions_of(*sections: int) -> dict[str, Any]:
+    """Rotary parameters that split a head among time, height and width."""
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
+def vision_of(**more: Any) -> dict[str, Any]:
+    return VISION | {"out_hidden_size": COMMON["hidden_size"], "num_position_embeddings": 16} | more
+
+
+LARGER_MODELS: dict[str, Callable[[], Any]] = {
+    "Gemma3": lambda: transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(
+            **small(
+                num_hidden_layers=4,
+                head_dim=16,
+                query_pre_attn_scalar=16,
+                sliding_window=WINDOW,
+                layer_types=ALTERNATING,
+            )
+        ),
         vision_config=transformers.SiglipVisionConfig(
             hidden_size=32,
             intermediate_size=48,
@@ -307,20 +349,175 @@ def test_the_language_part_of_a_larger_model(tmp_path: Path) -> None:
         ),
         mm_tokens_per_image=4,
         tie_word_embeddings=True,
-    )
-    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    ),
+    "Qwen2VL": lambda: larger(
+        "Qwen2VL",
+        {"rope_parameters": positions_of(2, 3, 3)},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    ),
+    "Qwen2_5_VL": lambda: larger(
+        "Qwen2_5_VL",
+        {"rope_parameters": positions_of(2, 3, 3)},
+        vision_of(fullatt_block_indexes=[0]),
+    ),
+    "Qwen3VL": lambda: larger(
+        "Qwen3VL",
+        {"rope_parameters": positions_of(4, 2, 2), "head_dim": 16},
+        vision_of(deepstack_visual_indexes=[0]),
+    ),
+    "Qwen3VLMoe": lambda: larger(
+        "Qwen3VLMoe",
+        {
+            "rope_parameters": positions_of(4, 2, 2),
+            "head_dim": 16,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        vision_of(deepstack_visual_indexes=[0]),
+    ),
+    "Glm4v": lambda: larger(
+        "Glm4v",
+        {"rope_parameters": positions_of(1, 1, 2) | {"partial_rotary_factor": 0.5}},
+        vision_of(image_size=28),
+    ),
+    "Glm4vMoe": lambda: larger(
+        "Glm4vMoe",
+        {
+            "rope_parameters": positions_of(1, 1, 2) | {"partial_rotary_factor": 0.5},
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+        vision_of(image_size=28),
+    ),
+}
+"""Larger models by the name of their classes, and their configurations."""
+
+
+def make_larger(kind: str, directory: Path) -> Any:
+    """A larger model, saved and in memory."""
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(LARGER_MODELS[kind]()).eval()
     widen(whole, 0)
-    whole.save_pretrained(tmp_path)
+    whole.save_pretrained(directory)
+    return whole
+
+
+@pytest.mark.parametrize("kind", LARGER_MODELS)
+def test_the_language_part_of_a_larger_model(kind: str, tmp_path: Path) -> None:
+    whole = make_larger(kind, tmp_path)
     model = load(tmp_path)
-    assert type(model.module).__name__ == "Gemma3ForCausalLM"
+    assert type(model.module).__name__ in (f"{kind}ForCausalLM", f"{kind}TextForCausalLM")
     prompt = make_prompts((29,))[0]
     driver = make_driver(model)
     request = driver.add(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
     driver.generate([request], 1)
+    types = {"token_type_ids": torch.zeros(1, 29, dtype=torch.int64)} if kind == "Gemma3" else {}
     with torch.inference_mode():
-        logits = whole(torch.tensor([prompt]), token_type_ids=torch.zeros(1, 29, dtype=torch.int64)).logits[0]
+        logits = whole(torch.tensor([prompt]), **types).logits[0]
     expected = logits.log_softmax(-1)[torch.arange(28), prompt[1:]]
     assert [each.logprob for each in request.prompt_logprobs] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_a_language_part_under_the_names_that_it_was_published_with(tmp_path: Path) -> None:
+    """Qwen2-VL has visual.* and model.layers.*, where transformers saves model.visual.* and others."""
+    make_larger("Qwen2VL", tmp_path)
+    expected = greedy_ids(load(tmp_path))
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            old = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+            tensors[old] = tensors.pop(name)
+        assert "model.layers.0.self_attn.q_proj.weight" in tensors
+        assert any(name.startswith("visual.") for name in tensors)
+
+    change_tensors(tmp_path, rename)
+    assert greedy_ids(load(tmp_path)) == expected
+
+
+def test_a_hybrid_family_whose_layers_all_attend_is_served(tmp_path: Path) -> None:
+    """As Granite 4.0 micro, 350m and 1b: the class can have recurrent layers, these models have none."""
+    config = transformers.GraniteMoeHybridConfig(
+        **COMMON,
+        layer_types=["attention"] * 2,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=96,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+    )
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    widen(whole, 0)
+    whole.save_pretrained(tmp_path)
+    prompt = make_prompts((29,))[0]
+    with torch.inference_mode():
+        found = whole.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert greedy_ids(load(tmp_path)) == found[0, 29:].tolist()
+    change_config(tmp_path, layer_types=["mamba", "attention"])
+    with pytest.raises(CheckpointError, match="layers of type linear_attention: it needs a recurrent state"):
+        load(tmp_path)
+
+
+OTHER_FILES: dict[str, dict[str, str]] = {
+    "two without an index": {
+        "embed": "model-00001-of-00002.safetensors",
+        "": "model-00002-of-00002.safetensors",
+    },
+    "two of any name": {"layers.0": "first.safetensors", "": "second.safetensors"},
+    "one of another name": {"": "weights.safetensors"},
+    "beside Mistral's own layout": {"": "weights.safetensors", "nothing": "consolidated.safetensors"},
+}
+"""Files by a part of the names of the tensors that they hold."""
+
+
+def move_weights(directory: Path, files: dict[str, str]) -> None:
+    """Put the tensors of model.safetensors into files of other names."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    for part, file in files.items():
+        names = [name for name in tensors if part in name]
+        held = {name: tensors.pop(name) for name in names} or {"tok_embeddings.weight": torch.ones(2)}
+        save_file(held, directory / file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("case", OTHER_FILES)
+def test_weights_in_files_that_transformers_does_not_find(case: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3_moe")
+    expected = greedy_ids(load(tmp_path))
+    move_weights(tmp_path, OTHER_FILES[case])
+    assert greedy_ids(load(tmp_path)) == expected
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    shutil.copy(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    with pytest.raises(CheckpointError, match=r"in both one\.safetensors and two\.safetensors"):
+        load(tmp_path)
+
+
+OWN_CODE = """raise RuntimeError("the checkpoint's own code was run")"""
+
+
+def test_code_of_a_checkpoint_is_not_run_where_transformers_has_the_family(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    expected = greedy_ids(load(tmp_path))
+    for name in ("configuration_own", "modeling_own"):
+        (tmp_path / f"{name}.py").write_text(OWN_CODE)
+    auto_map = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    change_config(tmp_path, auto_map=auto_map)
+    model = load(tmp_path, trust_remote_code=True)
+    assert type(model.module) is transformers.LlamaForCausalLM
+    assert greedy_ids(model) == expected
 
 
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -149,7 +149,11 @@ def make_tiny_model(
         config = type(config)(**(config.to_dict() | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     widen(model, seed)
-    model.to(dtype)
+    return save(model.to(dtype), directory)
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Write a model with its generation config, and return the directory."""
     model.generation_config.bos_token_id = 0
     model.generation_config.eos_token_id = 1
     model.generation_config.pad_token_id = 2

@@ -20,7 +20,10 @@ from typing import Any
 
 import psutil
 
+from coordinator import own_key
 from coordinator.client import fetch_view
+from coordinator.config import MeshConfig
+from coordinator.keys import MeshKeys
 from coordinator.messages import View
 from coordinator.process import PARENT_VARIABLE
 from engine.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
@@ -203,8 +206,13 @@ class Ports:
 
     def view(self) -> View:
         """The coordinator's. Asked for without a command, since tests ask often."""
+        asked = fetch_view(f"tcp://127.0.0.1:{self.rpc}", 30.0, self.keys())
         with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop
-            return thread.submit(asyncio.run, fetch_view(f"tcp://127.0.0.1:{self.rpc}", 30.0)).result()
+            return thread.submit(asyncio.run, asked).result()
+
+    def keys(self) -> MeshKeys | None:
+        """The key that this mesh made itself."""
+        return own_key.find(MeshConfig(data_parallel_rpc_port=self.rpc))
 
     def status(self) -> str:
         """What ``lockstep status`` prints."""

@@ -89,6 +89,41 @@ def test_a_prefix_is_found_again_whichever_front_end_is_asked(url: str) -> None:
     assert sum(cached == 400 for cached in found) >= 7, found
 
 
+def test_sessions_of_claude_code_share_what_is_cached(url: str) -> None:
+    """Their instructions begin with a line of their own, which is no part of the prompt."""
+    rng = random.Random(4)
+    rules = " ".join(rng.choice(["Mr. Darcy", "Mrs. Bennet", "the ball", "a carriage"]) for _ in range(300))
+
+    def first_line(session: str, name: str = "x-anthropic-billing-header") -> str:
+        return f"{name}: cc_version=2.1.331.{session}; cc_entrypoint=cli; cch={session};"
+
+    async def usage(line: str, question: str) -> dict[str, int]:
+        body = {
+            "system": [{"type": "text", "text": line}, {"type": "text", "text": rules}],
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 1,
+            "data_parallel_rank": 1,
+        }
+        async with (
+            aiohttp.ClientSession(headers={"x-api-key": "free"}) as session,
+            session.post(f"{url}/v1/messages", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+            found: dict[str, int] = (await response.json())["usage"]
+            return found
+
+    async def ask_all() -> list[dict[str, int]]:
+        await usage(first_line("00aa1"), "Who was at the ball?")
+        other_line = first_line("9c3f2", "x-other-header")
+        return [await usage(first_line("f00b4"), "Who danced?"), await usage(other_line, "Who danced?")]
+
+    shared, apart = asyncio.run(ask_all())
+    size = shared["input_tokens"] + shared["cache_read_input_tokens"]
+    assert size > 600
+    assert shared["cache_read_input_tokens"] > size - 50, "all but the question comes from the cache"
+    assert apart["cache_read_input_tokens"] < 50, "another first line leaves nothing in common"
+
+
 def test_a_full_mesh_refuses_at_once_and_no_more_are_let_in_than_fit(url: str) -> None:
     until_idle(url)
     rng = random.Random(2)

@@ -36,15 +36,23 @@ def test_a_package_works_unchanged(mesh: Mesh, tmp_path: Path, script: str) -> N
     run_script(mesh, sys.executable, str(FOLDER / script), cwd=tmp_path)
 
 
-def test_the_npm_package_works_unchanged(mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "packages"),
+    [
+        ("use_openai.mjs", ["openai@6"]),
+        ("use_anthropic.mjs", ["@anthropic-ai/sdk@1"]),
+        ("use_ai_sdk.mjs", ["ai@6", "@ai-sdk/anthropic@3"]),
+    ],
+)
+def test_npm_packages_work_unchanged(mesh: Mesh, tmp_path: Path, script: str, packages: list[str]) -> None:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("node and npm are not installed")
-    install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "openai@6"]
+    install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), *packages]
     try:
         done = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         pytest.skip("npm has no registry at hand")
     if done.returncode:
-        pytest.skip(f"npm could not install openai: {done.stderr.strip()[-200:]}")
-    run_script(mesh, node, str(FOLDER / "use_openai.mjs"), cwd=tmp_path)
+        pytest.skip(f"npm could not install {packages}: {done.stderr.strip()[-200:]}")
+    run_script(mesh, node, str(FOLDER / script), cwd=tmp_path)

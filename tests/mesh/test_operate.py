@@ -66,6 +66,19 @@ class Operated(Ports):
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
+    def pinned(self, rank: int) -> tuple[int, str | None]:
+        """Status and Retry-After of a request for one instance."""
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            b'{"prompt": "a", "max_tokens": 1}',
+            {"content-type": "application/json", "x-data-parallel-rank": str(rank)},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, None
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["retry-after"]
+
     def lockstep(self, *argv: str) -> subprocess.CompletedProcess[str]:
         """A ``lockstep`` command, as a user gives it."""
         return subprocess.run(
@@ -118,7 +131,17 @@ def under_steady_load(ports: Operated, act: Callable[[], None]) -> None:
 
 def test_a_killed_instance_comes_back_under_its_rank(operated: Operated) -> None:
     victim = operated.command.child("Engine_1")
-    assert under_load(operated, 1, lambda: victim.send_signal(signal.SIGKILL)) == operated.undisturbed
+    pinned: set[tuple[int, str | None]] = set()
+
+    def kill() -> None:
+        victim.send_signal(signal.SIGKILL)
+        wait_until(lambda: operated.ready_ranks() == [0], 30, "instance 1 is away")
+        pinned.update(operated.pinned(1) for _ in range(4))  # to either front end
+
+    assert under_load(operated, 1, kill) == operated.undisturbed
+    assert (503, "1") in pinned
+    assert (400, None) not in pinned, "it comes back: that is no fault of the request"
+    assert operated.pinned(2) == (400, None)
     wait_until(lambda: operated.ready_ranks() == [0, 1], 30, "instance 1 is back")
     assert operated.command.child("Engine_1").pid != victim.pid
     _, faults = operated.ask("faults")

@@ -85,6 +85,71 @@ def test_a_file_that_was_cut_short_is_made_anew(
     assert f"{path} cannot be loaded and is made anew: " in caplog.text
 
 
+def foreign(path: Path) -> None:
+    """Put a library of another program in the place of one, which leaves a mark when it is loaded."""
+    source = path.with_name("foreign.cpp")
+    source.write_text(
+        '#include <cstdlib>\n__attribute__((constructor)) static void loaded() { setenv("FOREIGN", "1", 1); }\n'
+    )
+    path.unlink(missing_ok=True)
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    source.unlink()
+
+
+def was_loaded() -> bool:
+    """In the environment of the process, as C sees it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    return getenv(b"FOREIGN") is not None
+
+
+@pytest.mark.parametrize("write", [0o020, 0o002])
+def test_a_library_that_others_can_write_to_is_not_loaded(
+    write: int, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = compiler.compiled(source, [], ["-DNUMBER=7"])
+    foreign(path)
+    path.chmod(0o755 | write)
+    assert compiler.compiled(source, [], ["-DNUMBER=7"]) == path
+    assert ctypes.CDLL(str(path)).seven() == 7
+    assert "others than this user and root can have written it" in caplog.text
+    assert not was_loaded()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_library_of_another_user_is_not_loaded(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = compiler.compiled(source, [], ["-DNUMBER=7"])
+    foreign(path)
+    os.chown(path, 12345, 12345)
+    assert ctypes.CDLL(str(compiler.compiled(source, [], ["-DNUMBER=7"]))).seven() == 7
+    assert "others than this user and root can have written it" in caplog.text
+    assert not was_loaded()
+    os.chown(path.parent, 12345, 12345)
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME to a directory of your own"):
+        compiler.compiled(source, [], ["-DNUMBER=7"])
+
+
+def test_a_library_without_our_symbols_is_made_anew(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = compiler.compiled(source, [], ["-DNUMBER=7"])
+    foreign(path)
+    assert compiler.compiled(source, [], ["-DNUMBER=7"], ["seven"]) == path
+    assert ctypes.CDLL(str(path)).seven() == 7
+    assert f"{path} cannot be loaded and is made anew: it has no seven" in caplog.text
+    assert not was_loaded()
+
+
+def test_the_cache_is_closed_to_others_whatever_the_umask(source: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = compiler.compiled(source, [], ["-DNUMBER=7"])
+        path.parent.chmod(0o777)
+        made = path.stat().st_ino
+        assert compiler.compiled(source, [], ["-DNUMBER=7"]).stat().st_ino == made, "it is trusted"
+    finally:
+        os.umask(before)
+    assert (path.stat().st_mode | path.parent.stat().st_mode) & 0o022 == 0
+
+
 def test_a_compiler_that_is_killed_is_told_and_leaves_nothing(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from router.tokens import Tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, Server, request_head, serving
 from tests.router.fake_mesh import FakeMesh, failing, saying
 from tests.router.tiny_tokenizer import BOS
+from tests.scarce import out_of_files
 from tests.waiting import until
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -288,6 +290,21 @@ def test_requests_that_fail_where_they_run(server: Server, client: openai.OpenAI
     chunks = client.chat.completions.create(model="tiny", messages=USER, stream=True)
     with pytest.raises(openai.APIError, match="out of luck"):
         list(chunks)
+
+
+def test_what_the_host_lacks_for_now_is_worth_another_try(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(_: object) -> list[Delta]:
+        with out_of_files(), open(os.devnull):
+            return []
+
+    server.mesh.script = script
+    for stream in (False, True):
+        answer = server.post("/v1/completions", {"prompt": "a", "stream": stream})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.headers["x-should-retry"] == "true"
+    assert "short of files or memory now: try again in a moment ([Errno 24]" in caplog.text
 
 
 def test_an_unexpected_error_tells_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -221,8 +221,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, "a"]}, "must not mix token ids", "prompt"),
     ({"prompt": ["a", [1]]}, "must not mix texts with lists", "prompt"),
     ({"prompt": ["a"] * 2000}, "at most 1024 prompts", "prompt"),
-    ({"prompt": [VOCAB_SIZE]}, f"Token id {VOCAB_SIZE} is out of the vocabulary", "prompt"),
-    ({"prompt": [[5], [-1]]}, "Token id -1 is out of the vocabulary", "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, f"Token id {VOCAB_SIZE} is out of vocabulary", "prompt"),
+    ({"prompt": [[5], [-1]]}, "Token id -1 is out of vocabulary", "prompt"),
     ({"prompt": [2**64]}, "Expected `int` <=", "prompt"),
     ({"prompt": [5] * MAX_MODEL_LEN}, f"you requested {MAX_MODEL_LEN + 1} tokens", "prompt"),
     ({"prompt": "word " * 200}, f"maximum context length is {MAX_MODEL_LEN}", "prompt"),
@@ -280,6 +280,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["text", "audio"]}, "modalities other than text are not supported", "modalities"),
     ({"audio": {"voice": "a"}}, "audio is not supported: answers are text", "audio"),
     ({"web_search_options": {}}, "web_search_options is not supported: offer a tool", "web_search_options"),
+    ({"prompt_token_ids": [1]}, "send token ids as the prompt of /v1/completions", "prompt_token_ids"),
     ({"functions": [{"name": "f"}]}, "functions is not supported: name them in tools", "functions"),
     ({"function_call": {"name": "f"}}, "function_call is not supported: use tool_choice", "function_call"),
     ({"separate_reasoning": False}, "join reasoning and content", "separate_reasoning"),
@@ -370,8 +371,8 @@ def test_bad_chats(server: Server, fields: dict[str, Any], message: str, param: 
         ("/tokenize", {"messages": [{}]}, "role must be a string"),
         ("/detokenize", {}, "missing required field `tokens`"),
         ("/detokenize", {"tokens": "a"}, "Expected `array`"),
-        ("/detokenize", {"tokens": [-1]}, "out of the vocabulary"),
-        ("/detokenize", {"tokens": [2**33]}, "out of the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "out of vocabulary"),
+        ("/detokenize", {"tokens": [2**33]}, "out of vocabulary"),
         ("/v1/chat/completions", {"model": "tiny"}, "missing required field `messages`"),
         ("/v1/completions", {"model": "tiny"}, "prompt is required"),
     ],
@@ -457,7 +458,7 @@ def test_compressed_bodies(server: Server) -> None:
     assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
 
 
-@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "", "²", "9" * 50])
+@pytest.mark.parametrize("rank", ["x", "-1", "1.5", "²", "9" * 50])
 def test_bad_ranks(server: Server, rank: str) -> None:
     headers = {"x-data-parallel-rank": rank.encode()}
     answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)  # type: ignore[arg-type]
@@ -475,9 +476,8 @@ def test_bad_request_ids(server: Server) -> None:
     "name", ["x-request-id", "x-data-parallel-rank", "x-request-timeout", "x-session-id", "traceparent"]
 )
 def test_a_header_without_a_value_is_none(server: Server, name: str) -> None:
-    for value in ("", " "):
-        answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: value})
-        assert answer.status_code == 200, answer.text
+    answer = server.client.post("/v1/completions", json={"prompt": "a"}, headers={name: ""})
+    assert answer.status_code == 200, answer.text
     assert server.mesh.prompts[-1].rank is None
     assert server.mesh.prompts[-1].session == ""
 

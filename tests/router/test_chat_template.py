@@ -48,10 +48,20 @@ def test_render() -> None:
         (BOTH, [{"role": "assistant", "content": None}], ""),
         (BOTH, [{"role": "assistant"}], ""),
         (BOTH, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "[no]"),
+        (BOTH, [{"role": "assistant", "content": None, "refusal": "no"}], "no"),
+        (BOTH, [{"role": "assistant", "content": "yes", "refusal": None}], "yes"),
     ],
 )
 def test_content_in_the_form_that_the_template_takes(source: str, messages: Any, text: str) -> None:
     assert template(source).render(messages, add_generation_prompt=False) == text
+
+
+def test_what_stands_beside_a_text_is_for_the_template() -> None:
+    source = (
+        "{% for p in messages[0].content %}{{ p.source_lang_code }}>{{ p.lang }}: {{ p.text }};{% endfor %}"
+    )
+    parts = [{"type": "input_text", "text": "a", "source_lang_code": "en", "lang": "es"}, "b"]
+    assert template(source).render([{"role": "user", "content": parts}]) == "en>es: a;>: b;"
 
 
 @pytest.mark.parametrize(
@@ -333,6 +343,24 @@ def test_a_template_of_the_model_that_is_no_text(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ChatTemplateError, match="is no text in UTF-8"):
         load_chat_templates(directory, load_tokenizer(directory))
+
+
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    """chat_template.json, as older models with other modalities have it: taken where there is no other."""
+    directory = tiny_tokenizer.write_model(tmp_path, chat_template=None)
+    path = directory / "chat_template.json"
+
+    def text() -> str:
+        templates = load_chat_templates(directory, load_tokenizer(directory))
+        return templates.choose(with_tools=False).render(USER)
+
+    path.write_text(json.dumps({"chat_template": "from the processor: {{ messages[0].content }}"}))
+    assert text().startswith("from the processor: ")
+    (directory / "chat_template.jinja").write_text("file")
+    assert text() == "file"
+    path.write_text("{")
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.json is not valid JSON"):
+        text()
 
 
 def test_no_template(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_kinds_of_prompts(mesh: FakeMesh, make_llm: Make) -> None:
     [
         ("", ValueError, "The prompt is empty"),
         (["ok", ""], ValueError, r"prompts\[1\]: The prompt is empty"),
-        ([[1, 2], [10**6]], ValueError, r"prompts\[1\]: Token id 1000000 is out of the vocabulary"),
+        ([[1, 2], [10**6]], ValueError, r"prompts\[1\]: Token id 1000000 is out of vocabulary"),
         ([[]], ValueError, "The prompt is empty"),
         ([[5] * 3000], ValueError, "maximum context length is 2048 tokens"),
         ({"multi_modal_data": 1}, ValueError, "'multi_modal_data' is not supported"),

@@ -177,6 +177,33 @@ def test_names_of_max_tokens_in_chat(text_model: TextModel, fields: dict[str, An
     assert chat(text_model, **fields)[0].params.max_tokens == wanted
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ({}, None),
+        ({"override_generation_config": '{"temperature": 1}'}, None),
+        ({"override_generation_config": '{"max_new_tokens": 4}'}, 4),
+        ({"generation_config": "HERE"}, 7),
+        ({"generation_config": "HERE", "override_generation_config": '{"max_new_tokens": null}'}, None),
+    ],
+)
+def test_the_operators_limit_of_tokens(
+    loads: Loads, tmp_path: Path, flags: dict[str, str], most: int | None
+) -> None:
+    """The model's own is for requests that set none; what the operator says holds for all, as in vLLM."""
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    model = loads(**{key: str(tmp_path) if value == "HERE" else value for key, value in flags.items()})
+    assert model.most_tokens == most
+    (prompt,) = chat(model, max_tokens=5)
+    expected = min(5, most or 5)
+    assert (prompt.params.max_tokens, prompt.asked) == (expected, expected)
+    assert completion(model)[0].params.max_tokens == min(16, most or 16)
+    if most == 4:
+        with pytest.raises(ApiError, match=r"min_tokens \(5\) must not exceed max_tokens \(4\)"):
+            chat(model, max_tokens=9, min_tokens=5)
+        assert completion(model, max_tokens=0, echo=True)[0].params.max_tokens == 1
+
+
 def test_only_what_a_client_asked_for_itself_counts_as_asked(text_model: TextModel) -> None:
     assert [prompt.asked for prompt in completion(text_model, n=2, max_tokens=9)] == [9, 9]
     assert chat(text_model, max_completion_tokens=8)[0].asked == 8

@@ -237,6 +237,7 @@ def test_two_answers_of_the_assistant_stay_two(client: openai.OpenAI, say: Speak
     ("fields", "message", "param"),
     [
         ({"previous_response_id": "resp_1"}, "answers are not kept", "previous_response_id"),
+        ({"previous_response": {"id": "resp_1"}}, "answers are not kept", "previous_response"),
         ({"conversation": "c"}, "answers are not kept", "conversation"),
         ({"background": True}, "answers are not kept", "background"),
         ({"prompt": {"id": "p"}}, "answers are not kept", "prompt"),

@@ -11,6 +11,7 @@ import pytest
 
 from engine.messages import FinishReason
 from router.mesh import ServedModel
+from router.responses.custom_input import InputReader, custom_arguments, custom_input
 from router.tokens import Tokenizer
 from tests.router.conftest import Server
 from tests.router.talking import TOOL_FLAGS, Speaker, talking
@@ -91,13 +92,12 @@ def test_calls_come_under_the_names_of_the_client(client: openai.OpenAI, say: Sp
     )  # fmt: skip
     assert (note.type, note.namespace, note.name, note.input) == ("custom_tool_call", "agents", "note", "c")
     assert [item.id.partition("_")[0] for item in answer.output] == ["fc", "ctc", "ctc"]
-    own = [event.type for event in events if getattr(event, "output_index", 0) == 1]
-    assert own == [] or own == [
-        "response.output_item.added",
-        "response.custom_tool_call_input.delta",
-        "response.custom_tool_call_input.done",
-        "response.output_item.done",
-    ]
+    if stream:
+        added, *deltas, input_done, _ = [event for event in events if getattr(event, "output_index", 0) == 1]
+        assert (added.item.input, input_done.input) == ("", patch.input)
+        assert {event.type for event in deltas} == {"response.custom_tool_call_input.delta"}
+        assert "".join(event.delta for event in deltas) == patch.input
+        assert len(deltas) > 2, "as it comes"
 
 
 def test_a_function_has_no_namespace_where_the_client_gave_none(say: Speaker) -> None:
@@ -111,7 +111,36 @@ def test_a_custom_call_that_was_cut_keeps_its_text(client: openai.OpenAI, say: S
     answer = client.responses.create(model="tiny", input="Hello", tools=TOOLS)
     (call,) = answer.output
     assert call.type == "custom_tool_call"
-    assert (call.input, answer.status) == ('{"input": "abc', "incomplete")
+    assert (call.input, answer.status) == ("abc", "incomplete")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a \\"b\\"\\n\\\\ \\/"}', 'a "b"\n\\ /'),
+        (' {\n "input" : "\\u00fc\\ud83d\\ude42x🙂"} ', "ü🙂x🙂"),
+        ('{"input": ""}', ""),
+        ('{"input": "a\nb", "more": 1}', "a\nb"),
+        ('{"input": "a\\u00', "a\\u00"),
+        ('{"input": "a\\x and so on, long"}', "a\\x and so on, long"),
+        ('{"input": "\\ud83d alone for a while"}', "\\ud83d alone for a while"),
+        ('{"more": 1, "input": "b"}', "b"),
+        ('{"input": 5}', '{"input": 5}'),
+        ('["b"]', '["b"]'),
+        ("just text", "just text"),
+        ("", ""),
+    ],
+)
+def test_the_text_of_a_custom_call(arguments: str, text: str, size: int) -> None:
+    reader = InputReader()
+    parts = [reader.feed(arguments[i : i + size]) for i in range(0, len(arguments), size)]
+    assert "".join(parts) + reader.end() == custom_input(arguments) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", 'x"\\\n\t\x07', "🙂", "*** Begin Patch\n+ü\n"])
+def test_a_text_comes_back_from_its_arguments(text: str) -> None:
+    assert custom_input(custom_arguments(text)) == text
 
 
 def test_calls_and_results_come_back(client: openai.OpenAI, say: Speaker) -> None:
@@ -154,6 +183,28 @@ def test_items_of_tools_that_ran_elsewhere_are_taken(say: Speaker) -> None:
         "<user>a<assistant>(why)CALL local_shell:Ulm<tool>b[c1]<assistant>CALL find:Bath<tool>c[m1]"
         "<assistant><user>d"
     )
+
+
+def test_reasoning_that_cannot_be_read_is_left_out(say: Speaker) -> None:
+    say("x")
+    items: list[Any] = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+        {"role": "user", "content": "b"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"role": "assistant", "content": "c"},
+    ]
+    answer = say.server.post("/v1/responses", {"input": items})
+    assert answer.headers[LEFT_OUT] == "reasoning"
+    assert say.last_prompt == "<user>a<user>b<assistant>c"
+
+
+def test_what_is_left_out_is_logged(say: Speaker, caplog: pytest.LogCaptureFixture) -> None:
+    say("x")
+    with caplog.at_level("INFO", "router.generating"):
+        body = {"input": "x", "tools": TOOLS, "request_id": "mine"}
+        assert say.server.post("/v1/responses", body).status_code == 200
+    assert "resp_mine goes without web_search, which cannot run here" in caplog.text
 
 
 def test_nothing_is_said_to_be_left_out_where_nothing_is(say: Speaker) -> None:

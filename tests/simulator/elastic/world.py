@@ -87,6 +87,8 @@ class World:
         self._side_a: set[str] = set()
         """The instances that data of the others does not reach while there is a split."""
         self._one_way = False
+        self._vain_since = -1_000
+        """When a group of members that do not reach each other was formed first since then."""
         self._steady_since: int | None = None
         self._plan()
 
@@ -467,10 +469,15 @@ class World:
         return since + self.settings.split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: Form) -> None:
-        """Once some serve, no group is formed with others that they do not reach."""
+        """Once a split is noticed, which takes work, no group is formed for long with others that some do not
+        reach."""
         members = names(form)
-        vain = any(not self.passes_between(one, other) for one in members for other in members)
-        if self._split_is_old and vain and any(map(self._has_room, (True, False))):
+        if all(self.passes_between(one, other) for one in members for other in members):
+            return
+        since = max(self.split_since, self.last_disturbance)
+        self._vain_since = self._vain_since if self._vain_since > since else self.now
+        late = self.now - self._vain_since > self.settings.split_bound
+        if late and self._split_is_old and any(map(self._has_room, (True, False))):
             self.checker.broken(Rule.SERVES, f"{members} are to form epoch {form.epoch}")
 
     def _look_whether_somebody_serves(self) -> None:

@@ -1,0 +1,110 @@
+"""Directories for files that some processes share while they run, and that mean nothing afterwards.
+
+Whoever makes one holds a lock on it, which the kernel takes off when that process ends, however it ends. So
+the next one finds the directories of those that were killed, and takes them away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "lockstep-run-"
+MARK = "lockstep"
+"""A file by which a directory is known to be one of these: nothing else is ever taken away."""
+PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+MOST_TRIES = 100
+"""Of directories that another process takes for left over, before they are locked."""
+
+
+def places() -> list[Path]:
+    """Where such a directory may be, the best first. That of the session ends with it, and what was started
+    with nohup goes on: so it comes last but for memory."""
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    named = [os.environ.get("TMPDIR"), *PLACES[:2], session, PLACES[2]]
+    return [Path(each) for each in dict.fromkeys(named) if each and Path(each).is_absolute()]
+
+
+@contextlib.contextmanager
+def runtime_directory() -> Iterator[Path]:
+    """A new directory that only this user can enter; removed at the end.
+
+    Raises:
+        OSError: there is no place for it.
+    """
+    parent = _place()
+    sweep(parent)
+    path, lock = _made(parent)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(path)
+        os.close(lock)
+
+
+def sweep(parent: Path) -> None:
+    """Take away what processes of this user left that were killed."""
+    with contextlib.suppress(OSError):
+        for path in parent.glob(f"{PREFIX}*"):
+            if (lock := _lock(path)) is not None:
+                with contextlib.suppress(OSError):
+                    if (path / MARK).is_file():
+                        _remove(path)
+                    else:
+                        path.rmdir()  # of one that was killed before; else there is something in it
+                os.close(lock)
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    """A new directory, and the descriptor that holds its lock."""
+    for _ in range(MOST_TRIES):
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        if (lock := _lock(path)) is not None:  # else it was taken for left over in between
+            (path / MARK).touch()
+            return path, lock
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    raise OSError(errno.EAGAIN, f"directories in {parent} are removed as soon as they are made")
+
+
+def _place() -> Path:
+    found = places()
+    for place in found:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some network filesystems have no locks
+            return place
+    listed = ", ".join(map(str, found))
+    raise OSError(
+        errno.ENOENT, f"no place for files that processes share: none of {listed} can be written; set TMPDIR"
+    )
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the lock of a directory. None if somebody else has it, or owns the directory,
+    or it is none (any more)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove(path: Path) -> None:
+    """A directory with its files; of directories in it there are none of ours."""
+    for file in path.iterdir():
+        if not stat.S_ISDIR(file.lstat().st_mode):
+            file.unlink(missing_ok=True)
+    path.rmdir()

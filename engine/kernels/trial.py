@@ -1,0 +1,280 @@
+"""Whether the kernels compute what a model's own layers compute.
+
+:mod:`engine.kernels.decoder` finds a model's weights by the names of its parts. It does not see what a
+forward pass does besides: a factor on queries that grows with the position, a layer without rotary positions,
+a clamp, a multiplier. So both compute, on a narrow copy of the model (:mod:`engine.kernels.narrow`) in
+float32, where a missing term stands out from rounding by orders of magnitude:
+
+- each layer by itself, from what the model's layer was given to what the next one is given, so that a
+  deviation is neither diluted by other layers nor amplified by them;
+- at positions on both sides of each whole number that the configuration names, and up to the end of the
+  context, since a term may begin to act there. Only their angles are far apart: the tokens lie side by side
+  in the cache;
+- with weights that make half of the numbers very large, since a term may act on large numbers only.
+
+Forward passes are compared by their results, not by their source: a list of known sources would send every
+family to torch with each release of transformers that touches them, and could not judge a model that brings
+its own code.
+
+In bfloat16 rounding hides what is small, so that alone would prove little. What remains to be seen there is
+that the kernels round no worse than torch: both are measured by their distance from float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, Int64s, LayerShape, PackedRows
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.kernels.cache import NativeCache
+from engine.kernels.decoder import Decoder, NotUsual
+from engine.kernels.library import Library
+from engine.kernels.narrow import NarrowCopy
+from engine.kernels.program import MIN_POSITIONS, Program
+from engine.weights import LoadedModel
+
+LAYER_TOLERANCE = 2e-4
+"""Greatest difference of a token, relative to what a layer adds to it, in float32. Rounding makes 5e-6."""
+ROUNDING, QUANTILE = 2.0, 0.25
+"""How much farther from float32 than torch's results those of the kernels may be in bfloat16, at this
+quantile of the tokens: with many experts about half of them have met a near-tie, which rounding decides."""
+MOST_POSITIONS = 48
+"""Tokens of the comparison in float32."""
+FEW = 16
+"""Tokens of the one in bfloat16."""
+BLOCK_SIZE = 16
+
+
+class Verdict(NamedTuple):
+    """What came of it."""
+
+    objection: str | None
+    """What the kernels compute otherwise than the model's own code; None if nothing."""
+    rounding: float
+    """How far the copy's logits are from float32 where torch computes them in the model's data type, relative
+    to how much they vary. 0 in float32."""
+
+
+def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
+    """Let both compute. ``decoder``: the parts of the model.
+
+    Raises:
+        Exception: either cannot; it may be of any kind.
+    """
+    positions = telling_positions(model.module.config.get_text_config(), model.context_length)
+    copy = NarrowCopy(model, decoder)
+    with torch.inference_mode():
+        problem = _difference(kernels, copy, positions)
+        if problem is not None or model.dtype == torch.float32:
+            return Verdict(problem, 0.0)
+        return _compare_rounding(kernels, copy, positions[:: -(-len(positions) // FEW)], model.dtype)
+
+
+def telling_positions(config: Any, context: int) -> Int64s:
+    """Positions that tell forward passes apart, rising: the first and the last, and those around each whole
+    number in the configuration; those that belong to rotary embeddings, windows and contexts before
+    others."""
+    wanted = [0, 1, 2, context - 2, context - 1, context // 2]
+    named = sorted(_whole_numbers(config.to_dict()), key=lambda each: not any(map(each[0].count, TELLING)))
+    powers = [1 << exponent for exponent in range(2, context.bit_length())]
+    for number in [*(number for _, number in named), *reversed(powers)]:
+        wanted += [number - 1, number, number + 1]
+    allowed = list(dict.fromkeys(each for each in wanted if 0 <= each < context))
+    return np.array(sorted(allowed[:MOST_POSITIONS]), dtype=np.int64)
+
+
+TELLING = ("position", "window", "rope", "context", "scal", "chunk", "attention", "attn")
+"""Parts of names of configuration values that positions may be compared with."""
+
+
+def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _whole_numbers(value, f"{name}.{key}")
+    elif isinstance(values, int | float) and not isinstance(values, bool) and float(values).is_integer():
+        yield name, int(values)
+
+
+# ---- in float32, layer by layer
+
+
+def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | None:
+    """The largest one, unless it is due to experts that are nearly tied: then the choice may fall either way,
+    but not at the same position with other tokens."""
+    bad = dict(_deviations(kernels, copy, positions, draw=1))
+    if bad:
+        again = dict(_deviations(kernels, copy, positions, draw=2))
+        bad = {place: again[place] for place in bad if place in again}
+    if not bad:
+        return None
+    (number, place), worst = max(bad.items(), key=lambda each: each[1])
+    where = "the output" if number == len(copy.layers) else f"layer {number}"
+    return f"{where} differs by {worst:.2g} at position {positions[place]}"
+
+
+def _deviations(
+    kernels: Library, copy: NarrowCopy, positions: Int64s, draw: int
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """(layer, place of the position) -> difference, where it is too large; the output counts as a last
+    layer."""
+    run = _run(copy, positions, draw)
+    decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
+    programs: dict[tuple[Any, ...], Program] = {}
+    for number, layer in enumerate(decoder.layers):
+        given, expected = run.states[number], run.states[number + 1]
+        kind = copy.layers[number], *_fields(layer)
+        if kind not in programs:
+            alone = replace(decoder, layers=(layer,), output=None)
+            programs[kind] = _program(kernels, alone, copy.layers[number : number + 1], len(positions))
+        found = _compute(programs[kind], given)
+        yield from _too_far(number, (found - expected).norm(dim=-1), (expected - given).norm(dim=-1))
+    if run.logits is None:
+        return
+    last = replace(decoder, layers=decoder.layers[-1:])
+    found = _compute(_program(kernels, last, copy.layers[-1:], len(positions)), run.states[-2])
+    for half, expected in zip(_halves(found), _halves(run.logits), strict=True):  # one of which is louder
+        yield from _too_far(len(copy.layers), (half - expected).norm(dim=-1), expected.norm(dim=-1))
+
+
+def _fields(part: Any) -> Iterator[Any]:
+    """All that the kernels know of a part of a layer: layers that are equal in it have one program."""
+    for entry in fields(part):
+        value = getattr(part, entry.name)
+        if is_dataclass(value):
+            yield from _fields(value)
+        elif isinstance(value, torch.nn.Module):
+            yield tuple(id(weight) for weight in value.parameters())
+        elif isinstance(value, torch.Tensor):
+            yield id(value) if isinstance(value, torch.nn.Parameter) else value.numpy().tobytes()
+        else:
+            yield tuple(map(id, value)) if isinstance(value, tuple) else value
+
+
+def _halves(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    middle = logits.shape[1] // 2
+    return logits[:, :middle], logits[:, middle:]
+
+
+def _too_far(
+    number: int, distances: torch.Tensor, sizes: torch.Tensor
+) -> Iterator[tuple[tuple[int, int], float]]:
+    for place, difference in enumerate((distances / sizes.clamp(min=1e-6)).tolist()):
+        if not difference <= LAYER_TOLERANCE:  # or no number
+            yield (number, place), difference
+
+
+# ---- in bfloat16, all layers
+
+
+def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dtype: torch.dtype) -> Verdict:
+    copy.quieten()
+    exact = _run(copy, positions).result
+    copy.convert(dtype)
+    rounded = _run(copy, positions)
+    decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
+    found = _compute(_program(kernels, decoder, copy.layers, len(positions)), rounded.states[0])
+    size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    by_torch, by_kernels = (
+        float(((each.float() - exact).norm(dim=-1) / size).quantile(QUANTILE))
+        for each in (rounded.result, found)
+    )
+    problem = f"in {dtype} they are {by_kernels:.2g} off float32, where torch is {by_torch:.2g} off"
+    return Verdict(None if by_kernels <= ROUNDING * by_torch else problem, by_torch)
+
+
+# ---- running both
+
+
+class _Run(NamedTuple):
+    """What the model's own code gave."""
+
+    states: list[torch.Tensor]
+    """[tokens, hidden] before each layer, and behind the last one."""
+    logits: torch.Tensor | None
+    """[tokens, vocabulary]; None before the last stage."""
+
+    @property
+    def result(self) -> torch.Tensor:
+        return self.states[-1] if self.logits is None else self.logits
+
+
+def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
+    """Run the copy's own code on a prompt whose tokens are at these positions."""
+    decoder, count, dtype = copy.decoder, len(positions), copy.decoder.dtype
+    states: list[torch.Tensor] = []
+    given: dict[str, torch.Tensor] = {}
+    if decoder.embedding is None:
+        generator = torch.Generator().manual_seed(draw)
+        given["inputs_embeds"] = torch.randn(1, count, decoder.hidden, generator=generator).to(dtype)
+    else:
+        ids = (torch.arange(count) * 7919 + 13 * draw) % len(decoder.embedding.weight)
+        given["input_ids"] = (ids + decoder.embedding.first).unsqueeze(0)
+    cache = TorchPagedAttention(
+        copy.layers,
+        num_blocks=_num_blocks(count),
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        device=copy.module.device,
+    )
+    hooks = [
+        part.register_forward_pre_hook(lambda _part, hidden: states.append(hidden[0][0].clone()))
+        for part in (*copy.parts, copy.base.norm)
+    ]
+    whole = copy.module if decoder.output is not None else copy.base
+    try:
+        outputs = whole(
+            **given,
+            position_ids=torch.from_numpy(positions).unsqueeze(0),
+            use_cache=False,
+            **{PLAN_KEYWORD: cache.plan(_packed(count))},
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(states) != len(copy.layers) + 1:
+        raise NotUsual(f"{len(states) - 1} calls of {len(copy.layers)} layers")
+    if "input_ids" in given and not torch.equal(states[0], decoder.embedding.weight[ids]):
+        raise NotUsual("it changes what the embedding gives")
+    return _Run(states, None if decoder.output is None else outputs.logits[0])
+
+
+def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:
+    program = Program(kernels, decoder)
+    program.use(
+        NativeCache(layers, num_blocks=_num_blocks(count), block_size=BLOCK_SIZE, dtype=decoder.dtype)
+    )
+    return program
+
+
+def _compute(program: Program, hidden: torch.Tensor) -> torch.Tensor:
+    """What the kernels make of [tokens, hidden]: the same, or logits in float32 if there is an output
+    layer."""
+    count = len(hidden)
+    given = program.forward(_packed(count), np.zeros(count, dtype=np.int64), np.arange(count), hidden[None])
+    return given.reshape(count, -1).clone()
+
+
+def _num_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def _packed(count: int) -> PackedRows:
+    """One prompt, side by side in the cache."""
+    table = np.arange(_num_blocks(count), dtype=np.int32)[None, ::-1].copy()
+    return PackedRows(np.array([0]), np.array([count]), table, np.arange(count), int(count == 1))
+
+
+class _Placed:
+    """A rotary embedding that takes token number i for one at ``positions[i]``."""
+
+    def __init__(self, rotary: Any, positions: Int64s) -> None:
+        cosines, sines = rotary(torch.zeros(1), torch.from_numpy(positions).unsqueeze(0))
+        self._angles = [torch.nn.functional.pad(each, (0, 0, 0, MIN_POSITIONS)) for each in (cosines, sines)]
+
+    def __call__(self, _hidden: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        return [each[:, : ids.shape[1]] for each in self._angles]

@@ -1,0 +1,35 @@
+"""How many values a JSON text holds, before it is decoded (pure).
+
+To make objects of a text keeps the interpreter, and so all clients' streams, from anything else. That takes
+long for many values, not for long strings. A few passes at the speed of memory count them.
+"""
+
+from __future__ import annotations
+
+import re
+
+MOST_STRINGS = 250_000
+MOST_CONTAINERS = 100_000
+"""Objects and lists."""
+MOST_VALUES = 2_000_000
+"""Of all kinds: that many are token ids of prompts."""
+
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+def too_many(text: bytes) -> str:
+    """What a JSON text holds too much of, with the limit; empty if nothing."""
+    quotes = text.count(b'"') - text.count(b'\\"')  # at least one for each string, at most two
+    if quotes > 2 * MOST_STRINGS:
+        return f"{MOST_STRINGS} strings"
+    if _brackets(text) > MOST_CONTAINERS or text.count(b",") > MOST_VALUES:  # also those within strings
+        bare = STRING.sub(b"", text)
+        if _brackets(bare) > MOST_CONTAINERS:
+            return f"{MOST_CONTAINERS} objects and lists"
+        if bare.count(b",") > MOST_VALUES:
+            return f"{MOST_VALUES} values"
+    return ""
+
+
+def _brackets(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")

@@ -1,0 +1,132 @@
+"""Tiny configurations of text families: those that the native kernels compute, and those that look like them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.engine.tiny_models import COMMON, WINDOW, save, widen
+
+CONTEXT = 4096
+ORIGINAL = 64
+"""Context of the first training of models that were extended."""
+SMALL: dict[str, Any] = COMMON | {"max_position_embeddings": CONTEXT, "num_hidden_layers": 3}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | more}
+
+
+def extended(kind: str, factor: float = CONTEXT / ORIGINAL, **more: Any) -> dict[str, Any]:
+    return rope(kind, factor=factor, original_max_position_embeddings=ORIGINAL, **more)
+
+
+LONGROPE = rope(
+    "longrope",
+    original_max_position_embeddings=ORIGINAL,
+    factor=CONTEXT / ORIGINAL,
+    short_factor=[1.0 + 0.1 * each for each in range(8)],
+    long_factor=[2.0 + 0.5 * each for each in range(8)],
+)
+LLAMA3 = extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)[
+    "rope_parameters"
+]
+
+NATIVE: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama_biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True),
+    "llama_linear": lambda: transformers.LlamaConfig(**SMALL | rope("linear", factor=8.0)),
+    "llama_dynamic": lambda: transformers.LlamaConfig(**SMALL | rope("dynamic", factor=8.0)),
+    "llama_yarn": lambda: transformers.LlamaConfig(**SMALL | extended("yarn")),
+    "llama_longrope": lambda: transformers.LlamaConfig(**SMALL | LONGROPE),
+    "llama_llama3": lambda: transformers.LlamaConfig(**SMALL | LLAMA3),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=32),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SMALL, sliding_window=WINDOW, head_dim=16, layer_types=ALTERNATING
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "seed_oss": lambda: transformers.SeedOssConfig(
+        **SMALL, head_dim=16, attention_bias=True, attention_out_bias=True, residual_dropout=0.0
+    ),
+    "cwm": lambda: transformers.CwmConfig(
+        **SMALL | LLAMA3, head_dim=16, sliding_window=WINDOW, layer_types=ALTERNATING
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=True, decoder_sparse_step=1
+    ),
+    "qwen3_moe_not_normalised": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=False, mlp_only_layers=[1]
+    ),
+    "smollm3_with_positions": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 1]),
+}
+"""The kernels compute these, and have to go on doing so."""
+
+ALIKE: dict[str, Callable[[], Any]] = {
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        sliding_window=None,
+        head_dim=16,
+        rope_parameters=MINISTRAL3 | {"llama_4_scaling_beta": 0.1},
+    ),
+    "ministral3_far": lambda: transformers.Ministral3Config(
+        **SMALL,
+        sliding_window=None,
+        head_dim=16,
+        rope_parameters=MINISTRAL3
+        | {"llama_4_scaling_beta": 0.01, "original_max_position_embeddings": CONTEXT - 2},
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
+    "mellum": lambda: transformers.MellumConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+    ),
+    "granite_residual": lambda: transformers.GraniteConfig(
+        **SMALL,
+        attention_multiplier=0.25,
+        residual_multiplier=0.999,
+        embedding_multiplier=1.0,
+        logits_scaling=1.0,
+    ),
+    "granite_logits": lambda: transformers.GraniteConfig(
+        **SMALL,
+        attention_multiplier=0.25,
+        residual_multiplier=1.0,
+        embedding_multiplier=1.0,
+        logits_scaling=1.001,
+    ),
+    "granite_embedding": lambda: transformers.GraniteConfig(
+        **SMALL,
+        attention_multiplier=0.25,
+        residual_multiplier=1.0,
+        embedding_multiplier=1.01,
+        logits_scaling=1.0,
+    ),
+    "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
+}
+"""They have the same parts, and compute something else."""
+
+
+def make_family(directory: Path, family: str, seed: int = 0) -> Path:
+    """Write a tiny model of one of these, as ``make_tiny_model`` does."""
+    config = (NATIVE | ALIKE)[family]()
+    model = AutoModelForCausalLM.from_config(config)
+    widen(model, seed)
+    return save(model, directory)
