@@ -494,7 +494,7 @@ def test_log_lines_about_a_request_have_its_id(tmp_path: Path) -> None:
             assert client.get("/v1/models", headers=ids).status_code == 503
             body = {"prompt": "a", "request_id": "def-2"}
             assert client.post("/v1/completions", json=body).status_code == 503
-        log = (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
     for line in (
         '"GET /v1/models HTTP/1.1" 503',
         "GET /v1/models: 503: No instance has joined the mesh yet.",
@@ -514,7 +514,7 @@ def test_the_id_of_a_request_is_a_field_of_json_lines(tmp_path: Path) -> None:
         httpx2.Client(trust_env=False, base_url=url) as client,
     ):
         assert client.get("/v1/models", headers={"x-request-id": "abc"}).status_code == 503
-        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     about = [line["logger"] for line in lines if line.get("request") == "abc"]
     assert sorted(about) == ["router.refusals", "uvicorn.access"]
 
