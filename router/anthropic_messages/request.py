@@ -163,10 +163,13 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _instructions(content: Any, where: str) -> str:
-    """The text of instructions, without a line about billing before them."""
+    """The text of instructions, without lines about billing that blocks begin with."""
     if isinstance(content, list):
         content = [block for block in content if _kind(block) not in CHANGES]
-    text = _text(content or "", where)
+    return "\n".join(filter(None, map(_without_billing, _texts(content or "", where))))
+
+
+def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
 
 
@@ -258,13 +261,17 @@ def _named(content: Any) -> Any:
 
 def _text(content: Any, where: str) -> str:
     """Content that is text, or blocks of text."""
+    return "\n".join(_texts(content, where))
+
+
+def _texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     blocks = content if isinstance(content, list) else []
     texts = [block.get("text") for block in blocks if _kind(block) == "text"]
     if not isinstance(content, list) or len(texts) < len(content):
         refuse(f"{where} holds other content than text, but this model takes text only.", where.split("[")[0])
-    return "\n".join(map(_string, texts))
+    return [*map(_string, texts)]
 
 
 def _arguments(index: int, input: Any) -> str:

@@ -352,6 +352,18 @@ def test_billing_is_no_part_of_instructions(
     assert say.last_prompt == prompt
 
 
+@pytest.mark.parametrize("line", [BILLING, BILLING + "\nRules"])
+def test_billing_is_no_part_of_any_block(client: anthropic.Anthropic, say: Speaker, line: str) -> None:
+    say("x")
+    blocks: list[Any] = [{"type": "text", "text": text} for text in ("You help.", line, "Be brief.")]
+    rules = "\nRules" if "Rules" in line else ""
+    client.messages.create(**BASIC, system=blocks)
+    assert say.last_prompt == f"<system>You help.{rules}\nBe brief.<user>Hello"
+    later: list[Any] = [*USER, {"role": "system", "content": blocks}]
+    client.messages.create(model="tiny", max_tokens=9, messages=later)
+    assert say.last_prompt == f"<user>Hello<system>You help.{rules}\nBe brief."
+
+
 THOUGHTFUL: list[Any] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": [{"type": "thinking", "thinking": "1", "signature": ""}, {"type": "text", "text": "b"}]},
