@@ -86,15 +86,15 @@ class Harmony(Dialect):
     opening = harmony.FINAL
     markers = harmony.MARKERS
 
-    def __init__(self, *, offers_tools: bool) -> None:
-        self._offers_tools = offers_tools
+    def __init__(self, offered: Tools) -> None:
+        self._names = frozenset(tool["function"]["name"] for tool in offered)
 
     def __repr__(self) -> str:
         return "<Harmony>"
 
     def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
-        return HarmonyParser(prompt, offers_tools=self._offers_tools), None
+        return HarmonyParser(prompt, self._names), None
 
     def is_in_answer(self, prompt: str) -> bool:
-        parser = HarmonyParser(prompt, offers_tools=self._offers_tools)
+        parser = HarmonyParser(prompt, self._names)
         return not (parser.between or parser.inside)

@@ -8,6 +8,7 @@ call is a message to ``functions.NAME``. Source: https://cookbook.openai.com/art
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
 from router.reasoning import ReasoningFormat, TurnParser
@@ -69,10 +70,10 @@ class HarmonyParser(TurnParser):
     with (``browser``, ``python``), are reasoning: no client could answer them.
     """
 
-    def __init__(self, prompt: str, *, offers_tools: bool) -> None:
-        """``prompt``: its last message may be one that the answer goes on with."""
+    def __init__(self, prompt: str, offered: Collection[str] = ()) -> None:
+        """``prompt``: its last message may be one that the answer goes on with. ``offered``: tools' names."""
         super().__init__()
-        self._offers_tools = offers_tools
+        self._offered = offered
         self._kind: type[Reasoning | Content | CallArguments] | None = None
         """Of the message; None between two."""
         self._events: list[Parsed] = []
@@ -129,13 +130,20 @@ class HarmonyParser(TurnParser):
         """A message begins."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._at_begin = True
-        if recipient is not None and self._offers_tools and recipient[1].startswith(_FUNCTIONS):
+        called = None if recipient is None else self._function(recipient[1])
+        if called is not None:
             self._kind = CallArguments
-            self._events.append(CallBegin(recipient[1].removeprefix(_FUNCTIONS)))
+            self._events.append(CallBegin(called))
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             self._kind = Reasoning
         else:
             self._kind = Content
+
+    def _function(self, recipient: str) -> str | None:
+        """The function that a message calls; models leave ``functions.`` out at times."""
+        if self._offered and recipient.startswith(_FUNCTIONS):
+            return recipient.removeprefix(_FUNCTIONS)
+        return recipient if recipient in self._offered else None
 
     def _read_body(self, ended: bool) -> bool:
         """Pass on the text of a message; True if it ended."""

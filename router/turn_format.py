@@ -31,11 +31,15 @@ class TurnFormat:
             for cannot be.
     """
 
-    def __init__(self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False) -> None:
+    def __init__(
+        self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False, sent: Tools = ()
+    ) -> None:
+        """``sent``: the tools as the client numbers them, where the request was reduced to some of them."""
         self._config = config.structured_outputs
         self._form = form_of(request, self._config)
         self._asked_for = _asked_for(request)
         self._tools = request.tools or ()
+        self._sent = sent or self._tools
         offers_tools = bool(request.tools) and request.tool_choice != "none"
         if offers_tools and not (self._asked_for or config.enable_auto_tool_choice or harmony):
             refuse(
@@ -46,7 +50,7 @@ class TurnFormat:
             refuse(f"{self._form.param} and tool_choice exclude each other.", "tool_choice")
         self._dialect: Dialect
         if harmony:
-            self._dialect = Harmony(offers_tools=offers_tools)
+            self._dialect = Harmony(self._tools if offers_tools else ())
         else:
             named = config.tool_call_parser if offers_tools else None
             calls = TOOL_PARSERS[named] if named else None
@@ -118,7 +122,7 @@ class TurnFormat:
         return places if self._form is None else {**places, ANSWER: self._form.param}
 
     def _place_of(self, tool: Mapping[str, Any]) -> str:
-        index = next(index for index, each in enumerate(self._tools) if each is tool)
+        index = next(index for index, each in enumerate(self._sent) if each is tool)
         return f"tools[{index}] ({tool['function']['name'][:60]!r})"
 
     def thinking(self, prompt: str, tokenizer: Tokenizer) -> ThinkingBudget | None:

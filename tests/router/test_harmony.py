@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
@@ -19,6 +19,7 @@ PROMPT = "<|start|>user<|message|>Hello<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Hm, {1}.<|end|><|start|>assistant"
 CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 ARGUMENTS = '{"city": "Ulm"}'
+OFFERED = ("weather", "math.sum")
 
 CASES: list[tuple[str, list[Parsed]]] = [
     ("<|channel|>final<|message|>Hello!<|return|>", [Content("Hello!")]),
@@ -32,6 +33,11 @@ CASES: list[tuple[str, list[Parsed]]] = [
         f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
         [CallBegin("weather"), CallArguments(ARGUMENTS)],
     ),
+    # a recipient without its prefix, if it is offered; whatever the channel
+    (f"<|channel|>commentary to=weather<|message|>{ARGUMENTS}<|call|>", [CallBegin("weather"), CallArguments(ARGUMENTS)]),
+    (f"<|channel|>analysis to=math.sum json<|message|>{ARGUMENTS}<|call|>", [CallBegin("math.sum"), CallArguments(ARGUMENTS)]),
+    (f"<|channel|>comment to=functions.weather<|message|>{ARGUMENTS}<|call|>", [CallBegin("weather"), CallArguments(ARGUMENTS)]),
+    ("<|channel|>commentary to=math<|message|>{}<|call|>", [Reasoning("{}")]),
     # a preamble, then two calls
     (
         "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
@@ -64,8 +70,8 @@ CASES: list[tuple[str, list[Parsed]]] = [
 ]  # fmt: skip
 
 
-def parse(chunks: Sequence[str], prompt: str = PROMPT, *, offers_tools: bool = True) -> list[Parsed]:
-    parser = HarmonyParser(prompt, offers_tools=offers_tools)
+def parse(chunks: Sequence[str], prompt: str = PROMPT, offered: Collection[str] = OFFERED) -> list[Parsed]:
+    parser = HarmonyParser(prompt, offered)
     events: list[Parsed] = []
     for chunk in chunks:
         events += parser.feed(chunk)
@@ -94,7 +100,7 @@ def test_cuts_do_not_matter(parts: list[str]) -> None:
 
 
 def test_calls_of_tools_that_nobody_offered_are_reasoning() -> None:
-    assert parse([CALL + ARGUMENTS], offers_tools=False) == [Reasoning(ARGUMENTS)]
+    assert parse([CALL + ARGUMENTS], offered=()) == [Reasoning(ARGUMENTS)]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +119,13 @@ def test_an_answer_goes_on_where_its_prompt_ends(begun: str, expected: Parsed) -
 def test_a_turn() -> None:
     text = THOUGHT + CALL + ARGUMENTS + "<|call|><|start|>assistant" + CALL + "{}"
     pieces = [(character, 1) for character in text]
-    turn = turn_of(pieces, TurnReader(HarmonyParser(PROMPT, offers_tools=True), max_calls=1))
+    turn = turn_of(pieces, TurnReader(HarmonyParser(PROMPT, OFFERED), max_calls=1))
     assert (turn.reasoning, [(call.name, call.arguments) for call in turn.calls]) == (
         "Hm, {1}.",
         [("weather", ARGUMENTS)],
     )
     assert len("Hm, {1}.") <= turn.num_reasoning_tokens <= len("Hm, {1}.<|end|>")
-    hidden = TurnReader(HarmonyParser(PROMPT, offers_tools=True), hides_reasoning=True)
+    hidden = TurnReader(HarmonyParser(PROMPT, OFFERED), hides_reasoning=True)
     assert turn_of(pieces, hidden).reasoning == ""
 
 
