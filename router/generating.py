@@ -42,7 +42,7 @@ from router.quotas import Quotas
 from router.responses import request as responses_request
 from router.responses.answer import ResponsesAnswer
 from router.responses.wire import InputTokens, ResponsesRequest
-from router.rules import check_chat, check_completion
+from router.rules import check_chat, check_completion, keep_allowed_tools
 from router.streaming import Call, EventStream, whole_answer
 from router.structured import ANSWER, form_of, text_of
 from router.text_model import TextModel
@@ -222,7 +222,9 @@ class Generating:
         model = await self._models.get(wanted.model)
         config = self._config
         speaks = harmony.is_written(model.tokenizer, config.reasoning_parser, config.tool_call_parser)
-        turn_format = TurnFormat(wanted, config, harmony=speaks)
+        sent = wanted.tools or ()
+        keep_allowed_tools(wanted)
+        turn_format = TurnFormat(wanted, config, harmony=speaks, sent=sent)
         if turn_format.needs_special_tokens(model.tokenizer):
             wanted.skip_special_tokens = False
         self._keep_tools_out(wanted)
@@ -242,6 +244,7 @@ class Generating:
         """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
+        keep_allowed_tools(wanted)
         self._keep_tools_out(wanted)
         with self._quotas.counting(key_of(request)) as booked:
             booked.tokens = await run_sized(lambda: num_prompt_tokens(wanted, model), size)

@@ -158,23 +158,53 @@ def _check_tools(request: ChatRequest) -> None:
     if isinstance(choice, dict):
         kind = choice.get("type", "function")
         if kind == "allowed_tools":
-            refuse(
-                "tool_choice of type allowed_tools is not supported: leave the others out of tools.",
-                "tool_choice",
-            )
+            _check_allowed(choice.get("allowed_tools"), request.tools)
+            return
         if kind != "function":
             refuse(
                 f"tool_choice of type {_shortened(str(kind))} is not supported, only function.", "tool_choice"
             )
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if name not in [tool["function"]["name"] for tool in request.tools]:
+        if _name_of_function(choice) not in _names(request.tools):
             refuse("tool_choice names no function of tools.", "tool_choice")
     elif choice != "required":
         refuse(
             f"tool_choice must be none, auto, required or a function, got {_shortened(choice)}.",
             "tool_choice",
         )
+
+
+def _check_allowed(allowed: Any, tools: list[dict[str, Any]]) -> None:
+    named = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(named, list) or not named:
+        refuse("tool_choice of type allowed_tools needs a list of tools.", "tool_choice")
+    if allowed.get("mode") not in ("auto", "required"):
+        refuse("tool_choice of type allowed_tools needs a mode, auto or required.", "tool_choice")
+    known = _names(tools)
+    for index, tool in enumerate(named):
+        if not isinstance(tool, dict) or _name_of_function(tool) not in known:
+            refuse(f"tool_choice: allowed tool {index} names no function of tools.", "tool_choice")
+
+
+def keep_allowed_tools(request: ChatRequest) -> None:
+    """Reduces a checked request whose ``tool_choice`` is of type ``allowed_tools`` to those tools.
+
+    Its mode becomes the choice.
+    """
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice["allowed_tools"]
+        names = {_name_of_function(tool) for tool in allowed["tools"]}
+        request.tools = [tool for tool in request.tools or () if tool["function"]["name"] in names]
+        request.tool_choice = allowed["mode"]
+
+
+def _names(tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def _name_of_function(named: dict[str, Any]) -> Any:
+    function = named.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def wanted_tokens(request: GenerationRequest) -> int | None:

@@ -63,11 +63,33 @@ def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type", "function")
+    if kind == "allowed_tools":
+        return _allowed_tools(choice)
     if isinstance(kind, str) and kind in HOSTED:
         refuse(f"tool_choice names {kind}, which cannot run here.", "tool_choice")
+    return _named(choice)
+
+
+def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type", "function")
     if kind in ("function", "custom") and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": flat_name(choice)}}
     return dict(choice)
+
+
+def _allowed_tools(choice: Mapping[str, Any]) -> Any:
+    """In chat's form, without tools that cannot run here; none where no others are left."""
+    named, mode = choice.get("tools"), choice.get("mode")
+    if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
+        refuse("tool_choice of type allowed_tools needs a list of tools.", "tool_choice")
+    kinds = [tool.get("type") for tool in named]
+    hosted = [kind for kind in kinds if isinstance(kind, str) and kind in HOSTED]
+    if hosted and mode == "required":
+        refuse(f"tool_choice allows {hosted[0]}, which cannot run here.", "tool_choice")
+    if hosted and len(hosted) == len(named):
+        return "none"
+    tools = [_named(tool) for tool, kind in zip(named, kinds, strict=True) if kind not in hosted]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def flat_name(named: Mapping[str, Any]) -> str:

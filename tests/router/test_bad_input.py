@@ -327,7 +327,23 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
-        "tool_choice of type allowed_tools is not supported: leave the others out of tools",
+        "tool_choice of type allowed_tools needs a list of tools",
+        "tool_choice",
+    ),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [TOOL]}}},
+        "tool_choice of type allowed_tools needs a mode, auto or required",
+        "tool_choice",
+    ),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [TOOL, {"function": {"name": "g"}}]},
+            },
+        },
+        "tool_choice: allowed tool 1 names no function of tools",
         "tool_choice",
     ),
     (

@@ -236,9 +236,47 @@ def test_a_tool_can_be_chosen(say: Speaker, choice: Any, name: str) -> None:
     assert called in (say.server.mesh.prompts[-1].params.grammar or "")
 
 
+SPAWN_CHOSEN = {"type": "function", "name": "spawn", "namespace": "agents"}
+
+
+@pytest.mark.parametrize(
+    ("named", "mode", "offered"),
+    [
+        ([SPAWN_CHOSEN], "auto", ["agents__spawn"]),
+        ([{"type": "custom", "name": "patch"}, SPAWN_CHOSEN], "required", ["agents__spawn", "patch"]),
+        ([SPAWN_CHOSEN, {"type": "web_search"}], "auto", ["agents__spawn"]),
+    ],
+)
+def test_only_allowed_tools_are_offered(say: Speaker, named: Any, mode: str, offered: list[str]) -> None:
+    say('<tool_call>\n{"name": "agents__spawn", "arguments": {"input": "x"}}\n</tool_call>')
+    choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+    answer = say.server.post("/v1/responses", {"input": "x", "tools": TOOLS, "tool_choice": choice}).json()
+    assert [item["name"] for item in answer["output"]] == ["spawn"]
+    assert answer["tool_choice"] == choice
+    shown = [name for name in ("weather", "agents__spawn", "patch") if f'"{name}"' in say.last_prompt]
+    assert shown == offered
+    assert (say.server.mesh.prompts[-1].params.grammar is not None) is (mode == "required")
+
+
+def test_no_tool_is_left_where_none_that_is_allowed_can_run(say: Speaker) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    say(call)
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    answer = say.server.post("/v1/responses", {"input": "x", "tools": TOOLS, "tool_choice": choice}).json()
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert answer["output"][0]["content"][0]["text"] == call
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [
+        ([WEATHER], {"type": "allowed_tools", "mode": "auto", "tools": [SPAWN_CHOSEN]}, "allowed tool 0 names no"),
+        ([WEATHER], {"type": "allowed_tools", "mode": "auto", "tools": ["weather"]}, "needs a list of tools"),
+        (
+            [WEATHER, {"type": "mcp"}],
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp"}]},
+            "tool_choice allows mcp, which cannot run here",
+        ),
         ([WEATHER, {"type": "web_search"}], "required", "tools[1] has type 'web_search', which cannot run here"),
         ([WEATHER, {"type": "mcp"}], {"type": "mcp"}, "tool_choice names mcp, which cannot run here"),
         ([{"type": "web_search"}], "required", "cannot run here"),

@@ -195,6 +195,33 @@ def test_tools_that_may_not_be_called(
         assert ("TOOLS" in tokenizer.decode(server.mesh.prompts[0].prompt_ids)) is shown
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+@pytest.mark.parametrize(("mode", "must"), [("auto", False), ("required", True)])
+def test_only_allowed_tools_are_offered(say: Speaker, mode: str, must: bool) -> None:
+    say('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": allowed(mode, "now")}
+    choice = say.server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert [f'"{name}"' in say.last_prompt for name in ("now", "weather")] == [True, False]
+    grammar = say.server.mesh.prompts[-1].params.grammar
+    assert (grammar is not None) is must
+    assert "weather" not in (grammar or "")
+
+
+def test_allowed_tools_keep_their_numbers(say: Speaker) -> None:
+    say("x")
+    wrong = {"type": "function", "function": {"name": "wrong", "parameters": {"type": "x"}}}
+    body = {"messages": USER, "tools": [*TOOLS, wrong], "tool_choice": allowed("required", "wrong")}
+    answer = say.server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert f"tools[{len(TOOLS)}] ('wrong')" in answer.json()["error"]["message"]
+
+
 def test_variables_of_the_template_have_defaults(
     served: ServedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
