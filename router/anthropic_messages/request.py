@@ -28,6 +28,8 @@ BILLING_LINE = "x-anthropic-billing-header:"
 """What the first line of Claude Code's instructions begins with. It differs between sessions, so that no two
 prompts would have a beginning in common."""
 
+THINKING = ("enabled", "disabled", "adaptive")
+DISPLAYS = (None, "summarized", "updates", "omitted")
 CLEAR_THINKING = "clear_thinking_20251015"
 
 SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
@@ -70,6 +72,10 @@ def _check(request: CountTokensRequest) -> None:
             raise ApiError(404, message, param="thread", reason="thread_not_found")
         case kind if request.thread is not None and kind != "create":
             refuse("thread.type must be create or continue.", "thread")
+    if request.thinking is not None and _kind(request.thinking) not in THINKING:
+        refuse("thinking.type must be enabled, disabled or adaptive.", "thinking")
+    if (request.thinking or {}).get("display") not in DISPLAYS:
+        refuse("thinking.display must be summarized, updates or omitted.", "thinking")
     for name, instead in UNSUPPORTED.items():
         if getattr(request, name):
             refuse(f"{name} is not supported: {instead}.", name)
@@ -178,14 +184,18 @@ def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
     for block in blocks:
         match _kind(block):
             case "text":
-                message["content"] = (message["content"] or "") + _string(block.get("text"))
+                message["content"] = (message["content"] or "") + _given(
+                    index, block, "text", may_be_empty=True
+                )
             case "thinking":
-                message["reasoning"] = message.get("reasoning", "") + _string(block.get("thinking"))
+                thought = _given(index, block, "thinking", may_be_empty=True)
+                message["reasoning"] = message.get("reasoning", "") + thought
             case "redacted_thinking":
                 pass  # nobody but its author can read it
             case "tool_use":
-                function = {"name": block.get("name"), "arguments": _arguments(index, block.get("input"))}
-                call = {"id": block.get("id"), "type": "function", "function": function}
+                name, arguments = _given(index, block, "name"), _arguments(index, block.get("input"))
+                function = {"name": name, "arguments": arguments}
+                call = {"id": _given(index, block, "id"), "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
             case kind:
                 _refuse_block(index, kind)
@@ -243,10 +253,19 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
                 parts.append({"type": "text", "text": block.get("text")})
             case "tool_result":
                 content = _text(_named(block.get("content")) or "", f"messages[{index}]")
-                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+                call_id = _given(index, block, "tool_use_id")
+                results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case kind:
                 _refuse_block(index, kind)
     return [*results, {"role": "user", "content": parts}] if parts or not results else results
+
+
+def _given(index: int, block: dict[str, Any], field: str, *, may_be_empty: bool = False) -> str:
+    """The text that a block of its type must have."""
+    value = block.get(field)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        refuse(f"messages[{index}].content has a {block['type']} block without {field}.", "messages")
+    return value
 
 
 def _named(content: Any) -> Any:
@@ -271,7 +290,9 @@ def _texts(content: Any, where: str) -> list[str]:
     texts = [block.get("text") for block in blocks if _kind(block) == "text"]
     if not isinstance(content, list) or len(texts) < len(content):
         refuse(f"{where} holds other content than text, but this model takes text only.", where.split("[")[0])
-    return [*map(_string, texts)]
+    if not all(isinstance(text, str) for text in texts):
+        refuse(f"{where} has a text block without text.", where.split("[")[0])
+    return texts
 
 
 def _arguments(index: int, input: Any) -> str:
