@@ -165,7 +165,7 @@ class ChatTemplate:
         """All instructions as one message in front, if the template does not write others where they stand.
         ``keeps_last``: the last message is gone on with, so it stays."""
         end = len(messages) - 1 if keeps_last else len(messages)
-        if all(self._takes_more.get(message.get("role"), True) for message in messages[1:end]):
+        if all(self._takes_more.get(str(message.get("role")), True) for message in messages[1:end]):
             return messages
         told = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
         turns = [message for message in messages[:end] if message.get("role") not in INSTRUCTIONS]

@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.sampling import ALL_LOGPROBS, MAX_BAD_WORDS, MOST_BIAS, BadParameter, SamplingParams
+from engine.sampling import (
+    ALL_LOGPROBS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MOST_BIAS,
+    BadParameter,
+    SamplingParams,
+)
 from router.errors import bad_request, in_terms_of, refuse
 from router.openai_api import ChatRequest, CompletionRequest, GenerationRequest
 from router.prompts import PromptText, too_long
@@ -110,6 +117,8 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 def _biases(given: Mapping[int | str, float]) -> dict[int, float]:
     """By token id; biases beyond the bounds are brought to them, as in vLLM."""
+    if len(given) > MAX_LOGIT_BIAS:
+        refuse(f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.", "logit_bias")
     if wrong := [str(key) for key in given if not TOKEN_ID.fullmatch(str(key))]:
         named = ", ".join(repr(key[:40]) for key in wrong[:MAX_NAMED])
         more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""

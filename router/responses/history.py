@@ -80,7 +80,8 @@ def _add(found: History, where: str, item: Mapping[str, Any]) -> None:
             elif item.get("encrypted_content"):
                 found.left_out.append("reasoning")
         case "function_call":
-            _add_call(messages, *_strings(where, item, "call_id", "arguments"), _called(where, item))
+            call_id, arguments = _strings(where, item, "call_id", "arguments")
+            _add_call(messages, call_id, arguments, _called(where, item))
         case "custom_tool_call":
             call_id, text = _strings(where, item, "call_id", "input")
             _add_call(messages, call_id, custom_arguments(text), _called(where, item))
@@ -89,11 +90,13 @@ def _add(found: History, where: str, item: Mapping[str, Any]) -> None:
             _add_call(messages, id, arguments, _called(where, item))
             _add_output(messages, id, item.get("output") or item.get("error"))
         case str() as kind if kind in TOOLS_OF_CALLS:
+            (call_id,) = _strings(where, item, "call_id")
             arguments = msgspec.json.encode(item.get(TOOLS_OF_CALLS[kind])).decode()
-            _add_call(messages, *_strings(where, item, "call_id"), arguments, kind.removesuffix("_call"))
+            _add_call(messages, call_id, arguments, kind.removesuffix("_call"))
         case str() as kind if kind in OUTPUTS:
-            call = item if "call_id" in item else {"call_id": item.get("id")}
-            _add_output(messages, *_strings(where, call, "call_id"), item.get("output"))
+            by_id = kind == "local_shell_call_output" and "call_id" not in item
+            (call_id,) = _strings(where, item, "id" if by_id else "call_id")
+            _add_output(messages, call_id, item.get("output"))
         case str() as kind if kind in LEFT_OUT:
             found.left_out.append(kind)
         case kind:

@@ -202,9 +202,9 @@ def test_reasoning_that_cannot_be_read_is_left_out(say: Speaker) -> None:
 def test_what_is_left_out_is_logged(say: Speaker, caplog: pytest.LogCaptureFixture) -> None:
     say("x")
     with caplog.at_level("INFO", "router.generating"):
-        body = {"input": "x", "tools": TOOLS, "request_id": "mine"}
+        body = {"input": "x", "tools": TOOLS}
         assert say.server.post("/v1/responses", body).status_code == 200
-    assert "resp_mine goes without web_search, which cannot run here" in caplog.text
+    assert "left out web_search: nothing runs that here" in caplog.text
 
 
 def test_nothing_is_said_to_be_left_out_where_nothing_is(say: Speaker) -> None:
