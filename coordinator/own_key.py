@@ -121,11 +121,11 @@ def _network() -> int:
 
 def _directories() -> list[Path]:
     """Where key files of this user may be, the best place first: that of the session, which no other user can
-    enter."""
+    enter; last that of TMPDIR, which may be another one in each terminal."""
     user = os.geteuid()
     session = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"]
     found = [Path(each) / "lockstep" for each in session if each]
-    found += [Path(each) / f"lockstep-{user}" for each in PLACES]
+    found += [Path(each) / f"lockstep-{user}" for each in (*PLACES, os.environ.get("TMPDIR")) if each]
     return [each for each in dict.fromkeys(found) if each.is_absolute()]
 
 

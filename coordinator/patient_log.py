@@ -81,7 +81,7 @@ class PatientHandler(logging.Handler):
     def _tell_dropped(self) -> None:
         if self._dropped:
             text = "%d lines of this log were dropped: its reader did not keep up"
-            made = logging.LogRecord(
+            made = logging.getLogRecordFactory()(
                 __name__, logging.WARNING, __file__, 0, text, (self._dropped,), None, "_tell_dropped"
             )
             self._dropped = 0

@@ -19,6 +19,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ from coordinator.complaints import Complaints
 from coordinator.guard import Guard
 from coordinator.handshakes import Handshakes, KeyRefused
 from coordinator.keys import MeshKeys
+from coordinator.unfinished import INTERVAL, Unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -155,10 +157,12 @@ class _Bound(Generic[In]):
         self._decoder: Decoder[In] = Decoder(receives)
         self._complaints = Complaints(logger, f"{name}: dropped a bad message")
         self.endpoint = _bind(self._socket, endpoint)
+        self._unfinished = Unfinished(self.endpoint, max_bytes)
+        self._floods = Complaints(logger, f"{name}: cut off a peer that sent a message without an end")
 
     @property
     def bad_messages(self) -> int:
-        return self._complaints.count
+        return self._complaints.count + self._floods.count
 
     @property
     def refused_peers(self) -> int:
@@ -168,10 +172,16 @@ class _Bound(Generic[In]):
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, frames: list[bytes]) -> tuple[Peer, In]:
+    def _read(self, frames: list[zmq.Frame]) -> tuple[Peer, In]:
+        self._unfinished.note_whole(int(frames[-1].get(zmq.SRCFD)))
         if len(frames) != 2:
             raise Malformed(f"{len(frames)} frames instead of 2")
-        return frames[0], self._decoder.decode(frames[1])
+        return frames[0].bytes, self._decoder.decode(frames[1].buffer)
+
+    def _cut_floods(self) -> None:
+        """When nothing waits to be received."""
+        for size in self._unfinished.cut_floods():
+            self._floods.add(f"{size >> 20} MiB so far")
 
 
 def _is_unreachable(error: zmq.ZMQError) -> bool:
@@ -204,14 +214,20 @@ class Listener(_Bound[In], Generic[In, Out]):
         """The next well-formed message, or None if none is there."""
         while is_readable(self._socket):  # to try and fail takes three times as long
             try:
-                return self._read(self._socket.recv_multipart(_NOBLOCK))
+                return self._read(self._socket.recv_multipart(_NOBLOCK, copy=False))
             except Malformed as error:
                 self._complaints.add(error)
+        self._cut_floods()
         return None
 
     def wait(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for something to receive, or an interruption."""
-        events = self._poller.poll(int(timeout * 1000))
+        deadline = time.monotonic() + timeout
+        while not (events := self._poller.poll(int(min(timeout, INTERVAL) * 1000))):
+            self._cut_floods()
+            timeout = deadline - time.monotonic()
+            if timeout <= 0:
+                break
         if any(socket == self._interrupts for socket, _ in events):
             os.eventfd_read(self._interrupts)
         return bool(events)
@@ -274,14 +290,24 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
     async def receive(self) -> tuple[Peer, In | OtherProtocol]:
         """The next message; one of another protocol version is handed out as such, to be answered."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._receive_frames()
             try:
                 return self._read(frames)
             except OtherProtocol as error:
                 self._complaints.add(error)
-                return frames[0], error
+                return frames[0].bytes, error
             except Malformed as error:
                 self._complaints.add(error)
+
+    async def _receive_frames(self) -> list[zmq.Frame]:
+        receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
+        try:
+            while not receiving.done():
+                self._cut_floods()
+                await asyncio.wait([receiving], timeout=INTERVAL)
+            return list(receiving.result())
+        finally:
+            receiving.cancel()  # with this task; harmless when it is done
 
     def send(self, peer: Peer, message: Out) -> bool:
         """Queue a message; False if the peer is gone or does not keep up."""

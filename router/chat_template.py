@@ -22,6 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 
+from router.json_values import too_many
 from router.tokens import Tokenizer, TokenizerError
 
 MAX_RENDERED = 32 * 1024**2
@@ -370,6 +371,8 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Arguments as an object; a model may slip, or be cut, and its conversation goes on all the same."""
+    if many := too_many(text.encode()):
+        raise ChatTemplateError(f"The arguments of a tool call hold more than {many}.")
     try:
         arguments: dict[str, Any] = msgspec.json.decode(text.strip() or "{}", type=dict[str, Any])
     except (ValueError, RecursionError):

@@ -7,9 +7,12 @@ Everything else decides by itself alone, and must pass at once.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: children would
@@ -20,3 +23,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
 
 if importlib.util.find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton asks when it is loaded, so before anything does
+
+
+def _session_directory() -> str:
+    """Of this run alone, for what processes of one user share, like the keys of their meshes; with mode 0700."""
+    made, owner = tempfile.mkdtemp(prefix="lockstep-tests-"), os.getpid()
+    atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
+    return made
+
+
+os.environ["XDG_RUNTIME_DIR"] = _session_directory()

@@ -205,20 +205,14 @@ class _Run(NamedTuple):
 
 def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
     """Run the copy's own code on a prompt whose tokens are at these positions."""
-    decoder, count, dtype = copy.decoder, len(positions), copy.decoder.dtype
+    decoder, count = copy.decoder, len(positions)
+    given, embedded = _prompt(decoder, count, draw)
     states: list[torch.Tensor] = []
-    given: dict[str, torch.Tensor] = {}
-    if decoder.embedding is None:
-        generator = torch.Generator().manual_seed(draw)
-        given["inputs_embeds"] = torch.randn(1, count, decoder.hidden, generator=generator).to(dtype)
-    else:
-        ids = (torch.arange(count) * 7919 + 13 * draw) % len(decoder.embedding.weight)
-        given["input_ids"] = (ids + decoder.embedding.first).unsqueeze(0)
     cache = TorchPagedAttention(
         copy.layers,
         num_blocks=_num_blocks(count),
         block_size=BLOCK_SIZE,
-        dtype=dtype,
+        dtype=decoder.dtype,
         device=copy.module.device,
     )
     hooks = [
@@ -238,9 +232,21 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
             hook.remove()
     if len(states) != len(copy.layers) + 1:
         raise NotUsual(f"{len(states) - 1} calls of {len(copy.layers)} layers")
-    if "input_ids" in given and not torch.equal(states[0], decoder.embedding.weight[ids]):
+    if decoder.embedding is not None and not torch.equal(states[0], embedded):
         raise NotUsual("it changes what the embedding gives")
     return _Run(states, None if decoder.output is None else outputs.logits[0])
+
+
+def _prompt(decoder: Decoder, count: int, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Arguments of a model for so many tokens, and [tokens, hidden] that is to come of them. A later stage
+    gets its own; what the model makes of it before the first layer was done on the first stage."""
+    if decoder.embedding is None:
+        generator = torch.Generator().manual_seed(draw)
+        embedded = torch.randn(count, decoder.hidden, generator=generator).to(decoder.dtype)
+        return {"inputs_embeds": embedded.unsqueeze(0)}, embedded
+    weight, first = decoder.embedding.weight, decoder.embedding.first
+    ids = (torch.arange(count) * 7919 + 13 * draw) % len(weight)
+    return {"input_ids": (ids + first).unsqueeze(0)}, weight[ids]
 
 
 def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...], count: int) -> Program:

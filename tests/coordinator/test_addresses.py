@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
 import pytest
 
 from coordinator import addresses
-from coordinator.addresses import AddressError, Interface, is_ipv6, is_loopback, own, toward
+from coordinator.addresses import AddressError, Interface, is_ipv6, is_loopback, own, reached, toward
 
 TWO = [Interface("eth0", "10.0.0.1"), Interface("eth1", "192.168.7.1")]
 
@@ -113,3 +115,32 @@ def test_interfaces_are_usable_by_others() -> None:
     for each in addresses.interfaces():
         assert not is_loopback(each.address)
         assert each.name in str(each)
+
+
+def test_who_is_reached_is_who_takes_a_connection_within_the_time() -> None:
+    """A port that refuses, one whose queue is full and answers nothing, and what is no address are not."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listens,
+        socket.create_server(("127.0.0.1", 0)) as closed,
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+    ):
+        ports = [each.getsockname()[1] for each in (listens, closed, full)]
+        closed.close()
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:  # the kernel takes one or two, and drops the others' first packet
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", ports[2]))
+        peers = {
+            "listens": f"127.0.0.1:{ports[0]}",
+            "refuses": f"127.0.0.1:{ports[1]}",
+            "is silent": f"127.0.0.1:{ports[2]}",
+            "no port": "127.0.0.1:x",
+            "no such port": "127.0.0.1:99999",
+            "nothing": "",
+        }
+        began = time.monotonic()
+        assert asyncio.run(reached(peers, 0.5)) == ("listens",)
+        assert time.monotonic() - began < 5.0, "all at once"
+        for each in waiting:
+            each.close()
+    assert asyncio.run(reached({})) == ()

@@ -17,7 +17,7 @@ from engine.executor.base import Progress
 from engine.executor.uni import UniExecutor
 from engine.shard import Shard
 from engine.step import ModelFacts, Step, StepResult
-from parallel.communicators.base import Communicator
+from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 
@@ -44,8 +44,12 @@ class _Worker(threading.Thread):
     def begin(self, call: Callable[[], Any] | None) -> None:
         self._calls.put(call)
 
+    def result(self) -> Any:
+        """What a call gave, or the error that it raised."""
+        return self._results.get(timeout=TIMEOUT)
+
     def finish(self) -> Any:
-        result = self._results.get(timeout=TIMEOUT)
+        result = self.result()
         if isinstance(result, BaseException):
             raise result
         return result
@@ -74,6 +78,7 @@ class ThreadedShards:
         self.needs_tokens = pp > 1 or place is not None
         self._place = place
         self._layout = pp, tp
+        self._read = threading.Barrier(pp * tp, timeout=TIMEOUT)
         ranks = [group(tp) for _ in range(pp)]
         stages = [group(pp) for _ in range(tp)]
         self.workers = [
@@ -84,6 +89,7 @@ class ThreadedShards:
                     1,
                     None if place is None else (place[0] * tp + rank, place[1] * tp),
                     shard=Shard(stage, pp, rank, tp, split, ranks[stage][rank], stages[rank][stage]),
+                    before_first_run=self._wait_for_others,
                 )
             )
             for stage in range(pp)
@@ -94,11 +100,29 @@ class ThreadedShards:
     def _all(self, call: Callable[[UniExecutor], Any]) -> list[Any]:
         for worker in self.workers:
             worker.begin(lambda executor=worker.executor: call(executor))  # type: ignore[misc]
-        return [worker.finish() for worker in self.workers]
+        results = [worker.result() for worker in self.workers]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, CollectiveError)):
+            raise error  # the cause rather than what the others notice of it
+        return results
 
     def load(self, progress: Progress) -> ModelFacts:
-        facts: ModelFacts = self._all(lambda executor: executor.load(progress))[0]
+        facts: ModelFacts = self._all(lambda executor: self._load(executor, progress))[0]
         return facts
+
+    def _load(self, executor: UniExecutor, progress: Progress) -> ModelFacts:
+        try:
+            return executor.load(progress)
+        except BaseException:
+            self._read.abort()
+            raise
+
+    def _wait_for_others(self) -> None:
+        """As the engine has workers wait: those that read longer are not waited for in a collective."""
+        try:
+            self._read.wait()
+        except threading.BrokenBarrierError as error:
+            raise CollectiveError("another worker could not read its share") from error
 
     def facts(self) -> list[Any]:
         return [worker.executor._model for worker in self.workers]

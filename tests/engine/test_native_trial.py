@@ -22,6 +22,7 @@ from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.placement import place
 from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, make_family
 from tests.engine.test_sharding import LAYOUTS, shards
+from tests.engine.test_weights import make_larger
 
 KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
@@ -39,6 +40,15 @@ def test_families_that_the_kernels_know_are_computed_by_them(family: str, tmp_pa
     directory = make_family(tmp_path, family)
     for dtype in DTYPES:
         assert make_program(load(directory, dtype), BLOCK_SIZE) is not None, dtype
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
+def test_language_parts_whose_positions_have_one_axis_for_text_are_computed_by_them(
+    kind: str, tmp_path: Path
+) -> None:
+    make_larger(kind, tmp_path)
+    for dtype in DTYPES:
+        assert make_program(load(tmp_path, dtype), BLOCK_SIZE) is not None, dtype
 
 
 @pytest.mark.parametrize("family", ALIKE)

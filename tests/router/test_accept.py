@@ -163,8 +163,8 @@ def test_a_lone_front_end_answers_more_clients_than_it_has_files(tmp_path: Path)
 
         answers = asyncio.run(run())
         assert all(answer.startswith(b"HTTP/1.1 200 OK") for answer in answers)
-        said = "connections wait until others end (1 so far): too many files are open"
-        until(lambda: said in log.read_text())
+        waits = "connections wait until others end (1 so far): too many files are open"
+        until(lambda: waits in log.read_text())
     finally:
         router.terminate()
         assert router.wait(20) == 0

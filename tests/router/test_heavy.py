@@ -113,7 +113,7 @@ def test_counting_and_converting_tokens_is_booked(served: ServedModel, tmp_path:
     file = tmp_path / "limits.yaml"
     file.write_text("words: {tokens_per_minute: 4}\nones: {requests_per_minute: 1}\n")
     messages = [{"role": "user", "content": "Hello world"}]
-    asked = {
+    asked: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "Hello world, hello"},
         "/detokenize": {"tokens": [70, 71, 72, 73, 74]},
         "/v1/messages/count_tokens": {"model": "tiny", "messages": messages},

@@ -1,0 +1,159 @@
+"""Peers that send the parts of a message without an end.
+
+ZeroMQ hands out a message when all of its parts are there, and holds them until then without a limit. What
+the kernel has received on a connection is compared with what it had received at the last whole message. A
+peer that is far beyond the largest message is cut off. The listener looks only while the process grows, and
+when no whole message waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+GROWTH = 16 << 20
+"""Bytes that the process grows by until connections are looked at."""
+INTERVAL = 0.05
+"""Seconds between two looks at the size of the process."""
+MOST_TOGETHER = 256 << 20
+"""Bytes of unfinished messages of all peers together; beyond it those with most are cut off."""
+UNREAD = 8 << 20
+"""Bytes of whole messages that may still be in the kernel, or on their way through ZeroMQ's thread."""
+IDLE_RATE = 100
+"""Bytes per second that a connection may receive without a message: signs of life of ZeroMQ itself."""
+
+BYTES_RECEIVED = 128
+"""Where Linux's ``tcp_info`` has it."""
+TCP_INFO_BYTES = 136
+
+
+class Seen(msgspec.Struct):
+    """A connection at its last whole message."""
+
+    received: int = 0
+    """Bytes."""
+    at: float = 0.0
+
+
+class Unfinished:
+    """The connections of one listener."""
+
+    def __init__(self, endpoint: str, max_bytes: int) -> None:
+        """``max_bytes``: of a message."""
+        port = endpoint.rpartition(":")[2]
+        self._port = int(port) if endpoint.startswith("tcp://") and port.isdecimal() else None
+        self._most = max_bytes + UNREAD
+        self._began = self._looked = time.monotonic()
+        self._level: int | None = None
+        self._seen: dict[int, Seen] = {}
+        """By the number of the socket's inode: descriptors are used again."""
+
+    def __repr__(self) -> str:
+        return f"<Unfinished messages at port {self._port}, {len(self._seen)} connections known>"
+
+    def note_whole(self, descriptor: int) -> None:
+        """A whole message came by this descriptor of ZeroMQ's, which may be closed by now."""
+        if self._port is not None and descriptor >= 0:
+            with contextlib.suppress(OSError), _connection(descriptor) as (inode, connection):
+                self._seen[inode] = Seen(_received(connection), time.monotonic())
+
+    def cut_floods(self) -> list[int]:
+        """No whole message waits now: cut off who has sent too much since its last one; bytes of each. Costs
+        next to nothing unless the process has grown."""
+        now = time.monotonic()
+        if self._port is None or now - self._looked < INTERVAL:
+            return []
+        self._looked = now
+        size = _private_memory()
+        self._level = size if self._level is None else min(self._level, size)
+        if size - self._level < GROWTH:
+            return []
+        self._level = size
+        return self._cut(self._unfinished(now))
+
+    def _unfinished(self, now: float) -> dict[int, tuple[int, int]]:
+        """Bytes since the last whole message, and the inode, by descriptor; what is closed is forgotten."""
+        found: dict[int, tuple[int, int]] = {}
+        seen: dict[int, Seen] = {}
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), _connection(int(name)) as (inode, connection):
+                if connection.getsockname()[1] != self._port or not connection.getpeername():
+                    continue
+                last = seen[inode] = self._seen.get(inode) or Seen(0, self._began)
+                number = _received(connection) - last.received - int(IDLE_RATE * (now - last.at))
+                found[int(name)] = number, inode
+        self._seen = seen
+        return found
+
+    def _cut(self, unfinished: dict[int, tuple[int, int]]) -> list[int]:
+        together = sum(number for number, _ in unfinished.values() if number > 0)
+        gone: list[int] = []
+        for descriptor, (number, inode) in sorted(unfinished.items(), key=lambda item: -item[1][0]):
+            if number <= self._most and together <= MOST_TOGETHER:
+                break
+            together -= number
+            with contextlib.suppress(OSError), _connection(descriptor) as (same, connection):
+                if same == inode:
+                    _reset(connection)
+                    gone.append(number)
+        return gone
+
+
+@contextlib.contextmanager
+def _connection(descriptor: int) -> Iterator[tuple[int, socket.socket]]:
+    """The TCP connection behind a descriptor, by one of our own, and its inode.
+
+    Raises:
+        OSError: it is none.
+    """
+    own = os.dup(descriptor)
+    try:
+        found = os.fstat(own)
+        if not stat.S_ISSOCK(found.st_mode):
+            raise OSError("no socket")
+        connection = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            raise OSError("no connection over TCP")
+        yield found.st_ino, connection
+
+
+def _reset(connection: socket.socket) -> None:
+    """End a connection at once, in both directions: after a mere shutdown its peer could go on sending."""
+    nobody = struct.pack("=H14x", socket.AF_UNSPEC)
+    if ctypes.CDLL(None).connect(connection.fileno(), nobody, len(nobody)) != 0:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _received(connection: socket.socket) -> int:
+    """Bytes, since it was made.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    if len(told) < TCP_INFO_BYTES:
+        raise OSError("this kernel does not count")
+    (number,) = struct.unpack_from("=Q", told, BYTES_RECEIVED)
+    return int(number)
+
+
+def _private_memory() -> int:
+    """Resident bytes of this process that are no files; 0 where the system does not tell."""
+    try:
+        resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
