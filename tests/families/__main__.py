@@ -47,7 +47,8 @@ def _row_of(family: str, seconds: float) -> Row:
     hung = child.is_alive()
     child.kill()
     child.join()
-    return Row(family, dp="fails", notes=["took too long" if hung else f"ended with status {child.exitcode}"])
+    why = f"no verdict within {seconds:.0f} s" if hung else f"its process ended with status {child.exitcode}"
+    return Row(family, notes=[why])
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -76,6 +76,7 @@ RECURRENT = {
     "mamba_d_state": 16,
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
+    "mamba_d_ssm": 128,
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
     "mamba_n_groups": 1,

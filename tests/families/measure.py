@@ -12,7 +12,10 @@ import msgspec
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from engine.checkpoint import CheckpointError, check_servable, read_model_info, why_experts_stay_whole
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -62,20 +65,23 @@ class _Lines(logging.Handler):
 
 
 def measure(family: str, directory: Path) -> Row:
-    """Make the family's tiny model in a directory, and compare all layouts with the truth."""
+    """Make the family's tiny model in a directory, and compare all layouts with the truth. Of a model that
+    its config.json rules out nothing else is made, as nothing else would be fetched."""
     row = Row(family)
     try:
-        model = make_model(family, directory)
-    except Exception as error:  # noqa: BLE001 (of classes that want other sizes; the table says so)
-        row.notes.append(f"no tiny model: {_short(error)}")
-        return row
-    row.model_class = type(model).__name__
-    try:
+        config = make_config(family)
+        row.model_class = model_class(config)
+        config.architectures = [row.model_class]
+        config.save_pretrained(directory)
         check_servable(directory, trust_remote_code=False)
-        read_model_info(directory)
+        read_model_info(directory, weights=False)
+        model = make_model(config, directory)
     except CheckpointError as error:
         row.dp = row.ep = row.tp = row.pp = REFUSED
         row.notes.append(f"config.json: {_short(error, directory)}")
+        return row
+    except Exception as error:  # noqa: BLE001 (of classes that want other sizes; the table says so)
+        row.notes.append(f"no tiny model: {_short(error)}")
         return row
     try:
         expected = generated(model)
@@ -87,19 +93,28 @@ def measure(family: str, directory: Path) -> Row:
     return row
 
 
-def make_model(family: str, directory: Path) -> Any:
-    """The tiny model of a family, saved and in memory."""
-    config = make_config(family)
-    is_whole = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and hasattr(config, "text_config")
-    auto = (
-        AutoModelForImageTextToText if is_whole or hasattr(config, "vision_config") else AutoModelForCausalLM
-    )
+def model_class(config: Any) -> str:
+    """The class that transformers makes of a configuration: the whole model, if it has a language part."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if _is_whole(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(mapping[type(config)].__name__)
+
+
+def make_model(config: Any, directory: Path) -> Any:
+    """The tiny model of a configuration, saved and in memory."""
+    auto = AutoModelForImageTextToText if _is_whole(config) else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32).eval()
     widen(model, 0)
     for name, token in (("bos", 0), ("eos", 1), ("pad", 2)):
         setattr(model.generation_config, f"{name}_token_id", token)
     model.save_pretrained(directory)
     return model
+
+
+def _is_whole(config: Any) -> bool:
+    """Whether this is a larger model of which a language part would be served."""
+    return config.get_text_config(decoder=True) is not config and (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
 
 
 def generated(model: Any) -> list[list[int]]:
