@@ -186,5 +186,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 def _check_token(param: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
-        ids = "from 0 on" if vocab_size >= UNBOUNDED else f"0 to {vocab_size - 1}"
-        raise BadParameter(param, f"{param} names token {token}, but the vocabulary has ids {ids}.")
+        bounded = vocab_size < UNBOUNDED
+        has = f"{vocab_size} tokens, with ids 0 to {vocab_size - 1}" if bounded else "ids from 0 on"
+        raise BadParameter(param, f"{param} names token {token}, but the vocabulary has {has}.")

@@ -87,6 +87,7 @@ class MoreFields(msgspec.Struct, kw_only=True):
     # Not supported (yet): refused when set to anything that would matter.
     best_of: Any = None
     logprob_token_ids: Any = None
+    packed_top_logprobs: Any = None
     use_beam_search: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None

@@ -16,6 +16,7 @@ MAX_TIMEOUT = 7 * 86400.0
 
 UNSUPPORTED = {
     "logprob_token_ids": "",
+    "packed_top_logprobs": "ask for logprobs",
     "use_beam_search": "",
     "kv_transfer_params": "",
     "ec_transfer_params": "",
