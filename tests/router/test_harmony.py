@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from router.chat_template import ChatTemplate
 from router.config import HttpConfig
 from router.harmony import MARKERS, HarmonyParser
+from router.openai_api import ChatRequest
 from router.parsed import CallArguments, CallBegin, Content, Parsed, Reasoning, merged
+from router.turn_format import TurnFormat
 from router.turns import TurnReader, turn_of
 
 PROMPT = "<|start|>user<|message|>Hello<|end|><|start|>assistant"
@@ -127,6 +129,15 @@ def test_a_turn() -> None:
     assert len("Hm, {1}.") <= turn.num_reasoning_tokens <= len("Hm, {1}.<|end|>")
     hidden = TurnReader(HarmonyParser(PROMPT, OFFERED), hides_reasoning=True)
     assert turn_of(pieces, hidden).reasoning == ""
+
+
+@pytest.mark.parametrize(("choice", "names"), [("auto", ["weather"]), ("none", [])])
+def test_tools_are_known_by_the_names_offered(choice: str, names: list[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    request = ChatRequest(messages=[], tools=tools, tool_choice=choice)
+    reader = TurnFormat(request, HttpConfig(), harmony=True).reader(PROMPT)
+    turn = turn_of([("<|channel|>commentary to=weather<|message|>{}<|call|>", 1)], reader)
+    assert [call.name for call in turn.calls] == names
 
 
 def test_templates_get_reasoning_as_thinking() -> None:

@@ -250,8 +250,11 @@ SPAWN_CHOSEN = {"type": "function", "name": "spawn", "namespace": "agents"}
 def test_only_allowed_tools_are_offered(say: Speaker, named: Any, mode: str, offered: list[str]) -> None:
     say('<tool_call>\n{"name": "agents__spawn", "arguments": {"input": "x"}}\n</tool_call>')
     choice = {"type": "allowed_tools", "mode": mode, "tools": named}
-    answer = say.server.post("/v1/responses", {"input": "x", "tools": TOOLS, "tool_choice": choice}).json()
+    body = {"input": "x", "tools": TOOLS, "tool_choice": choice}
+    answer = say.server.post("/v1/responses", body).json()
     assert [item["name"] for item in answer["output"]] == ["spawn"]
+    counted = say.server.post("/v1/responses/input_tokens", body).json()
+    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
     assert answer["tool_choice"] == choice
     shown = [name for name in ("weather", "agents__spawn", "patch") if f'"{name}"' in say.last_prompt]
     assert shown == offered
