@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.expert_weights import expert_modules
@@ -34,6 +35,12 @@ MOST_TOKENS = 64
 LOUD = 32.0
 """Factor on loud rows of projections: far beyond where models clip or soften what they compute. A power of
 two, so that it can be taken back."""
+
+
+def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Normal numbers in float32. Not torch's own, whose generator needs libraries that instances do not load
+    (:mod:`engine.deferred`)."""
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32))
 
 
 class NarrowCopy:
@@ -224,8 +231,7 @@ class _Weights:
         keeps the size of its input."""
         key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns))
         if key not in self._made:
-            generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-            made = torch.randn(shape, generator=generator)
+            made = random_numbers(shape, zlib.crc32(repr(key).encode()))
             made = (
                 made.mul_(shape[-1] ** -0.5 if size is None else size).add_(mean).to(torch.bfloat16).float()
             )

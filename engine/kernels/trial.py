@@ -34,7 +34,7 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, NotUsual
 from engine.kernels.library import Library
-from engine.kernels.narrow import NarrowCopy
+from engine.kernels.narrow import NarrowCopy, random_numbers
 from engine.kernels.program import MIN_POSITIONS, Program
 from engine.weights import LoadedModel
 
@@ -241,8 +241,7 @@ def _prompt(decoder: Decoder, count: int, draw: int) -> tuple[dict[str, torch.Te
     """Arguments of a model for so many tokens, and [tokens, hidden] that is to come of them. A later stage
     gets its own; what the model makes of it before the first layer was done on the first stage."""
     if decoder.embedding is None:
-        generator = torch.Generator().manual_seed(draw)
-        embedded = torch.randn(count, decoder.hidden, generator=generator).to(decoder.dtype)
+        embedded = random_numbers((count, decoder.hidden), draw).to(decoder.dtype)
         return {"inputs_embeds": embedded.unsqueeze(0)}, embedded
     weight, first = decoder.embedding.weight, decoder.embedding.first
     ids = (torch.arange(count) * 7919 + 13 * draw) % len(weight)
