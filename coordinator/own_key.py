@@ -75,7 +75,7 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
         if not path.exists():
             raise
         return keys.load(path)  # another process was faster
-    logger.info("the key of this mesh is in %s, for processes of this user", path)
+    logger.debug("the key of this mesh is in %s, for processes of this user", path)
     return made
 
 

@@ -16,20 +16,21 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 GROWTH = 16 << 20
 """Bytes that the process grows by until connections are looked at."""
-INTERVAL = 0.05
-"""Seconds between two looks at the size of the process."""
+INTERVAL = 0.1
+"""Seconds between two looks at the size of the process: as often as an idle step loop turns anyway."""
 MOST_TOGETHER = 256 << 20
 """Bytes of unfinished messages of all peers together; beyond it those with most are cut off."""
 UNREAD = 8 << 20
 """Bytes of whole messages that may still be in the kernel, or on their way through ZeroMQ's thread."""
 IDLE_RATE = 100
 """Bytes per second that a connection may receive without a message: signs of life of ZeroMQ itself."""
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 BYTES_RECEIVED = 128
 """Where Linux's ``tcp_info`` has it."""
@@ -153,7 +154,11 @@ def _received(connection: socket.socket) -> int:
 def _private_memory() -> int:
     """Resident bytes of this process that are no files; 0 where the system does not tell."""
     try:
-        resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a third of what Path takes
     except OSError:
         return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        resident, shared = os.read(descriptor, 256).split()[1:3]
+    finally:
+        os.close(descriptor)
+    return (int(resident) - int(shared)) * PAGE_BYTES
