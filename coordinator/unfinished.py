@@ -19,6 +19,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from coordinator.own_memory import private_memory
+
 GROWTH = 16 << 20
 """Bytes that the process grows by until connections are looked at."""
 INTERVAL = 0.1
@@ -29,8 +31,6 @@ UNREAD = 8 << 20
 """Bytes of whole messages that may still be in the kernel, or on their way through ZeroMQ's thread."""
 IDLE_RATE = 100
 """Bytes per second that a connection may receive without a message: signs of life of ZeroMQ itself."""
-
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 BYTES_RECEIVED = 128
 """Where Linux's ``tcp_info`` has it."""
@@ -74,7 +74,7 @@ class Unfinished:
         if self._port is None or now - self._looked < INTERVAL:
             return []
         self._looked = now
-        size = _private_memory()
+        size = private_memory()
         self._level = size if self._level is None else min(self._level, size)
         if size - self._level < GROWTH:
             return []
@@ -149,16 +149,3 @@ def _received(connection: socket.socket) -> int:
         raise OSError("this kernel does not count")
     (number,) = struct.unpack_from("=Q", told, BYTES_RECEIVED)
     return int(number)
-
-
-def _private_memory() -> int:
-    """Resident bytes of this process that are no files; 0 where the system does not tell."""
-    try:
-        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # a third of what Path takes
-    except OSError:
-        return 0
-    try:
-        resident, shared = os.read(descriptor, 256).split()[1:3]
-    finally:
-        os.close(descriptor)
-    return (int(resident) - int(shared)) * PAGE_BYTES

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coordinator.own_memory import private_memory
 from engine.checkpoint import ModelInfo
 from engine.deep_thread import DeepThread
 from engine.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
-from engine.memory import private_memory, return_freed_memory
+from engine.memory import return_freed_memory
 from engine.request import Request, RequestKey
 
 if TYPE_CHECKING:

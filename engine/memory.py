@@ -7,7 +7,6 @@ import ctypes
 import errno
 import fcntl
 import logging
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +41,6 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     left = [limit.most - limit.used + limit.files for limit in memory_limits()]
     return max(0, min([available, *left]))
-
-
-def private_memory() -> int:
-    """Resident bytes that only this process has: no files, nothing shared. 0 where they are not known."""
-    try:
-        resident, shared = Path("/proc/self/statm").read_bytes().split()[1:3]
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def return_freed_memory() -> None:

@@ -15,8 +15,8 @@ import zmq.asyncio
 from coordinator import keys, unfinished
 from coordinator.codec import encode
 from coordinator.keys import MeshKeys
+from coordinator.own_memory import private_memory
 from coordinator.rpc import AsyncListener, Listener
-from coordinator.unfinished import _private_memory
 from engine.messages import Attach, ToInstance
 from tests.waiting import until, until_async
 
@@ -101,11 +101,11 @@ def test_a_loop_that_waits_cuts_a_flood_off(is_known: bool, caplog: pytest.LogCa
         attacker.send_whole(encode(Attach("attacker")))
         turn_until(lambda: got == [Attach("attacker")])
         got.clear()
-    before = most = _private_memory()
+    before = most = private_memory()
     attacker.thread.start()
     while attacker.thread.is_alive():
         turn()
-        most = max(most, _private_memory())
+        most = max(most, private_memory())
     assert attacker.was_cut
     assert attacker.sent < FLOOD / 2
     assert most - before < MOST_GROWTH
@@ -133,12 +133,12 @@ def test_an_event_loop_cuts_a_flood_off_and_serves_others() -> None:
                 got.append((await listener.receive())[1])
 
         receiving = asyncio.create_task(receive())
-        before = most = _private_memory()
+        before = most = private_memory()
         attacker.thread.start()
         while attacker.thread.is_alive():
             good.send(encode(Attach("router")))
             await asyncio.sleep(0.02)
-            most = max(most, _private_memory())
+            most = max(most, private_memory())
         assert attacker.was_cut
         assert most - before < MOST_GROWTH
         await until_async(lambda: len(got) > 1)

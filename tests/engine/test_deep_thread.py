@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from coordinator.own_memory import private_memory
 from engine import deep_thread
 from engine.deep_thread import DeepThread
-from engine.memory import private_memory
 from tests.waiting import until
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.own_memory import private_memory
 from engine import deep_thread, grammar_compiler
 from engine.checkpoint import ModelInfo, find_model, read_model_info
 from engine.grammar import Grammar
 from engine.grammar_compiler import GrammarCompiler
-from engine.memory import private_memory, return_freed_memory
+from engine.memory import return_freed_memory
 from engine.request import Request
 from engine.sampling import SamplingParams
 from router.structured import ANSWER, text_of

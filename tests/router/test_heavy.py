@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.memory import private_memory
+from coordinator.own_memory import private_memory
 from router.config import HttpConfig
 from router.errors import ApiError
 from router.heavy import HEAVY, Lane, run_sized
