@@ -89,7 +89,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                 wait_until(lambda: found.ask("vllm:num_requests_running"), 30, "the first reports")
                 crowd_of(ports, 6)
                 crowd_of(ports, 6)  # the same prompts again: they are in the prefix caches
-                query = "min(sum by (engine) (vllm:request_success_total)) > 0 and sum(vllm:num_requests_running) == 0"
+                query = "sum(vllm:request_success_total) == 12 and sum(vllm:num_requests_running) == 0"
                 wait_until(lambda: found.ask(query), 30, "the end of the load is scraped")
                 yield found
             finally:
