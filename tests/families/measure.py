@@ -12,6 +12,7 @@ import msgspec
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -107,7 +108,18 @@ def make_model(config: Any, directory: Path) -> Any:
     for name, token in (("bos", 0), ("eos", 1), ("pad", 2)):
         setattr(model.generation_config, f"{name}_token_id", token)
     model.save_pretrained(directory)
+    fix_angles(model)
     return model
+
+
+def fix_angles(model: Any) -> None:
+    """Rotary angles of long requests for all: transformers changes them with the length of a call, an instance
+    does not, as in vLLM."""
+    for rotary in model.modules():
+        if getattr(rotary, "rope_type", None) == "longrope":
+            longest = rotary.config.max_position_embeddings
+            angles, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, "cpu", seq_len=longest)
+            rotary.original_inv_freq = angles
 
 
 def _is_whole(config: Any) -> bool:
@@ -118,7 +130,8 @@ def _is_whole(config: Any) -> bool:
 
 
 def generated(model: Any) -> list[list[int]]:
-    """What transformers makes of each prompt alone."""
+    """What transformers makes of each prompt alone. Without a cache: that of some families forgets what their
+    attention sees (Moshi)."""
     outputs = []
     for index in range(NUM_REQUESTS):
         ids = torch.tensor([prompt(index)])
@@ -127,6 +140,7 @@ def generated(model: Any) -> list[list[int]]:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=length(index),
             do_sample=False,
+            use_cache=False,
             eos_token_id=None,
             pad_token_id=2,
         )
