@@ -14,7 +14,8 @@ MOST_CONTAINERS = 100_000
 MOST_VALUES = 2_000_000
 """Of all kinds: that many are token ids of prompts."""
 
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""One that never ends goes on to the end of the text: else it would be looked for at each of its quotes."""
 
 
 def too_many(text: bytes) -> str:

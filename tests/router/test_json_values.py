@@ -52,6 +52,14 @@ def test_what_a_text_holds_too_much_of(value: Any, many: str) -> None:
     assert too_many(compact(value)) == many
 
 
+@pytest.mark.parametrize("end", [b"", b"\\"])
+def test_a_string_that_never_ends_is_looked_through_once(end: bytes) -> None:
+    """At each of its escaped quotes another one could begin: that took minutes for a megabyte."""
+    brackets = b"[" * MOST_CONTAINERS
+    assert too_many(brackets + b'"' + b'\\"[' * 200_000 + end) == ""
+    assert too_many(b"[" + brackets + b'"' + b'\\"[' * 200_000 + end) == CONTAINERS
+
+
 def bombs() -> dict[str, tuple[str, dict[str, Any]]]:
     """What a client can put into 8 MB, by what it is meant to hit, with its path."""
     chat, many = "/v1/chat/completions", MOST_STRINGS // 2 - 100
