@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,12 @@ MOST_KEPT = 512
 MOST_KEPT_CHARACTERS = 4 << 20
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
+MOST_SECONDS = 3.0
+"""Processor time for trials of parts of one grammar; others wait for the same thread."""
+TAKES_TOO_LONG = (
+    "it has parts that cannot be enforced as they are, and more of them than can be tried: make the schema "
+    "smaller, or write oneOf as anyOf."
+)
 
 Places = Mapping[str, str]
 """What a client calls each grammar of an answer, such as ``tools[3] ("draw")``."""
@@ -100,17 +107,21 @@ def checked_grammar(text: str) -> Checked:
     if not (problem or messages):
         return Checked(text)
     grammars = json.loads(text)["grammars"]
+    trials = _Trials()
     unenforced: dict[str, list[str]] = {}
     for grammar in grammars:
         body = grammar.get("json_schema")
         if body is None:
             continue
         options = body.pop("x-guidance", {})
-        found = supported(body, _trial(options | {"lenient": False}))
+        try:
+            found = supported(body, trials.with_options(options | {"lenient": False}))
+        except _TooLongError:
+            return Checked(text, TAKES_TOO_LONG, grammar["name"])
         if found.unenforced and not options.get("lenient"):
             return Checked(text, _not_enforceable(found.unenforced), grammar["name"])
-        if wrong := _trial(options)(found.schema):
-            place = where_wrong(found.schema, _trial(options))
+        if wrong := _problem(found.schema, options):
+            place = _where_wrong(found.schema, trials.with_options(options))
             return Checked(text, wrong if place == "$" else f"{place}: {wrong}", grammar["name"])
         if found.unenforced:
             unenforced[grammar["name"]] = found.unenforced
@@ -146,13 +157,43 @@ def _tried(text: str) -> tuple[str, list[str]]:
     return (summary(messages[0]) if is_wrong and messages else ""), list(messages)
 
 
-def _trial(options: Mapping[str, Any]) -> Trial:
-    def trial(schema: Any) -> str:
-        if not isinstance(schema, dict):
-            return ""
-        return _tried(text_of({"tried": {"json_schema": {**schema, "x-guidance": options}}}))[0]
+def _problem(schema: Any, options: Mapping[str, Any]) -> str:
+    """What is wrong with a schema, empty if nothing is."""
+    if not isinstance(schema, dict):
+        return ""
+    return _tried(text_of({"tried": {"json_schema": {**schema, "x-guidance": options}}}))[0]
 
-    return trial
+
+def _where_wrong(schema: Any, trial: Trial) -> str:
+    """The place, as far as there is time to find it."""
+    try:
+        return where_wrong(schema, trial)
+    except _TooLongError:
+        return "$"
+
+
+class _TooLongError(Exception):
+    """Trials have taken :data:`MOST_SECONDS`."""
+
+
+class _Trials:
+    """Trials of a grammar's schemas, for as long as they may take in all."""
+
+    def __init__(self) -> None:
+        self._end = time.thread_time() + MOST_SECONDS
+
+    def __repr__(self) -> str:
+        return f"<_Trials until {self._end:.3f} s>"
+
+    def with_options(self, options: Mapping[str, Any]) -> Trial:
+        """A trial with options of the library; it raises :class:`_TooLongError` when the time is over."""
+
+        def trial(schema: Any) -> str:
+            if time.thread_time() > self._end:
+                raise _TooLongError
+            return _problem(schema, options)
+
+        return trial
 
 
 def _not_enforceable(paths: list[str]) -> str:

@@ -19,6 +19,8 @@ MOST_TRIALS = 256
 """Parts of a schema that are tried alone to find the one that is wrong."""
 MOST_REPORTED = 32
 """Places named in one report."""
+MAX_PLACE = 200
+"""Characters of one of them: clients choose the names of properties."""
 
 UNKNOWN = frozenset(
     {
@@ -77,12 +79,16 @@ def where_wrong(schema: Any, trial: Trial) -> str:
         for place, part in parts_of(schema, path):
             trials += 1
             if trials > MOST_TRIALS:
-                return path
+                return _shortened(path)
             if trial({**shared, **part} if isinstance(part, dict) else part) == wanted:
                 schema, path = part, place
                 break
         else:
-            return path
+            return _shortened(path)
+
+
+def _shortened(place: str) -> str:
+    return place if len(place) <= MAX_PLACE else place[: MAX_PLACE - 3] + "..."
 
 
 def parts_of(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -167,7 +173,7 @@ class _Walk:
 
     def _report(self, place: str) -> None:
         if len(self.unenforced) < MOST_REPORTED:
-            self.unenforced.append(place)
+            self.unenforced.append(_shortened(place))
 
 
 def _any_of(schema: Any) -> Any:

@@ -25,7 +25,7 @@ from router.errors import ApiError
 from router.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.openai_api import ChatRequest, CompletionRequest, StructuredOutputs
 from router.schema_formats import FORMATS
-from router.schema_support import UNKNOWN
+from router.schema_support import MAX_PLACE, UNKNOWN
 from router.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.structured_config import StructuredOutputsConfig
 from router.tokens import Tokenizer, load_tokenizer
@@ -577,6 +577,34 @@ def test_what_a_grammar_cannot_say_is_left_out_and_named(
     assert follows(good, checked.text, vocabulary, marked)
     assert not follows(bad, checked.text, vocabulary, marked)
     assert checked_grammar(checked.text).text == checked.text
+
+
+MANY = {
+    "$defs": {"big": {"properties": {f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,9}}x{i}"} for i in range(200)}}},
+    "type": "object",
+}  # fmt: skip
+"""What each trial of a part has to read."""
+
+
+def test_parts_of_a_schema_are_tried_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for the same thread, and 128 KB can hold hours of trials."""
+    properties = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/big"}]} for i in range(200)}
+    costly = grammar_of(MANY | {"not": {"const": 1}, "properties": properties})
+    assert checked_grammar(costly).problem == ""
+    wrong = grammar_of(MANY | {"properties": properties | {"z": {"type": "text"}}})
+    assert checked_grammar(wrong).problem == "$.properties.z: Invalid type: text"
+    monkeypatch.setattr(grammar_check, "MOST_SECONDS", 0.01)
+    assert checked_grammar(costly).problem == grammar_check.TAKES_TOO_LONG
+    assert checked_grammar(wrong).problem in (grammar_check.TAKES_TOO_LONG, "Invalid type: text")
+    assert checked_grammar(grammar_of(POINT)).problem == ""
+
+
+def test_places_with_long_names_are_shortened() -> None:
+    named = {"properties": {"a" * 5000: {"type": "array", "uniqueItems": True}}}
+    (place,) = checked_grammar(grammar_of(named)).unenforced[ANSWER]
+    assert (len(place), place[:16], place[-3:]) == (MAX_PLACE, "$.properties.aaa", "...")
+    named = {"properties": {"a" * 5000: {"type": "text"}}}
+    assert len(checked_grammar(grammar_of(named)).problem) < MAX_PLACE + 50
 
 
 def test_the_keywords_that_are_unknown() -> None:
