@@ -51,7 +51,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
     )
     _choose_tools(chat, request)
     chat.continue_final_message = _is_begun(request.messages, chat.messages) or None
-    chat.reasoning_effort = _string((request.output_config or {}).get("effort")) or None
+    chat.reasoning_effort = (request.output_config or {}).get("effort") or None
     if isinstance(request, MessagesRequest):
         chat.max_completion_tokens = request.max_tokens
         chat.stop = request.stop_sequences
@@ -81,6 +81,8 @@ def _check(request: CountTokensRequest) -> None:
             refuse(f"{name} is not supported: {instead}.", name)
     if (request.output_config or {}).get("task_budget"):
         refuse("output_config.task_budget is not supported: use max_tokens.", "output_config")
+    if not isinstance((request.output_config or {}).get("effort"), str | None):
+        refuse("output_config.effort must be a string.", "output_config")
 
 
 def _shows_thinking(thinking: dict[str, Any] | None) -> bool:
@@ -127,7 +129,8 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
         refuse(f"tools[{index}] has type {kind!r}: only tools of your own can be used.", "tools")
     if tool.get("input_examples"):
         refuse(f"tools[{index}].input_examples is not supported: put them into the description.", "tools")
-    if "direct" not in (tool.get("allowed_callers") or ["direct"]):
+    callers = tool.get("allowed_callers") or ["direct"]
+    if not isinstance(callers, list) or "direct" not in callers:
         refuse(f"tools[{index}].allowed_callers leaves out direct: nothing else calls tools here.", "tools")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if isinstance(tool.get("description"), str):

@@ -508,6 +508,9 @@ def test_one_tool_at_a_time(client: anthropic.Anthropic, say: Speaker) -> None:
          "tool_addition needs a tool of your own"),
         ({"tools": [TOOLS[0] | {"input_examples": [{}]}]}, "input_examples is not supported: put them"),
         ({"tools": [TOOLS[0] | {"allowed_callers": ["code_execution_20250825"]}]}, "allowed_callers leaves out direct"),
+        ({"tools": [TOOLS[0] | {"allowed_callers": 5}]}, "allowed_callers leaves out direct"),
+        ({"tools": [TOOLS[0] | {"allowed_callers": "indirect"}]}, "allowed_callers leaves out direct"),
+        ({"output_config": {"effort": 5}}, "output_config.effort must be a string"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs is not supported yet"),
     ],
 )  # fmt: skip
