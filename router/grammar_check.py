@@ -19,6 +19,7 @@ import msgspec
 from engine.deep_thread import DeepThread
 from engine.grammar import first_line
 from router.errors import ApiError, bad_request
+from router.refusals import MAX_MESSAGE, one_line
 from router.schema_support import Trial, supported, where_wrong
 from router.structured import text_of
 
@@ -85,7 +86,8 @@ class GrammarCheck:
             checked = await asyncio.wrap_future(self._thread.submit(lambda: checked_grammar(text)))
             self._keep(text, checked)
             if checked.unenforced:
-                logger.info("not enforced: %s", "; ".join(checked.remarks(places or {})))
+                remarks = "; ".join(checked.remarks(places or {}))
+                logger.info("not enforced: %s", one_line(remarks, MAX_MESSAGE))
         else:
             self._kept.move_to_end(text)
         if checked.problem:

@@ -68,12 +68,12 @@ class Refusals:
             return
         if left_out:
             logger.log(level, "%d more requests were refused; only some are told of here", left_out)
-        param = f" ({_line(error.param, MAX_PATH)})" if error.param else ""
-        message = _line(str(error) if error.logged is None else error.logged, MAX_MESSAGE)
-        logger.log(level, "%s %s: %d%s: %s", method, _line(path, MAX_PATH), error.status, param, message)
+        param = f" ({one_line(error.param, MAX_PATH)})" if error.param else ""
+        message = one_line(str(error) if error.logged is None else error.logged, MAX_MESSAGE)
+        logger.log(level, "%s %s: %d%s: %s", method, one_line(path, MAX_PATH), error.status, param, message)
 
 
-def _line(text: str, most: int) -> str:
+def one_line(text: str, most: int) -> str:
     """A text that a client may have written, as a part of one line."""
     cut = text if len(text) <= most else text[:most] + "..."
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)

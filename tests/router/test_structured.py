@@ -607,6 +607,14 @@ def test_places_with_long_names_are_shortened() -> None:
     assert len(checked_grammar(grammar_of(named)).problem) < MAX_PLACE + 50
 
 
+def test_names_of_properties_write_no_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    named = {"properties": {"a\nERROR": {"type": "array", "uniqueItems": True}}}
+    with caplog.at_level("INFO", "router.grammar_check"):
+        asyncio.run(GrammarCheck().check(grammar_of(named), "guided_json"))
+    (message,) = [record.getMessage() for record in caplog.records if "enforced" in record.message]
+    assert message == r"not enforced: answer $.properties.a\nERROR.uniqueItems"
+
+
 def test_the_keywords_that_are_unknown() -> None:
     """Those, and no others."""
     for key in UNKNOWN:
