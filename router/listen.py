@@ -106,7 +106,8 @@ def _is_held(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            return any(line.endswith(f" {path}") for line in UNIX_SOCKETS.read_text().splitlines())
+            name = b" " + os.fsencode(path)  # others' names may be any bytes
+            return any(line.endswith(name) for line in UNIX_SOCKETS.read_bytes().split(b"\n"))
         except OSError:
             return True
     return True

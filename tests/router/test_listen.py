@@ -34,6 +34,17 @@ def test_what_a_dead_server_left_is_taken_away(tmp_path: Path) -> None:
         connect(path)
 
 
+def test_sockets_of_others_may_have_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as other:
+        other.bind(bytes(tmp_path / "other") + b"\xff")
+        dead.bind(str(path))
+        dead.close()
+        with at_path(path) as listener:
+            listener.listen()
+            connect(path)
+
+
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_path_that_another_server_has_is_refused(tmp_path: Path, listens: bool) -> None:
     """Also before it listens: it will."""
