@@ -124,7 +124,7 @@ class _Walk:
             place = f"{path}.{key}"
             if key in UNKNOWN:
                 self._leave_out(key, value, place, kept, schema)
-            elif key == "pattern" and not self._is_readable(value):
+            elif key == "pattern" and isinstance(value, str) and not self._is_readable(value):
                 self._report(place)
             elif key == "patternProperties" and isinstance(value, dict):
                 kept[key] = self._readable_names(value, place, kept, schema)

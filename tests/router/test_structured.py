@@ -599,6 +599,11 @@ def test_parts_of_a_schema_are_tried_for_so_long_only(monkeypatch: pytest.Monkey
     assert checked_grammar(grammar_of(POINT)).problem == ""
 
 
+def test_a_pattern_that_is_no_text_is_wrong() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": 5}}}
+    assert checked_grammar(grammar_of(schema)).problem.startswith("$.properties.a: ")
+
+
 def test_places_with_long_names_are_shortened() -> None:
     named = {"properties": {"a" * 5000: {"type": "array", "uniqueItems": True}}}
     (place,) = checked_grammar(grammar_of(named)).unenforced[ANSWER]
