@@ -38,6 +38,15 @@ def joins_again(mesh: Mesh, name: str) -> None:
     mesh.says(name)
 
 
+def stays_out_until_reached(mesh: Mesh, name: str, seconds: float, alive: str) -> None:
+    """Groups leave an instance out while it is cut off, and have it soon after."""
+    mesh.wait(seconds, alive)
+    assert members(mesh.forms["a"]) == alive.replace(name, "")
+    mesh.cut.clear()
+    mesh.wait(6.0, alive)
+    assert members(mesh.forms["a"]) == alive
+
+
 @pytest.fixture
 def pair() -> Mesh:
     mesh = Mesh(size=2)
@@ -86,11 +95,7 @@ def test_one_way_that_is_cut_is_enough(way: tuple[str, str], pair: Mesh) -> None
     assert pair.ranks() == [0]
     pair.enters("a")
     joins_again(pair, "b")
-    pair.wait(20.0, "ab")
-    assert members(pair.forms["a"]) == "a"
-    pair.cut.clear()
-    pair.wait(6.0, "ab")
-    assert members(pair.forms["a"]) == "ab"
+    stays_out_until_reached(pair, "b", 20.0, "ab")
 
 
 def test_whom_fewest_others_reach_is_left_out() -> None:
@@ -141,11 +146,7 @@ def test_a_newcomer_that_nobody_reaches_ends_no_step_and_is_tried_three_times(pa
     assert pair.ranks() == [0, 1]
     pair.all_enter("ab")
     joins_again(pair, "c")
-    pair.wait(30.0, "abc")
-    assert members(pair.forms["a"]) == "ab"
-    pair.cut.clear()
-    pair.wait(6.0, "abc")
-    assert members(pair.forms["a"]) == "abc"
+    stays_out_until_reached(pair, "c", 30.0, "abc")
 
 
 def test_where_the_experts_do_not_fit_without_it_nobody_is_left_out_and_the_view_says_why() -> None:

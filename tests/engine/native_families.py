@@ -39,6 +39,13 @@ MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_
     "rope_parameters"
 ]
 
+
+def granite(**multipliers: float) -> Any:
+    """A Granite model in which no other multipliers than these have an effect."""
+    without = {"residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
+    return transformers.GraniteConfig(**SMALL | without | multipliers, attention_multiplier=0.25)
+
+
 NATIVE: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama_biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True),
@@ -90,34 +97,10 @@ ALIKE: dict[str, Callable[[], Any]] = {
     ),
     "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
     "mellum": lambda: transformers.MellumConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
-    "granite": lambda: transformers.GraniteConfig(
-        **SMALL,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.25,
-        residual_multiplier=0.22,
-        logits_scaling=8.0,
-    ),
-    "granite_residual": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=0.999,
-        embedding_multiplier=1.0,
-        logits_scaling=1.0,
-    ),
-    "granite_logits": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=1.0,
-        embedding_multiplier=1.0,
-        logits_scaling=1.001,
-    ),
-    "granite_embedding": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=1.0,
-        embedding_multiplier=1.01,
-        logits_scaling=1.0,
-    ),
+    "granite": lambda: granite(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0),
+    "granite_residual": lambda: granite(residual_multiplier=0.999),
+    "granite_logits": lambda: granite(logits_scaling=1.001),
+    "granite_embedding": lambda: granite(embedding_multiplier=1.01),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
 }

@@ -25,7 +25,15 @@ from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.sampling import SamplingParams
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.test_lockstep_engine import NUM_REQUESTS, ROUTER, Layout, length, prompt, run_instances
+from tests.engine.test_lockstep_engine import (
+    NUM_REQUESTS,
+    ROUTER,
+    Layout,
+    generated,
+    length,
+    prompt,
+    run_instances,
+)
 from tests.engine.tiny_models import widen
 from tests.families.configs import make_config
 
@@ -85,7 +93,8 @@ def measure(family: str, directory: Path) -> Row:
         row.notes.append(f"no tiny model: {_short(error)}")
         return row
     try:
-        expected = generated(model)
+        # With a cache, some families forget what their attention sees (Moshi).
+        expected = generated(model, use_cache=False)
     except Exception as error:  # noqa: BLE001 (of a family that does not generate text from tokens alone)
         expected = None
         row.notes.append(f"transformers does not generate: {_short(error)}")
@@ -127,25 +136,6 @@ def _is_whole(config: Any) -> bool:
     return config.get_text_config(decoder=True) is not config and (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
-
-
-def generated(model: Any) -> list[list[int]]:
-    """What transformers makes of each prompt alone. Without a cache: that of some families forgets what their
-    attention sees (Moshi)."""
-    outputs = []
-    for index in range(NUM_REQUESTS):
-        ids = torch.tensor([prompt(index)])
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length(index),
-            do_sample=False,
-            use_cache=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(result[0, ids.shape[1] :].tolist())
-    return outputs
 
 
 def _fill(row: Row, directory: Path, expected: list[list[int]] | None) -> None:
