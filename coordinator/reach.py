@@ -87,7 +87,8 @@ class Reachability:
         self._reported: set[Pair] = set()
         """By members of the newest group."""
         self._question: _Question | None = None
-        """To the members of a group that failed too often, and to the others that could be in one."""
+        """The question to the members of a group that failed too often, and to others that could replace
+        them."""
         self._members: list[Record] = []
         """They, by rank."""
         self._reported_often: set[Pair] = set()
@@ -96,7 +97,7 @@ class Reachability:
         self._out: dict[str, _LeftOut] = {}
         self._times_out: dict[str, int] = {}
         self.problem = ""
-        """What is missing while one group after another of the same members breaks; empty if they do not."""
+        """What is missing while groups of the same members break in a row; else empty."""
 
     def __repr__(self) -> str:
         return f"<Reachability {len(self._tries)} sets of members failed, left out: {sorted(self._out)}>"
@@ -105,13 +106,14 @@ class Reachability:
 
     def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
         """A member of the newest group names others as lost. In a group that had begun, a closed connection
-        is no evidence about the way between two: every instance that gives a group up leaves one."""
+        is no evidence about the way between two instances: every instance that gives up its group leaves
+        one."""
         if evidence is Evidence.DEADLINE or not entered:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
     def failed(self, form: Form, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
-        """A group broke, or could not form, though all its members live; ``lasted`` seconds had passed since
-        it began. Returns the questions to send, if that happened too often: to the members, and to the
+        """A group broke, or could not form, though all its members live; ``lasted``: seconds since it began.
+        Returns the questions to send, if that happened too often. They go to the members, and to the
         ``others`` that have their weights, since a group may need them in place of a member."""
         names = frozenset(peer.instance for peer in form.peers)
         tries = self._count(names, forget=lasted >= self._rules.steady_after)
@@ -145,7 +147,7 @@ class Reachability:
         self.problem = ""
 
     def answered(self, message: Reached) -> None:
-        """An instance says which others it reaches."""
+        """An instance names the others that it reaches."""
         for question in self._questions():
             question.answer(message)
 
@@ -172,8 +174,9 @@ class Reachability:
     # ---- what follows
 
     def choose(self, fits: Callable[[list[Record]], bool], now: float) -> list[tuple[Record, str]]:
-        """The instances that groups leave out from now on, and why: once, when the question is over. Some
-        that were left out before may come in instead. ``fits``: whether all experts fit on some instances.
+        """The instances that groups leave out from now on, and why; returned once, when the question is over.
+        Some that were left out before may come in instead. ``fits``: whether all experts fit on some
+        instances.
         """
         question, members = self._question, self._members
         if question is None:
@@ -211,7 +214,7 @@ class Reachability:
         self._out[name] = _LeftOut(why, now + patience)
 
     def let_back(self, now: float) -> list[Record]:
-        """Instances that were left out, and by now reach all that were asked and are reached by them."""
+        """Instances left out so far that now reach all that were asked, and are reached by them."""
         back = []
         for name, out in list(self._out.items()):
             question = out.question
@@ -225,8 +228,8 @@ class Reachability:
         return back
 
     def look_again(self, members: Collection[str], now: float) -> list[Asked]:
-        """The questions to send now about instances that are left out: to them about the ``members`` of the
-        newest group, and to these about them."""
+        """The questions to send now about instances that are left out. Each of them is asked about the
+        ``members`` of the newest group, and these about it."""
         asked = []
         for name, out in self._out.items():
             record = self._records.named(name)

@@ -39,7 +39,7 @@ class OlderLoad(msgspec.Struct):
     num_reqs: int
     num_waiting_reqs: int
     num_tokens: int
-    """Tokens in the KV cache of requests, a block counted as full, and tokens that wait."""
+    """Tokens in requests' KV cache (each block counted as full), and tokens that wait."""
     num_pending_tokens: int
 
 

@@ -1,4 +1,4 @@
-"""Tools of a /v1/responses request as the functions that chat knows, and the way back (pure).
+"""Tools of a /v1/responses request as chat's functions, and the way back (pure).
 
 Chat has functions in one flat list. Here functions may stand in namespaces, custom tools take free text, and
 some tools are run by the server itself. No server runs them here, so they are left out or refused.

@@ -1,4 +1,4 @@
-"""Instances that all reach the coordinator and not each other: who is left out of groups, and let back."""
+"""Instances that reach the coordinator but not each other: some are left out, and let back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.coordinator.group_mesh import Mesh, members
 
 
 def fails(mesh: Mesh, evidence: Evidence = Evidence.CLOSED) -> None:
-    """The newest group cannot form, or breaks where data does not pass; each member says what it sees."""
+    """The newest group cannot form, or breaks where data does not pass; each member reports what it sees."""
     form = next(form for form in mesh.forms.values() if form.epoch == mesh.membership.view().epoch)
     names = members(form)
     for name in names:
@@ -131,7 +131,8 @@ def test_before_the_first_group_it_is_the_same() -> None:
 
 
 def test_a_newcomer_that_nobody_reaches_ends_no_step_and_is_tried_three_times(pair: Mesh) -> None:
-    """It cannot form a group with those who serve, whose own group goes on; between two tries they form it anew."""
+    """It cannot form a group with those who serve, whose own group goes on. Between two tries they form their
+    group anew."""
     pair.split("c", "ab")
     pair.register("c")
     pair.says("c")
@@ -171,7 +172,7 @@ def test_where_the_experts_do_not_fit_without_it_nobody_is_left_out_and_the_view
 def test_connections_that_are_made_and_carry_nothing_are_taken_for_cut_when_nobody_else_is_named(
     pair: Mesh,
 ) -> None:
-    """As where large packets are lost: each waits for the other up to the deadline, every time."""
+    """As where large packets are lost: both wait for each other up to every deadline."""
 
     def breaks() -> None:
         pair.all_enter("ab")

@@ -1,4 +1,4 @@
-"""Tiny configurations of text families: those that the native kernels compute, and those that look like them."""
+"""Tiny configurations of text families: ones that the native kernels compute, and similar ones."""
 
 from __future__ import annotations
 

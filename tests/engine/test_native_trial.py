@@ -1,4 +1,4 @@
-"""Which models the native kernels take: those whose code they can stand in for, and no others."""
+"""Models that the native kernels take: only those whose code they can stand in for."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_an_error_of_the_kernels_leaves_the_model_to_torch(
 def test_a_model_that_is_put_together_in_another_way_is_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever goes wrong when its parts are looked for; memory for the KV cache is planned without kernels."""
+    """Whatever fails while its parts are looked up, the KV cache's memory is planned without kernels."""
     model = load(make_family(tmp_path, "llama"))
     monkeypatch.setattr(make, "recognise", lambda *_: model.module.no_such_part)
     assert bytes_for_program(model, BLOCK_SIZE) == 0

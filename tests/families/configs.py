@@ -1,7 +1,7 @@
 """Tiny configurations of every causal language model that transformers has.
 
-A class gets those of :data:`SIZES` whose fields it has; :data:`CHANGES` has what some classes need beside them,
-:data:`VARIANTS` has families that one class serves in several forms.
+A class gets those of :data:`SIZES` whose fields it has. :data:`CHANGES` has what some classes need beside
+them. :data:`VARIANTS` has families that one class serves in several forms.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class _Lines(logging.Handler):
 
 
 def measure(family: str, directory: Path) -> Row:
-    """Make the family's tiny model in a directory, and compare all layouts with the truth. Of a model that
-    its config.json rules out nothing else is made, as nothing else would be fetched."""
+    """Make the family's tiny model in a directory, and compare all layouts with the truth. No model is made
+    of a family that its config.json rules out, as nothing else would be fetched."""
     row = Row(family)
     try:
         config = make_config(family)
@@ -104,7 +104,7 @@ def measure(family: str, directory: Path) -> Row:
 
 
 def model_class(config: Any) -> str:
-    """The class that transformers makes of a configuration: the whole model, if it has a language part."""
+    """The class that transformers makes of a configuration; with a language part, the whole model's."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if _is_whole(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     return str(mapping[type(config)].__name__)
 
@@ -122,8 +122,8 @@ def make_model(config: Any, directory: Path) -> Any:
 
 
 def fix_angles(model: Any) -> None:
-    """Rotary angles of long requests for all: transformers changes them with the length of a call, an instance
-    does not, as in vLLM."""
+    """Rotary angles of long requests for all. transformers changes them with the length of a call; an
+    instance does not, as in vLLM."""
     for rotary in model.modules():
         if getattr(rotary, "rope_type", None) == "longrope":
             longest = rotary.config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Long texts: tokenised beside the event loop, a few at once, refused where too many wait, and booked."""
+"""Long texts: tokenised beside the event loop, a few at once, refused beyond, and booked."""
 
 from __future__ import annotations
 

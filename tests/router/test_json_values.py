@@ -53,7 +53,7 @@ def test_what_a_text_holds_too_much_of(value: Any, many: str) -> None:
 
 
 def bombs() -> dict[str, tuple[str, dict[str, Any]]]:
-    """What a client can put into 8 MB, by what it is meant to hit, with its path."""
+    """What a client can put into 8 MB, by its target, with its path."""
     chat, many = "/v1/chat/completions", MOST_STRINGS // 2 - 100
     schema = {"enum": [str(number) for number in range(800_000)]}
     fewer = {"enum": [str(number) for number in range(many)]}

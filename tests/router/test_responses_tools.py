@@ -1,4 +1,4 @@
-"""Tools and items of /v1/responses that chat does not have, as clients made for OpenAI's server send them."""
+"""Tools and items of /v1/responses that chat lacks, as clients for OpenAI's server send them."""
 
 from __future__ import annotations
 

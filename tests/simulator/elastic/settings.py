@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     provoked: float
     """How often a fault waits for one of the worst moments instead of its time."""
     splits: int
-    """Data that does not pass between some instances and the others, all of which the coordinator hears."""
+    """Data that does not pass between some instances and the others, which all reach the coordinator."""
     split: int
     """How long; the longest is longer than the mesh may take to go on without some."""
     connect: int
@@ -136,6 +136,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """From the beginning of a split, or what else happened since, until all work is done by who is left."""
+        """From a split's beginning, or a later event, until those who are left have done all work."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries

@@ -464,13 +464,13 @@ class World:
 
     @property
     def _split_is_old(self) -> bool:
-        """Whether a split lasts longer than it takes to go on without some, and nothing else has happened."""
+        """Whether a split outlasts the time to go on without some, and nothing else has happened."""
         since = max(self.split_since, self.last_disturbance)
         return since + self.settings.split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: Form) -> None:
-        """Once a split is noticed, which takes work, no group is formed for long with others that some do not
-        reach."""
+        """After a split is noticed, which takes work, no group is formed for long with others that some do
+        not reach."""
         members = names(form)
         if all(self.passes_between(one, other) for one in members for other in members):
             return
