@@ -47,8 +47,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether it is an IPv6 address or a name that resolves to nothing else, as far as can be found out
-    now."""
+    """Whether a host is an IPv6 address or a name that resolves to nothing else at the moment."""
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):

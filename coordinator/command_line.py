@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from coordinator.foreign import Foreign
 
 NEAR = 0.8
-"""Least likeness of a name that may be a slip for another (difflib's ratio, 1 for equal ones)."""
+"""Least likeness of a slip to the meant name (difflib's ratio, 1 for equal ones)."""
 FOREIGN = "foreign flags"
 """Where the result of a parser has those of :func:`add_foreign`: no field has such a name."""
 

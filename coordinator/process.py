@@ -58,7 +58,7 @@ SHORTAGES = {
     errno.ENOMEM: "no memory is left",
     errno.ENOSPC: "no space is left on the device",
 }
-"""What an operation fails of that would succeed at another time."""
+"""Causes of failures of operations that would succeed at another time."""
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The id of the request in work, in each log line that is written meanwhile."""

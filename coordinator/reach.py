@@ -40,7 +40,7 @@ class _Tries:
 
 @dataclass
 class _Question:
-    """Which of some others each of some instances reaches."""
+    """A question to some instances: which of some others each of them reaches."""
 
     number: int
     asked_at: float
@@ -85,14 +85,13 @@ class Reachability:
         self._records = records
         self._tries: dict[frozenset[str], _Tries] = {}
         self._reported: set[Pair] = set()
-        """By members of the newest group."""
+        """Pairs that members of the newest group reported."""
         self._question: _Question | None = None
-        """The question to the members of a group that failed too often, and to others that could replace
-        them."""
+        """The question to members of a group that failed too often, and to possible replacements."""
         self._members: list[Record] = []
-        """They, by rank."""
+        """The members that the question is about, by rank."""
         self._reported_often: set[Pair] = set()
-        """By these members, in each try."""
+        """Pairs that the members of the question reported in each try."""
         self._numbers = 0
         self._out: dict[str, _LeftOut] = {}
         self._times_out: dict[str, int] = {}
@@ -106,7 +105,7 @@ class Reachability:
 
     def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
         """A member of the newest group names others as lost. In a group that had begun, a closed connection
-        is no evidence about the way between two instances: every instance that gives up its group leaves
+        is no evidence about the way between two instances. Every instance that gives up its group leaves
         one."""
         if evidence is Evidence.DEADLINE or not entered:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
@@ -174,7 +173,7 @@ class Reachability:
     # ---- what follows
 
     def choose(self, fits: Callable[[list[Record]], bool], now: float) -> list[tuple[Record, str]]:
-        """The instances that groups leave out from now on, and why; returned once, when the question is over.
+        """The instances that groups leave out from now on, and why. Returned once, when the question is over.
         Some that were left out before may come in instead. ``fits``: whether all experts fit on some
         instances.
         """
@@ -274,8 +273,8 @@ def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[R
 
 
 def without_cuts(members: Sequence[Record], cut: Collection[Pair]) -> list[Record]:
-    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Of several,
-    one that was in no group yet goes first, then the highest rank."""
+    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Between
+    equals, one that was in no group yet goes first, then the highest rank."""
     stay, lacks = list(members), _cut_from(members, cut)
     while any(lacks[member.instance] for member in stay):
         worst = max(stay, key=lambda each: (len(lacks[each.instance]), each.epoch == 0, each.rank))

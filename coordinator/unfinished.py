@@ -56,7 +56,7 @@ class Unfinished:
         self._began = self._looked = time.monotonic()
         self._level: int | None = None
         self._seen: dict[int, Seen] = {}
-        """By the number of the socket's inode: descriptors are used again."""
+        """Connections by their socket's inode number: descriptors are used again."""
 
     def __repr__(self) -> str:
         return f"<Unfinished messages at port {self._port}, {len(self._seen)} connections known>"
@@ -68,8 +68,8 @@ class Unfinished:
                 self._seen[inode] = Seen(_received(connection), time.monotonic())
 
     def cut_floods(self) -> list[int]:
-        """Cut off peers that have sent too much since their last whole message, as none waits now; returns
-        the bytes of each. Costs next to nothing unless the process has grown."""
+        """Cut off peers with too many bytes since their last whole message, as none waits now. Returns the
+        bytes of each. Costs next to nothing unless the process has grown."""
         now = time.monotonic()
         if self._port is None or now - self._looked < INTERVAL:
             return []

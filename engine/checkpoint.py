@@ -339,7 +339,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _numbered_files(files: list[Path]) -> list[Path]:
-    """Those of one set like name-00001-of-00003.safetensors; none if there is no such set.
+    """Files of one set like name-00001-of-00003.safetensors; none if there is no such set.
 
     Raises:
         CheckpointError: the set lacks a file, or there are several sets.

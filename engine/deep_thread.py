@@ -38,7 +38,7 @@ class DeepThread:
         return self._tasks.qsize()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """From any thread."""
+        """Queue work; may be called from any thread."""
         future: Future[Result] = Future()
         self._tasks.put((future, work))
         with self._starting:

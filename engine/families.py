@@ -27,7 +27,7 @@ OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
 READ_QUANTISATION = "mxfp4"
-"""The one quantisation that is read, into the chosen data type: GPT-OSS is published in no other form."""
+"""The one quantisation that is read, into the chosen data type. GPT-OSS is published in no other form."""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""
 

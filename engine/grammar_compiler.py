@@ -190,7 +190,7 @@ class Cached:
     """Copies of the template share its lexer: a failure in one recurs in all."""
 
     def fail(self) -> None:
-        """From any thread."""
+        """Mark the failure; may be called from any thread."""
         self.has_failed = True
 
 

@@ -34,7 +34,7 @@ OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal
 
 
 def class_with_head(text_config: Any, whole_type: str) -> Any | None:
-    """A causal language model of a stack of layers without an output layer; None if no right one is known.
+    """A causal language model of a bare stack of layers; None if no right one is known.
     ``whole_type`` is the model type of the larger model, in whose layout the weights are stored."""
     if text_config.model_type not in PLAIN_HEADS:
         return None

@@ -103,7 +103,7 @@ def checked_tokens(vocab_size: int, ranks: int) -> list[int]:
 
 
 def columns_of(sharded: ShardedClass) -> list[int]:
-    """Those of :func:`checked_tokens` that the embedding has, too."""
+    """Tokens of :func:`checked_tokens` that the embedding has, too."""
     chosen = checked_tokens(sharded.vocab_size, sharded.shard.size)
     embedding = sharded.whole.get_input_embeddings()
     if isinstance(embedding, torch.nn.Embedding):

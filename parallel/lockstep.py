@@ -6,7 +6,7 @@ asked: there is no leader, no wave and no dummy batch. An instance without token
 step with zero rows. When all headers say "no work", all sleep.
 
 Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch, step)
-that it wants begun. So a stale one is ignored, an early one is remembered until its step comes, and one for a
+that it wants begun. So a stale one is ignored, and an early one is remembered until its step comes. One for a
 step beyond the next but one is ignored. A repeated one is harmless; the waker repeats it until the step has
 begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock. docs/lockstep.md has
 the proof obligations.
@@ -22,7 +22,7 @@ HEADER_INTS = 7
 """Width of a header as it is exchanged: one collective of fixed size per step."""
 
 EARLIEST = 1
-"""Steps by which a wake can be early: its sender has all headers of the previous step, including this
+"""Steps by which a wake can be early. Its sender has all headers of the previous step, including this
 instance's."""
 
 

@@ -90,8 +90,8 @@ def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutMode
         plan: pattern of a module's or parameter's path (``*`` is a number) -> style.
 
     Raises:
-        CannotCut: sizes that do not divide, a style that is not known, or an entry of the plan that names a
-            part of this model and would not be applied.
+        CannotCut: a size does not divide, a style is not known, or an entry of the plan names a part of this
+            model and would not be applied.
     """
     done = CutModel()
     cutter = _Cutter(model, plan, ranks, done)

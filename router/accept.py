@@ -146,7 +146,7 @@ class Acceptor:
         self._later = self._loop.call_later(seconds, then)
 
     def _accept(self) -> bool:
-        """Accept one connection, if no other front end was faster and there is a file; returns whether it
+        """Accept one connection, if no other front end was faster and there is a file. Returns whether it
         did."""
         try:
             if not self._has_room():

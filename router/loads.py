@@ -68,12 +68,12 @@ class Loads(msgspec.Struct):
 
 
 def loads_of(reports: Mapping[int, Report]) -> list[Load]:
-    """By rank."""
+    """Loads of all instances, by rank."""
     return [_load(rank, report) for rank, report in sorted(reports.items())]
 
 
 def older_loads_of(reports: Mapping[int, Report], block_size: int) -> list[OlderLoad]:
-    """By rank."""
+    """Loads of all instances in the older form, by rank."""
     return [
         OlderLoad(
             dp_rank=rank,

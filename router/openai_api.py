@@ -55,7 +55,7 @@ class MoreFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Int | str, float] | None = None
-    """By token id; JSON has them as text."""
+    """Biases by token id; JSON has the ids as text."""
     bad_words: list[str] | None = None
     thinking_token_budget: Int | None = None
     """Most tokens of reasoning; -1: no limit."""

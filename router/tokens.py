@@ -192,14 +192,14 @@ class Tokenizer:
 
 
 def _end_of(text: str, length: int) -> str:
-    """At least so many characters, cut before a space (as tokenizers do) if one is near."""
+    """At least so many characters of the end, cut before a space (as tokenizers do) if one is near."""
     cut = len(text) - length
     space = text.rfind(" ", max(0, cut - CUT_CHARACTERS), cut + 1)
     return text[cut if space < 0 else space :]
 
 
 def _beginning_of(text: str, length: int) -> str:
-    """The same from the other side."""
+    """At least so many characters from the beginning, cut before a space if one is near."""
     space = text.find(" ", length, length + CUT_CHARACTERS)
     return text[: length if space < 0 else space]
 

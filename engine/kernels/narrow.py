@@ -66,9 +66,9 @@ class NarrowCopy:
             replace(shape, kv_heads=_heads(layer.attention)[1])
             for shape, layer in zip(model.layers, decoder.layers, strict=True)
         )
-        """What its layers cache."""
+        """What the copy's layers cache."""
         self.decoder = self._recognise(torch.float32)
-        """Its parts, with whole sums, whatever the model's are."""
+        """The copy's parts, with whole sums, whatever the model's sums are."""
 
     @property
     def base(self) -> Any:

@@ -8,8 +8,8 @@ where a missing term stands out from rounding by orders of magnitude:
 - each layer by itself, from what the model's layer was given to what the next one is given, so that a
   deviation is neither diluted by other layers nor amplified by them;
 - at positions on both sides of each whole number that the configuration names, and up to the end of the
-  context, since a term may begin to act there. Only their angles are far apart: the tokens lie side by side
-  in the cache;
+  context, since a term may begin to act there. Only the positions' angles are far apart: the tokens lie
+  side by side in the cache;
 - with weights that make half of the numbers very large, since a term may act on large numbers only.
 
 Forward passes are compared by their results, not by their source. A list of known sources would send every
@@ -41,8 +41,9 @@ from engine.weights import LoadedModel
 LAYER_TOLERANCE = 2e-4
 """Greatest difference of a token, relative to what a layer adds to it, in float32. Rounding makes 5e-6."""
 ROUNDING, QUANTILE = 2.0, 0.25
-"""How much farther the kernels' results may be from float32 than torch's, in bfloat16 at this quantile of the
-tokens. With many experts, about half of the tokens have met a near-tie, which rounding decides."""
+"""How much farther from float32 than torch's results the kernels' may be. It holds for bfloat16, at this
+quantile of the tokens. With many experts, about half of the tokens have met a near-tie, which rounding
+decides."""
 MOST_POSITIONS = 48
 """Tokens of the comparison in float32."""
 FEW = 16
@@ -51,7 +52,7 @@ BLOCK_SIZE = 16
 
 
 class Verdict(NamedTuple):
-    """What came of it."""
+    """The result of a trial."""
 
     objection: str | None
     """What the kernels compute otherwise than the model's own code; None if nothing."""
@@ -76,8 +77,8 @@ def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
 
 
 def telling_positions(config: Any, context: int) -> Int64s:
-    """Positions that tell forward passes apart, rising: the first, the last, and those around each whole
-    number in the configuration. Numbers of rotary embeddings, windows and contexts go before others."""
+    """Positions that tell forward passes apart, rising. They are the first, the last, and those around each
+    whole number in the configuration. Numbers of rotary embeddings, windows and contexts go before others."""
     wanted = [0, 1, 2, context - 2, context - 1, context // 2]
     named = sorted(_whole_numbers(config.to_dict()), key=lambda each: not any(map(each[0].count, TELLING)))
     powers = [1 << exponent for exponent in range(2, context.bit_length())]
@@ -189,7 +190,7 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
 
 
 class _Run(NamedTuple):
-    """What the model's own code gave."""
+    """The results of the model's own code."""
 
     states: list[torch.Tensor]
     """[tokens, hidden] before each layer, and behind the last one."""

@@ -30,7 +30,7 @@ def fails_often(mesh: Mesh, times: int, alive: str, evidence: Evidence = Evidenc
 
 
 def joins_again(mesh: Mesh, name: str) -> None:
-    """It was taken out, hears of it, and comes back with its weights."""
+    """An instance that was taken out learns of that, and comes back with its weights."""
     mesh.beats.pop(name)
     welcome = mesh.register(name, epoch=1)
     assert isinstance(welcome, Welcome)
@@ -131,8 +131,8 @@ def test_before_the_first_group_it_is_the_same() -> None:
 
 
 def test_a_newcomer_that_nobody_reaches_ends_no_step_and_is_tried_three_times(pair: Mesh) -> None:
-    """It cannot form a group with those who serve, whose own group goes on. Between two tries they form their
-    group anew."""
+    """The newcomer cannot form a group with those who serve, whose own group goes on. Between two tries they
+    form their group anew."""
     pair.split("c", "ab")
     pair.register("c")
     pair.says("c")

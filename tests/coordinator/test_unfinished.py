@@ -25,7 +25,7 @@ MOST_GROWTH = 500 << 20
 FLOOD = 3 << 30
 """Bytes that an attacker has to send."""
 PART = b"\x03" + (1 << 19).to_bytes(8, "big") + bytes(1 << 19)
-"""Of a message that has more."""
+"""One part of a message that has more parts."""
 
 
 class Attacker:

@@ -104,7 +104,7 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
 }
-"""They have the same parts, and compute something else."""
+"""Families with the same parts that compute something else."""
 
 
 def make_family(directory: Path, family: str, seed: int = 0) -> Path:

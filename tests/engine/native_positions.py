@@ -73,7 +73,7 @@ class Deviations:
 
 
 def deviations(directory: Path, dtype: torch.dtype, count: int, seed: int) -> Deviations:
-    """Of at least so many positions of a model on disk."""
+    """Deviations at ``count`` positions or more of a model on disk."""
     model = load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
     program = make_program(model, BLOCK_SIZE)
     assert program is not None, "the kernels do not compute this model"

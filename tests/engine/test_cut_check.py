@@ -272,7 +272,7 @@ def test_what_is_no_number_in_the_uncut_model_is_not_compared() -> None:
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """In bfloat16, with the attention that serves, and computing by its own functions."""
+    """The model stays in bfloat16, keeps the attention that serves, and computes by its own functions."""
     directory = make_tiny_model(tmp_path, "gemma3", layers=4, dtype=torch.bfloat16)
     config = EngineConfig(model=ModelConfig(model=str(directory), dtype="bfloat16"))
     executor = ThreadedShards(config, read_model_info(directory), tp=2)

@@ -157,7 +157,7 @@ def test_positions_lie_on_both_sides_of_what_the_configuration_names(tmp_path: P
 
 @pytest.mark.parametrize("family", ["llama_llama3", "qwen3_moe"])
 def test_rounding_is_far_below_what_is_allowed(family: str, tmp_path: Path) -> None:
-    """And a copy is the same each time, whether its numbers were loud before or not."""
+    """A copy is the same each time, too, whether its numbers were loud before or not."""
     assert KERNELS is not None
     model = load(make_family(tmp_path, family), torch.bfloat16)
     decoder = recognise(model.module, model.layers, model.dtype)

@@ -139,7 +139,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
     "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2},
 }
-"""By model type, what its class needs beside the sizes."""
+"""Fields that a model type's class needs beside the sizes."""
 
 LONG_ROPE = {
     "rope_type": "longrope",

@@ -97,7 +97,7 @@ def foreign(path: Path) -> None:
 
 
 def was_loaded() -> bool:
-    """In the environment of the process, as C sees it."""
+    """Whether the library left its mark in the process's environment, as C sees it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     return getenv(b"FOREIGN") is not None

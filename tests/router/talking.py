@@ -79,7 +79,7 @@ class Speaker:
 
 @pytest.fixture
 def openai_client(talking_server: Server) -> Iterator[openai.OpenAI]:
-    """A client of the server of a test module; a test ends when the server has no request left."""
+    """A client of a test module's server. A test ends when no request is left."""
     with openai.OpenAI(base_url=talking_server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
     talking_server.wait_until_idle()

@@ -580,7 +580,7 @@ def test_what_a_grammar_cannot_say_is_left_out_and_named(
 
 
 def test_the_keywords_that_are_unknown() -> None:
-    """Those, and no others."""
+    """The unknown keywords are those of the list, and no others."""
     for key in UNKNOWN:
         text = text_of({ANSWER: {"json_schema": {key: "x", "x-guidance": {"lenient": False}}}})
         assert "Unimplemented keys" in LLMatcher.validate_grammar(text), key

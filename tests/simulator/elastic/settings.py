@@ -77,7 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     split: int
     """How long; the longest is longer than the mesh may take to go on without some."""
     connect: int
-    """To give a connection up that cannot be made."""
+    """Time to give up a connection that cannot be made."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -136,6 +136,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """From a split's beginning, or a later event, until those who are left have done all work."""
+        """Time from a split or a later event until those who are left have done all work."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries
