@@ -89,9 +89,9 @@ class Reachability:
         self._question: _Question | None = None
         """The question to members of a group that failed too often, and to possible replacements."""
         self._members: list[Record] = []
-        """The members that the question is about, by rank."""
+        """The instances that the question goes to, by rank."""
         self._reported_often: set[Pair] = set()
-        """Pairs that the members of the question reported in each try."""
+        """Pairs that the failed group's members reported in each of its tries."""
         self._numbers = 0
         self._out: dict[str, _LeftOut] = {}
         self._times_out: dict[str, int] = {}

@@ -150,7 +150,7 @@ def _compare_layers(
 
 
 class _Compared:
-    """The forward of a compared layer: its input and its result are those of the uncut layer."""
+    """The forward of a compared layer: takes the uncut layer's input, returns that layer's result."""
 
     def __init__(
         self, layer: Any, index: int, given: torch.Tensor, result: torch.Tensor, judge: _Judge

@@ -262,8 +262,7 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
 
 
 def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int64s) -> torch.Tensor:
-    """The program's result for a step. If it fails, the result has no numbers, since other stages wait for
-    something."""
+    """The program's result for a step. If it fails, the result is NaN, since other stages wait for one."""
     received = _received(model, len(ids))
     try:
         return program.forward(packed, ids, np.arange(len(ids)), received)

@@ -36,7 +36,7 @@ OUTPUTS = frozenset(
 )  # fmt: skip
 
 UNFINISHED = ("in_progress", "incomplete")
-"""States of a last assistant's message that the answer goes on with."""
+"""States of an assistant's message as the last item, which the answer goes on with."""
 
 
 @dataclass
