@@ -1,4 +1,4 @@
-"""Which addresses this host has, at which of them others reach it, and which others it reaches."""
+"""Addresses of this host, by which of them others reach it, and which hosts it reaches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it, as far as its spelling tells."""
+    """Whether only this host can reach the address, judged by its spelling."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -47,7 +47,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether it is an IPv6 address, or a name that means nothing else, as far as can be found out now."""
+    """Whether a host is an IPv6 address or a name that resolves to nothing else at the moment."""
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from coordinator.foreign import Foreign
 
 NEAR = 0.8
-"""Likeness from which on a name may be a slip for another (difflib's ratio, 1 for equal ones)."""
+"""Least likeness of a slip to the meant name (difflib's ratio, 1 for equal ones)."""
 FOREIGN = "foreign flags"
 """Where the result of a parser has those of :func:`add_foreign`: no field has such a name."""
 
@@ -121,7 +121,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 class TakeOnce(argparse.Action):
-    """Keeps a value that may be given in two ways, and refuses another one beside it."""
+    """Keeps a value that may be given in two ways; refuses a second, different one."""
 
     def __call__(
         self,

@@ -1,6 +1,6 @@
 """The groups of a mesh whose experts are spread, one after another (pure).
 
-Each group is a :class:`coordinator.messages.Form` with an epoch of its own, and each is told to its members
+Each group is a :class:`coordinator.messages.Form` with an epoch of its own, and each is sent to its members
 again until they are in it. The next one is formed when
 
 - the mesh starts: as many instances as ``-dp`` says have their weights;
@@ -162,8 +162,8 @@ class Epochs:
         return late if len(late) < len(members) else []
 
     def failure(self, now: float) -> tuple[Form, float] | None:
-        """The newest group, if it broke or did not begin though all its members live, and the seconds for
-        which it had stepped. Returned once per group. To be asked while nobody is under suspicion."""
+        """The newest group and its seconds of stepping, if it broke or did not begin though all its members
+        live. Returned once per group. To be asked while nobody is under suspicion."""
         form = self.form
         if form is None or self._adopted_at is not None or form.epoch <= self._counted or self._gone():
             return None
@@ -179,11 +179,11 @@ class Epochs:
 
     @property
     def members(self) -> frozenset[str]:
-        """Of the newest group."""
+        """Instances in the newest group."""
         return self._names
 
     def others(self) -> list[Record]:
-        """Instances that have their weights and are not in the newest group: new ones, and those left out."""
+        """Instances with weights that are not in the newest group: new ones, and those left out."""
         return [record for record in self._loaded() if record.instance not in self._names]
 
     # ---- the next group

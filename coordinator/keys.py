@@ -62,7 +62,7 @@ def _of_secrets(server: bytes, client: bytes) -> MeshKeys:
 
 
 def text_of(keys: MeshKeys) -> str:
-    """What a key file holds."""
+    """The content of a key file."""
     server, client = z85.decode(keys.server_secret).hex(), z85.decode(keys.client_secret).hex()
     return f"{HEADING}{FORMAT} {server} {client}\n"
 

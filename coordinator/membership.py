@@ -4,10 +4,10 @@ The rules: which rank an instance gets, when it is silent for too long, and what
 join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coordinator.server`.
 
 An instance is *loading* after registration, *loaded* once it has its weights, *ready* when it serves,
-*draining* when it is about to leave. Where instances are independent, the world is the ready ones, and
-the epoch counts its changes. Where experts are spread, the world is a group: who is in the next one, and
-when it is formed, :mod:`coordinator.epochs` decides, who is dead, :mod:`coordinator.suspicion`, and who is
-left out of groups though alive, :mod:`coordinator.reach`.
+*draining* when it is about to leave. Where instances are independent, the world is the ready ones, and the
+epoch counts its changes. Where experts are spread, the world is a group. :mod:`coordinator.epochs` decides
+who is in the next group and when it is formed. :mod:`coordinator.suspicion` decides who is dead, and
+:mod:`coordinator.reach` who is left out of groups though alive.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class Membership:
         yield from self._publish()
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
-        """Who is left out of groups, as others do not reach it, and who is let back."""
+        """Leaves out of groups those whom others do not reach, and lets them back."""
         failure = self._epochs.failure(now)
         if failure is not None:
             yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))

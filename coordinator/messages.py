@@ -285,7 +285,7 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class Reach(msgspec.Struct, frozen=True, tag="reach"):
-    """Try to connect to these instances where they would host the rendezvous of a group, and send
+    """Try to connect to these instances where they would host a group's rendezvous, and send
     :class:`Reached`. Sent when groups break again and again though all members live."""
 
     number: int

@@ -1,10 +1,10 @@
-"""The key of a mesh on one host whose user named none: one for all processes of a user at one address.
+"""The key of a mesh on one host whose user named none. All processes of a user at one address share it.
 
 The first of them makes it: a file of mode 0600 in a directory of mode 0700, named by the coordinator's
-address. The others find it there, in whatever order they start. The file stays when a mesh ends: it is the
-key of this user's next mesh at that address too, so it cannot be the wrong one, and instances that outlive
-their head know the next one. ``serve`` hands the key down to its own processes by descriptor, which nothing
-that happens to the file changes.
+address. The others find it there, in whatever order they start. The file stays when a mesh ends, as the key
+of this user's next mesh at that address. So it cannot be the wrong one, and instances that outlive their head
+know the key of the next. ``serve`` hands the key down to its own processes by descriptor, which nothing that
+happens to the file changes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FIRST_DESCRIPTOR = 200
 
 
 def is_own(mesh: MeshConfig) -> bool:
-    """Whether the mesh is one of this host only, and its user said nothing about keys."""
+    """Whether the mesh is on this host only and its user set no option about keys."""
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 
 def find(mesh: MeshConfig) -> MeshKeys | None:
-    """The key of this user's mesh with this coordinator; None if no process has made one.
+    """The key of this user's mesh with this coordinator, or None if none was made.
 
     Raises:
         KeyFileError: there is a file that cannot be trusted or used.
@@ -83,7 +83,7 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
 
 
 def hand_down(found: MeshKeys) -> int:
-    """A descriptor for children, of a file in memory that has the key: :func:`handed_down` is its path."""
+    """A descriptor for children of an in-memory file with the key; :func:`handed_down` is its path."""
     made = os.memfd_create("lockstep-mesh-key")
     os.fchmod(made, 0o600)
     os.write(made, keys.text_of(found).encode())
@@ -120,8 +120,8 @@ def _network() -> int:
 
 
 def _directories() -> list[Path]:
-    """Where key files of this user may be, the best place first: that of the session, which no other user can
-    enter; last that of TMPDIR, which may be another one in each terminal."""
+    """Where key files of this user may be, the best place first. That is the session's, which no other user
+    can enter; the last is that of TMPDIR, which may differ from terminal to terminal."""
     user = os.geteuid()
     session = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"]
     found = [Path(each) / "lockstep" for each in session if each]
@@ -140,7 +140,7 @@ def _directory_to_write() -> Path | None:
 
 
 def _is_usable(directory: Path) -> bool:
-    """Whether this is a directory of this user, which nobody else can enter: in a place that all can write
+    """Whether this is a directory of this user, which nobody else can enter. In a place that all can write
     to, another user may have made it first."""
     try:
         found = directory.lstat()

@@ -1,7 +1,7 @@
 """A log whose reader may stall: a terminal at Ctrl-S, a pager, a full pipe.
 
-Lines are written by a thread of their own. Whoever logs never waits: what finds no room is dropped and
-counted, and a line in its place tells how many were.
+Lines are written by a thread of their own. A thread that logs never waits: lines that find no room are
+dropped and counted, and a line in their place has the count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 MOST_LINES = 20_000
 MOST_BYTES = 8 << 20
-"""Of lines that wait to be written."""
+"""Bytes of lines that wait to be written."""
 
 MOST_AT_ONCE = 64
 """Lines that are written together."""
@@ -48,7 +48,7 @@ class PatientHandler(logging.Handler):
         self._written_lines = self._written_bytes = 0
         """Changed by the thread."""
         self._dropped = 0
-        """Lines since the last one that told of dropped ones."""
+        """Lines dropped since the last line that counted them."""
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,7 +62,7 @@ class PatientHandler(logging.Handler):
                 return
             self._tell_dropped()
             self._put(line)
-        except Exception:  # noqa: BLE001 (logging must not fail whoever logs)
+        except Exception:  # noqa: BLE001 (logging must not fail its caller)
             self.handleError(record)
 
     def flush(self) -> None:
@@ -103,7 +103,7 @@ class PatientHandler(logging.Handler):
             while len(taken) < MOST_AT_ONCE and not lines.empty():
                 taken.append(lines.get())
             text = b"".join(taken)
-            with contextlib.suppress(OSError):  # its reader is gone: nobody can be told
+            with contextlib.suppress(OSError):  # its reader is gone: there is nowhere to log it
                 self._write(text)
             self._written_bytes += len(text)
             self._written_lines += len(taken)

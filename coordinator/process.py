@@ -58,14 +58,14 @@ SHORTAGES = {
     errno.ENOMEM: "no memory is left",
     errno.ENOSPC: "no space is left on the device",
 }
-"""What an operation fails of that would succeed at another time."""
+"""Causes of failures of operations that would succeed at another time."""
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")
-"""The id of the request that is worked on; it stands in each log line that is written meanwhile."""
+"""The id of the request in work, in each log line that is written meanwhile."""
 
 _log_format: LogFormat = "text"
 _handler = PatientHandler()
-"""Of this process, for all that it calls itself: one queue keeps the order of lines."""
+"""The handler of all loggers of this process: one queue keeps the order of lines."""
 
 
 def log_format() -> LogFormat:
@@ -107,7 +107,7 @@ def log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 class RequestRecord(logging.LogRecord):
-    """A log record with the id of the request that it is about, wherever it is formatted."""
+    """A log record with the id of its request, wherever the record is formatted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -166,7 +166,7 @@ def raise_open_files() -> None:
 
 
 def shortage_of(error: BaseException) -> str | None:
-    """What the host is short of, if that is why something failed; None if it is not."""
+    """What the host is short of, if that made something fail; else None."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in SHORTAGES:
             return SHORTAGES[cause.errno]
@@ -186,7 +186,7 @@ def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
 
 
 def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The same for a process that is to be in the mesh: it makes what it does not find."""
+    """The same for a process that joins the mesh: without a key, it makes one."""
     return _keys_or_end(mesh, prog, own_key.obtain)
 
 

@@ -40,7 +40,7 @@ class _Tries:
 
 @dataclass
 class _Question:
-    """Which of some others each of some instances reaches."""
+    """A question to some instances: which of some others each of them reaches."""
 
     number: int
     asked_at: float
@@ -85,18 +85,18 @@ class Reachability:
         self._records = records
         self._tries: dict[frozenset[str], _Tries] = {}
         self._reported: set[Pair] = set()
-        """By members of the newest group."""
+        """Pairs that members of the newest group reported."""
         self._question: _Question | None = None
-        """To the members of a group that failed too often, and to the others that could be in one."""
+        """The question to members of a group that failed too often, and to possible replacements."""
         self._members: list[Record] = []
-        """They, by rank."""
+        """The instances that the question goes to, by rank."""
         self._reported_often: set[Pair] = set()
-        """By these members, in each try."""
+        """Pairs that the failed group's members reported in each of its tries."""
         self._numbers = 0
         self._out: dict[str, _LeftOut] = {}
         self._times_out: dict[str, int] = {}
         self.problem = ""
-        """What is missing while one group after another of the same members breaks; empty if they do not."""
+        """What is missing while groups of the same members break in a row; else empty."""
 
     def __repr__(self) -> str:
         return f"<Reachability {len(self._tries)} sets of members failed, left out: {sorted(self._out)}>"
@@ -105,13 +105,14 @@ class Reachability:
 
     def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
         """A member of the newest group names others as lost. In a group that had begun, a closed connection
-        is no evidence about the way between two: every instance that gives a group up leaves one."""
+        is no evidence about the way between two instances. Every instance that gives up its group leaves
+        one."""
         if evidence is Evidence.DEADLINE or not entered:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
     def failed(self, form: Form, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
-        """A group broke, or could not form, though all its members live; ``lasted`` seconds had passed since
-        it began. Returns the questions to send, if that happened too often: to the members, and to the
+        """A group broke, or could not form, though all its members live; ``lasted``: seconds since it began.
+        Returns the questions to send, if that happened too often. They go to the members, and to the
         ``others`` that have their weights, since a group may need them in place of a member."""
         names = frozenset(peer.instance for peer in form.peers)
         tries = self._count(names, forget=lasted >= self._rules.steady_after)
@@ -145,7 +146,7 @@ class Reachability:
         self.problem = ""
 
     def answered(self, message: Reached) -> None:
-        """An instance says which others it reaches."""
+        """An instance names the others that it reaches."""
         for question in self._questions():
             question.answer(message)
 
@@ -172,8 +173,9 @@ class Reachability:
     # ---- what follows
 
     def choose(self, fits: Callable[[list[Record]], bool], now: float) -> list[tuple[Record, str]]:
-        """The instances that groups leave out from now on, and why: once, when the question is over. Some
-        that were left out before may come in instead. ``fits``: whether all experts fit on some instances.
+        """The instances that groups leave out from now on, and why. Returned once, when the question is over.
+        Some that were left out before may come in instead. ``fits``: whether all experts fit on some
+        instances.
         """
         question, members = self._question, self._members
         if question is None:
@@ -211,7 +213,7 @@ class Reachability:
         self._out[name] = _LeftOut(why, now + patience)
 
     def let_back(self, now: float) -> list[Record]:
-        """Instances that were left out, and by now reach all that were asked and are reached by them."""
+        """Instances left out so far that now reach all that were asked, and are reached by them."""
         back = []
         for name, out in list(self._out.items()):
             question = out.question
@@ -225,8 +227,8 @@ class Reachability:
         return back
 
     def look_again(self, members: Collection[str], now: float) -> list[Asked]:
-        """The questions to send now about instances that are left out: to them about the ``members`` of the
-        newest group, and to these about them."""
+        """The questions to send now about instances that are left out. Each of them is asked about the
+        ``members`` of the newest group, and these about it."""
         asked = []
         for name, out in self._out.items():
             record = self._records.named(name)
@@ -271,8 +273,8 @@ def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[R
 
 
 def without_cuts(members: Sequence[Record], cut: Collection[Pair]) -> list[Record]:
-    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Of several,
-    one that was in no group yet goes first, then the highest rank."""
+    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Between
+    equals, one that was in no group yet goes first, then the highest rank."""
     stay, lacks = list(members), _cut_from(members, cut)
     while any(lacks[member.instance] for member in stay):
         worst = max(stay, key=lambda each: (len(lacks[each.instance]), each.epoch == 0, each.rank))

@@ -43,16 +43,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     forming_timeout: float = 60.0
     """A group that has not begun for so long is given up for the next one."""
     reach_tries: int = 3
-    """Failed groups of the same members in a row, all alive, until they are asked whether they reach each
-    other."""
+    """Failed groups of the same live members in a row before these are asked whom they reach."""
     reach_timeout: float = 4.0
     """The answers may take so long."""
     reach_interval: float = 5.0
     """Between two looks whether an instance that was left out is reached again."""
     reach_patience: float = 3600.0
-    """At most so long until the first of these looks; it doubles each time that the instance is left out."""
+    """Most seconds until the first of these looks; they double each time that the instance is left out."""
     steady_after: float = 300.0
-    """A group that has stepped for so long was a good one: tries before it do not count."""
+    """Seconds of stepping after which a group was a good one: earlier tries do not count."""
 
 
 class Send(msgspec.Struct, frozen=True):

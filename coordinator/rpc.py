@@ -98,8 +98,8 @@ def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None
 
 
 def _is_ipv6(endpoint: str) -> bool:
-    """Whether ZeroMQ is to look for IPv6: else it takes every name for IPv4, and with it prefers IPv6 for
-    names that mean both."""
+    """Whether ZeroMQ is to look for IPv6 addresses. Without that it takes every name for IPv4; with it, it
+    prefers IPv6 for names that mean both."""
     host = urlsplit(endpoint).hostname if endpoint.startswith("tcp:") else None
     return host is not None and is_ipv6(host)
 

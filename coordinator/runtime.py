@@ -1,7 +1,7 @@
 """Directories for files that some processes share while they run, and that mean nothing afterwards.
 
-Whoever makes one holds a lock on it, which the kernel takes off when that process ends, however it ends. So
-the next one finds the directories of those that were killed, and takes them away.
+The process that makes a directory holds a lock on it, which the kernel releases when that process ends,
+however it ends. So the next one finds the directories of those that were killed, and takes them away.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 PREFIX = "lockstep-run-"
 MARK = "lockstep"
-"""A file by which a directory is known to be one of these: nothing else is ever taken away."""
+"""A file that marks such a directory: a directory without it is never removed."""
 PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 MOST_TRIES = 100
-"""Of directories that another process takes for left over, before they are locked."""
+"""Tries at making a directory: another process may take it for left over before it is locked."""
 
 
 def places() -> list[Path]:

@@ -24,13 +24,13 @@ from coordinator.own_memory import private_memory
 GROWTH = 16 << 20
 """Bytes that the process grows by until connections are looked at."""
 INTERVAL = 0.1
-"""Seconds between two looks at the size of the process: as often as an idle step loop turns anyway."""
+"""Seconds between two looks at the process's size: an idle step loop turns as often."""
 MOST_TOGETHER = 256 << 20
-"""Bytes of unfinished messages of all peers together; beyond it those with most are cut off."""
+"""Bytes of unfinished messages of all peers; beyond that, those with most are cut off."""
 UNREAD = 8 << 20
-"""Bytes of whole messages that may still be in the kernel, or on their way through ZeroMQ's thread."""
+"""Bytes of whole messages that may still be in the kernel or in ZeroMQ's thread."""
 IDLE_RATE = 100
-"""Bytes per second that a connection may receive without a message: signs of life of ZeroMQ itself."""
+"""Bytes per second that a connection may receive without a message: ZeroMQ's own signs of life."""
 
 BYTES_RECEIVED = 128
 """Where Linux's ``tcp_info`` has it."""
@@ -56,7 +56,7 @@ class Unfinished:
         self._began = self._looked = time.monotonic()
         self._level: int | None = None
         self._seen: dict[int, Seen] = {}
-        """By the number of the socket's inode: descriptors are used again."""
+        """Connections by their socket's inode number: descriptors are used again."""
 
     def __repr__(self) -> str:
         return f"<Unfinished messages at port {self._port}, {len(self._seen)} connections known>"
@@ -68,8 +68,8 @@ class Unfinished:
                 self._seen[inode] = Seen(_received(connection), time.monotonic())
 
     def cut_floods(self) -> list[int]:
-        """No whole message waits now: cut off who has sent too much since its last one; bytes of each. Costs
-        next to nothing unless the process has grown."""
+        """Cut off peers with too many bytes since their last whole message, as none waits now. Returns the
+        bytes of each. Costs next to nothing unless the process has grown."""
         now = time.monotonic()
         if self._port is None or now - self._looked < INTERVAL:
             return []
@@ -82,7 +82,8 @@ class Unfinished:
         return self._cut(self._unfinished(now))
 
     def _unfinished(self, now: float) -> dict[int, tuple[int, int]]:
-        """Bytes since the last whole message, and the inode, by descriptor; what is closed is forgotten."""
+        """Bytes since the last whole message, and the inode, by descriptor. Closed descriptors are
+        forgotten."""
         found: dict[int, tuple[int, int]] = {}
         seen: dict[int, Seen] = {}
         for name in os.listdir("/proc/self/fd"):
@@ -132,7 +133,7 @@ def _connection(descriptor: int) -> Iterator[tuple[int, socket.socket]]:
 
 
 def _reset(connection: socket.socket) -> None:
-    """End a connection at once, in both directions: after a mere shutdown its peer could go on sending."""
+    """End a connection at once, in both directions. After a mere shutdown its peer could go on sending."""
     nobody = struct.pack("=H14x", socket.AF_UNSPEC)
     if ctypes.CDLL(None).connect(connection.fileno(), nobody, len(nobody)) != 0:
         connection.shutdown(socket.SHUT_RDWR)

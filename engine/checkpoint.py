@@ -123,7 +123,7 @@ def find_model(
 
 
 def _find_local(name: str | None) -> Path | None:
-    """The directory of a model on this host; None for the id of a repository on the hub.
+    """The directory of a model on this host; None for a repository id of the hub.
 
     Raises:
         CheckpointError: the name is neither.
@@ -279,8 +279,8 @@ def check_weights(directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted: model.safetensors, those that an index names, or those
-    that stand there without one.
+    """The safetensors files of a checkpoint, sorted. They are model.safetensors, those that an index names,
+    or those that stand there without one.
 
     Raises:
         CheckpointError: none there, or one that the index names is missing.
@@ -310,7 +310,7 @@ def _what_else(directory: Path) -> str:
 
 
 def is_laid_out_as_usual(directory: Path) -> bool:
-    """Whether transformers finds the weights by itself: in one file, or by an index of the usual name."""
+    """Whether transformers finds the weights by itself: in one file, or by a usually named index."""
     return (directory / WHOLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
 
 
@@ -339,7 +339,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _numbered_files(files: list[Path]) -> list[Path]:
-    """Those of one set like name-00001-of-00003.safetensors; none if there is no such set.
+    """Files of one set like name-00001-of-00003.safetensors; none if there is no such set.
 
     Raises:
         CheckpointError: the set lacks a file, or there are several sets.
@@ -527,7 +527,7 @@ def _tokenizer_eos(directory: Path) -> object:
             return int(token_id)
     try:
         tokenizer = _read_json(tokenizer_directory(directory) / TOKENIZER)  # megabytes, and rarely needed
-    except TokenizerFilesError:  # who needs it says so
+    except TokenizerFilesError:  # callers that need it raise this
         return None
     added = tokenizer.get("added_tokens")
     for token in added if isinstance(added, list) else ():

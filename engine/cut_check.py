@@ -1,4 +1,4 @@
-"""The check of a model cut by ``-tp`` or ``-pp`` against layers that were not cut.
+"""Compares a model cut by ``-tp`` or ``-pp`` with layers that were not cut.
 
 A cut model agrees with itself whatever was cut wrong: :func:`engine.attention.probe.verify` cannot find a
 sum made twice or a norm left out. So all workers compute the layers that one of them has computed whole
@@ -34,11 +34,11 @@ from engine.uncut import (
 from parallel.tensor_parallel import TensorRank
 
 TOLERANCE = 2e-3
-"""Difference that a quarter of the tokens may exceed, relative to what a layer adds to its input."""
+"""Difference that a quarter of the tokens may exceed, relative to what a layer adds."""
 ROUNDING = 1e-5
-"""The same relative to what a layer gives: sums of other order differ by a few units in the last place."""
+"""The same relative to a layer's output. Sums of other order differ by a few units in the last place."""
 MOST_DIMENSIONS = 8
-"""Of a tensor that is shared out."""
+"""Most dimensions of a tensor that is shared out."""
 SHARE_OF_TOKENS = 0.75
 """A near tie between experts may fall otherwise for some tokens."""
 
@@ -75,7 +75,7 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
     """Compare what this worker, together with the others, computes with what uncut layers computed.
 
     Raises:
-        CheckpointError: they differ; the message says where.
+        CheckpointError: they differ; the message names the place.
     """
     layers, shard, device = checked_layers(sharded.whole), sharded.shard, module.device
     columns = columns_of(sharded)
@@ -114,7 +114,7 @@ def _columns_here(
 
 
 class _SomeRows:
-    """The forward of an output layer that gives some rows only, in float32: all of them would take as much
+    """The forward of an output layer that computes some rows only, in float32. All rows would take as much
     memory as several layers."""
 
     def __init__(self, head: Any, rows: list[int]) -> None:
@@ -134,7 +134,7 @@ class _SomeRows:
 def _compare_layers(
     stack: ExitStack, module: Any, sharded: ShardedClass, layers: list[int], run: UncutRun, judge: _Judge
 ) -> None:
-    """Until the stack ends, the checked layers of this stage compare, and the others pass on their input."""
+    """Until the stack ends, checked layers of this stage compare, and the others pass on their input."""
     for index, layer in enumerate(layer_list(module)):
         if isinstance(layer, PassThrough):
             continue
@@ -150,7 +150,7 @@ def _compare_layers(
 
 
 class _Compared:
-    """The forward of a layer that is compared: computes from what the uncut one got, gives what that gave."""
+    """The forward of a compared layer: takes the uncut layer's input, returns that layer's result."""
 
     def __init__(
         self, layer: Any, index: int, given: torch.Tensor, result: torch.Tensor, judge: _Judge
@@ -180,11 +180,11 @@ class _Judge:
         self._problems: list[str] = []
 
     def same(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Of something that is not computed by a layer."""
+        """Compare a tensor that no layer computes."""
         self._compare(what, found, expected, expected)
 
     def layer(self, index: int, found: torch.Tensor, given: torch.Tensor, expected: torch.Tensor) -> None:
-        """Of a layer's output; ``given``: its input."""
+        """Compare a layer's output; ``given``: its input."""
         added = expected - given if expected.shape == given.shape else expected
         self._compare(f"layer {index}", found, expected, added)
 
@@ -219,6 +219,6 @@ class _Judge:
 
 
 def _norms(values: torch.Tensor) -> torch.Tensor:
-    """Of each token: [tokens]."""
+    """Norm of each token's values: [tokens]."""
     tokens = values if values.dim() == 2 else values[0]
     return tokens.flatten(1).norm(dim=1)

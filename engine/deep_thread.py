@@ -18,7 +18,8 @@ IDLE = 10.0
 
 
 class DeepThread:
-    """Does one thing after another; starts with the first one, and ends when there is none for a while."""
+    """Does one thing after another. Its thread starts with the first, and ends when there is none for a
+    while."""
 
     def __init__(self, name: str, *, on_idle: Callable[[], None] = lambda: None) -> None:
         """``on_idle``: called by the thread before it ends."""
@@ -37,7 +38,7 @@ class DeepThread:
         return self._tasks.qsize()
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """From any thread."""
+        """Queue work; may be called from any thread."""
         future: Future[Result] = Future()
         self._tasks.put((future, work))
         with self._starting:

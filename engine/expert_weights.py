@@ -133,7 +133,7 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
 
 
 class _Shapes:
-    """Stands for the model that a conversion asks for the shape of its parameters, with ``count`` experts."""
+    """Stands for a model with ``count`` experts when a conversion asks for parameter shapes."""
 
     def __init__(self, known: Mapping[str, torch.Tensor], of_experts: set[str], count: int) -> None:
         self._known = known

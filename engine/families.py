@@ -1,4 +1,4 @@
-"""What transformers' code says about a family of models, and which models it rules out (no torch).
+"""What transformers' code knows of a family of models, and which models it rules out (no torch).
 
 It is read as text: who asks may be a process without torch, which the code itself would load.
 """
@@ -27,7 +27,7 @@ OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
 READ_QUANTISATION = "mxfp4"
-"""The one quantisation that is read, into the chosen data type: GPT-OSS is published in no other form."""
+"""The one quantisation that is read, into the chosen data type. GPT-OSS is published in no other form."""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""
 
@@ -68,7 +68,7 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str | None:
-    """The method by which a config.json says that the weights are quantised, of any part of the model."""
+    """The quantisation method that a config.json names for any part of the model."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for name in QUANTISATION:
@@ -78,7 +78,7 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> str:
-    """The reason for which a config.json alone rules a model out, as the end of a sentence; empty if none is
+    """The reason for which a config.json alone rules a model out, as a sentence's end; empty if none is
     known. A model that passes may still be refused when its modules have been made."""
     text = language_config(config)
     model_type, text_type = str(config.get("model_type", "")), str(text["model_type"])
@@ -107,7 +107,7 @@ def why_unknown(model_type: str) -> str:
 
 
 def has_language_model(text_type: str) -> bool:
-    """Whether this type, or the language part that it is, can be made as a causal language model."""
+    """Whether this type, or its language part, can be made as a causal language model."""
     names = _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     return not names or text_type in names or text_type in PLAIN_HEADS
 
@@ -121,8 +121,7 @@ def why_no_language_model(text_type: str) -> str:
 
 
 def why_another_head(architecture: str, language_model: str) -> str:
-    """Words for a checkpoint of the right family that has not the output layer of its language model; empty
-    for others."""
+    """Words for a checkpoint of a known family without the output layer of its language model; else empty."""
     family = re.sub(r"(For[A-Z]\w+|LMHeadModel)$", "", language_model)
     if not language_model or architecture == language_model or not architecture.startswith(family):
         return ""
@@ -133,7 +132,7 @@ def why_another_head(architecture: str, language_model: str) -> str:
 
 
 def why_quantised(method: str | None) -> str:
-    """Words for weights that are quantised in a way that is not read; empty for others."""
+    """Words for weights quantised in a way that is not read; else empty."""
     if method is None or method == READ_QUANTISATION:
         return ""
     return (
@@ -156,7 +155,7 @@ def why_layers_unsupported(types: Collection[str], is_stateful: bool) -> str:
 
 
 def _layer_types(text: Mapping[str, Any]) -> set[str]:
-    """The types that a config.json lists, or that its class takes where the file lists none."""
+    """Types that a config.json lists, or that its class takes where the file lists none."""
     for name in LAYER_TYPES:
         if isinstance(listed := text.get(name), list) and listed:
             return {str(each) for each in listed}
@@ -200,7 +199,7 @@ def _modeling_code(model_type: str) -> str:
 
 
 def _homes(model_type: str) -> tuple[str, ...]:
-    """Directories that may have the code of a type: the language part of a larger model is with the whole."""
+    """Directories that may have a type's code: a language part is with its whole model."""
     name = model_type.replace("-", "_")
     named = _names("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model_type, name)
     return named, name, name.removesuffix("_text")
@@ -208,7 +207,7 @@ def _homes(model_type: str) -> tuple[str, ...]:
 
 @cache
 def _names(mapping: str) -> dict[str, str]:
-    """One of transformers' tables of names by model type; empty if this version has it elsewhere."""
+    """One of transformers' tables of names by model type; empty if it is elsewhere."""
     for file in ("auto_mappings.py", "modeling_auto.py"):
         table = re.search(rf"^{mapping} = OrderedDict\(\n(.*?)^\)", _code("auto", file), re.M | re.S)
         if table is not None:

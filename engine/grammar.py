@@ -24,7 +24,7 @@ Bits = npt.NDArray[np.uint8]
 """One bit per token, the lowest bit of a byte first."""
 
 MAX_LEXER_STATES = 20_000
-"""Of one grammar: 1 to 3 kB each, held while a request with it runs."""
+"""States of one grammar: 1 to 3 kB each, held while a request with it runs."""
 
 
 class GrammarError(ValueError):

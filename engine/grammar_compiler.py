@@ -35,7 +35,7 @@ MAX_USES = 256
 limited."""
 
 MAX_GROWTH = 128 << 20
-"""Bytes that the process may grow by, for whatever reason, until its cached grammars are dropped. The library
+"""Bytes that the process may grow by, for any reason, before cached grammars are dropped. The library
 does not tell what a grammar holds, which grows as answers follow it."""
 
 
@@ -187,10 +187,10 @@ class Cached:
     template: LLMatcher
     uses: int = 0
     has_failed: bool = False
-    """Copies of the template share its lexer: where it failed in one, it fails in all."""
+    """Copies of the template share its lexer: a failure in one recurs in all."""
 
     def fail(self) -> None:
-        """From any thread."""
+        """Mark the failure; may be called from any thread."""
         self.has_failed = True
 
 

@@ -44,7 +44,7 @@ def available_memory() -> int:
 
 
 def return_freed_memory() -> None:
-    """Have the allocator return freed pages to the system; it keeps them for later, in each arena."""
+    """Make the allocator return freed pages to the system instead of keeping them in each arena."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -30,8 +30,8 @@ WAKE_INTERVAL = 0.02
 """Seconds between two repetitions of a wake whose step has not begun."""
 
 PASS_ON_AFTER = 1.0
-"""Seconds until an instance that was woken wakes its peers, too, if the step has not begun: whoever sent the
-wake may have sent it to this instance alone."""
+"""Seconds until an instance that was woken wakes its peers, too, if the step has not begun. The sender may
+have woken this instance alone."""
 
 
 class NoGroup(Exception):

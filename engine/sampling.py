@@ -16,7 +16,7 @@ MAX_LOGIT_BIAS = 1024
 MOST_BIAS = 100.0
 """Of a token, and its negative the least."""
 ALL_LOGPROBS = -1
-"""Clients write it for the log-probabilities of all tokens; an instance is asked for a number of them."""
+"""Clients write it for log-probabilities of all tokens; instances get a number of them."""
 UNBOUNDED = 2**62
 """Stands for a limit that only the model knows, until it is asked."""
 MAX_BAD_WORDS = 1024

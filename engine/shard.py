@@ -103,7 +103,7 @@ class PassThrough(torch.nn.Module):  # type: ignore[misc]
         return hidden
 
     def looks_like(self, module: Any) -> PassThrough:
-        """Have the plain attributes of the module whose place this takes: some models look them up."""
+        """Take over the plain attributes of the replaced module: some models look them up."""
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 self.__dict__.setdefault(name, value)
@@ -177,8 +177,8 @@ class ShardedClass:
     ties_head: bool = False
     """Whether this worker's output layer is the embedding of another stage."""
     targets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """By the name of a tensor on disk: its parameter in the whole model, and the pattern of its converter.
-    Filled by whoever reads; working them out takes seconds for tens of thousands of experts."""
+    """By a tensor's name on disk: its parameter in the whole model, and its converter's pattern.
+    The reader fills it; working the names out takes seconds for tens of thousands of experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -315,7 +315,7 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
 
 
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
-    """The stage's layers keep their places and numbers; models look up what they need by them. The final norm
+    """The stage's layers keep their places and numbers, by which models look things up. The final norm
     stays on all stages: it is small, and some models use it before their first layer, too."""
     base = model.base_model
     for index, layer in enumerate(list(base.layers)):

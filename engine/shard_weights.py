@@ -32,7 +32,7 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 
 @contextmanager
 def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """All tensors of a checkpoint by name, as slices of which nothing is read yet, for files that
+    """All tensors of a checkpoint by name, as slices of which nothing is read yet. They are for files that
     transformers does not find by itself.
 
     Raises:

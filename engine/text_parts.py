@@ -1,8 +1,8 @@
-"""The language part of a larger model: its names in a checkpoint, and a model of its own.
+"""A larger model's language part: its names in a checkpoint, and a model of its own.
 
-transformers makes most language parts as causal language models of other families. Of some it has only the
-stack of layers; what the larger model puts on top of that for text is one product, so that is all that is
-added here. :data:`engine.families.PLAIN_HEADS` names the types of which this is known.
+transformers makes most language parts as causal language models of other families. For some language parts it
+has only the stack of layers. What the larger model puts on top of that for text is one product, so only that
+product is added here. :data:`engine.families.PLAIN_HEADS` names the types of which this is known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal
 
 
 def class_with_head(text_config: Any, whole_type: str) -> Any | None:
-    """A causal language model of a stack of layers that comes without one; None if none is known to be right.
+    """A causal language model of a bare stack of layers; None if no right one is known.
     ``whole_type`` is the model type of the larger model, in whose layout the weights are stored."""
     if text_config.model_type not in PLAIN_HEADS:
         return None

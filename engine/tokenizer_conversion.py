@@ -16,7 +16,7 @@ CONFIG = "tokenizer_config.json"
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json. What the source's own configuration says wins.
+    """Write tokenizer.json and tokenizer_config.json. Values in the source's own configuration win.
 
     Raises:
         ValueError: transformers has no fast form of this tokenizer.

@@ -1,4 +1,4 @@
-"""The directory of a model's tokenizer.json: its own, or one made from another form and kept (no torch).
+"""A model's tokenizer.json: its own, or one converted from another form and kept (no torch).
 
 transformers reads the other forms: tekken.json, tokenizer.model (sentencepiece or tiktoken), tiktoken.model,
 and vocab.json with merges.txt. It does so in a process of its own, since callers must not load torch. What it
@@ -36,7 +36,7 @@ OTHER_FORMS = (TEKKEN, "tokenizer.model", "tiktoken.model", *PLAIN)
 BESIDE = (CONFIG, "config.json", "special_tokens_map.json", "added_tokens.json", *PLAIN)
 """Files that have a say in what a conversion makes."""
 CONVERSION_SECONDS = 300.0
-"""Seconds that a conversion may take: a vocabulary of 200,000 tokens takes about half a minute."""
+"""Seconds that a conversion may take; 200,000 tokens take about half a minute."""
 MAX_ERROR = 500
 """Characters of another library's error that are shown."""
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\s*")
@@ -45,7 +45,7 @@ PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf", "ti
 
 
 class TokenizerFilesError(ValueError):
-    """A directory from which no tokenizer.json can be had. The message says what to do."""
+    """A directory from which no tokenizer.json can be had. The message names what to do."""
 
 
 def tokenizer_directory(directory: Path) -> Path:

@@ -1,7 +1,7 @@
-"""A few layers of a model that are not cut, computed one at a time: what a cut model is compared with.
+"""A few layers of a model that are not cut, computed one at a time for comparison.
 
-The worker of a cut model that answers reads them (:func:`uncut_run`), each in a model of its class of which
-nothing else is left, and of the vocabulary a few tokens. :mod:`engine.cut_check` compares.
+The worker of a cut model that answers reads them (:func:`uncut_run`). Each is in a model of its class of
+which nothing else is left, with a few tokens of the vocabulary. :mod:`engine.cut_check` compares.
 
 All is computed in float32, whatever the model's data type: what is left is rounding, far below any mistake.
 """
@@ -42,7 +42,7 @@ class UncutRun:
 
 
 Load = Callable[[ShardedClass], Any]
-"""Makes a model of a class with weights of the checkpoint, on the device, in evaluation mode."""
+"""Makes a model of a class with checkpoint weights, on the device, in evaluation mode."""
 
 
 class NoExperts(PassThrough):
@@ -75,14 +75,14 @@ def layer_list(model: Any) -> Any:
 
 
 def checked_layers(whole: Any) -> list[int]:
-    """Numbers of the layers to compare, ascending: the first, the last, and the first of each other kind."""
+    """Numbers of the layers to compare, ascending: the first, the last, and each other kind's first."""
     kinds = [_kind(whole, index, layer) for index, layer in enumerate(layer_list(whole))]
     first_of_kind = sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
     return sorted({*first_of_kind[: MOST_LAYERS - 1], len(kinds) - 1})
 
 
 def _kind(whole: Any, index: int, layer: Any) -> tuple[Any, ...]:
-    """Equal for layers that are cut alike: the same modules with parameters of the same shapes."""
+    """Equal for layers that are cut alike: the same modules with equal parameter shapes."""
     types = getattr(whole.config.get_text_config(), "layer_types", None)
     shapes = tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
     modules = tuple(type(module).__name__ for module in layer.modules())
@@ -103,7 +103,7 @@ def checked_tokens(vocab_size: int, ranks: int) -> list[int]:
 
 
 def columns_of(sharded: ShardedClass) -> list[int]:
-    """Those of :func:`checked_tokens` that the embedding has, too."""
+    """Tokens of :func:`checked_tokens` that the embedding has, too."""
     chosen = checked_tokens(sharded.vocab_size, sharded.shard.size)
     embedding = sharded.whole.get_input_embeddings()
     if isinstance(embedding, torch.nn.Embedding):
@@ -121,7 +121,7 @@ def input_ids(columns: list[int], device: torch.device) -> torch.Tensor:
 
 
 def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutRun:
-    """Compute a model of a few whole layers, of which one at a time is held.
+    """Compute a model of a few whole layers, holding one layer at a time.
 
     Raises:
         CheckpointError: that is not possible.
@@ -148,7 +148,7 @@ def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutR
 
 
 class _LayerRun:
-    """The forward of a layer that is read when it is called, and gone when it returns."""
+    """The forward of a layer that is read at its call and dropped at its return."""
 
     given: torch.Tensor
     result: torch.Tensor
@@ -206,7 +206,7 @@ def _keep_tokens(model: Any, columns: list[int], done: CutModel) -> None:
 
 
 def _lone_layer(sharded: ShardedClass, index: int) -> ShardedClass:
-    """A model of which one layer is left, without its experts if they are spread over instances."""
+    """A model with one layer left, without its experts if they are spread over instances."""
     layers = range(index, index + 1)
     result = ShardedClass(sharded.whole, None, WHOLE, layers, {}, targets=sharded.targets)
 
@@ -227,7 +227,7 @@ def _lone_layer(sharded: ShardedClass, index: int) -> ShardedClass:
 
 
 def _leave_only(module: Any, wanted: Any) -> None:
-    """Take away all modules but one, which may lie deeper, and those that it is in."""
+    """Remove all modules but one, which may lie deeper, and those that contain it."""
     for name, child in list(module.named_children()):
         if child is wanted:
             continue

@@ -158,7 +158,7 @@ class _ReadModel:
     """Of a shard, over all ranks; None: as wide as what the model gives."""
     sharded: ShardedClass | None = None
     uncut: UncutRun | None = None
-    """What a few layers compute that were not cut, on the worker of a cut model that reads them."""
+    """Results of a few uncut layers, on the worker of a cut model that reads them."""
 
 
 def _read_model(
@@ -316,7 +316,7 @@ def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
 
 
 def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple[Any, Any, bool]:
-    """The class to load, the config it takes, and whether it is the language part of a larger model. The
+    """The class to load, its config, and whether it is a larger model's language part. The
     code of a checkpoint is run only where transformers has none for its family."""
     text_config = config.get_text_config(decoder=True)
     is_part = text_config is not config

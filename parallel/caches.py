@@ -23,7 +23,7 @@ def cache_directory(name: str) -> Path:
 
 
 def own_directory(name: str) -> Path:
-    """A cache directory that is there, and that only this user (or root) can write to.
+    """A cache directory that exists, and that only this user (or root) can write to.
 
     Raises:
         OSError: it belongs to somebody else, or cannot be made.
@@ -41,7 +41,7 @@ def own_directory(name: str) -> Path:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user or root can have written a file, or the names in a directory.
+    """Whether only this user or root can have written a file, or a directory's names.
 
     Raises:
         OSError: it is not there.

@@ -38,8 +38,8 @@ def compiled(
     source: Path, headers: Sequence[Path], flags: Sequence[str] = (), symbols: Sequence[str] = ()
 ) -> Path:
     """The shared object of a source file on this kind of CPU; ``headers`` are all that it includes from here.
-    One in the cache that others can write to, that cannot be loaded (a full disk or a crash cut it short) or
-    that lacks one of ``symbols`` is made anew.
+    One in the cache is made anew if others can write to it, or if it lacks one of ``symbols``. It is also
+    made anew if it cannot be loaded (a full disk or a crash cut it short).
 
     Raises:
         OSError: there is no compiler, or no room for the result, or the cache is not this user's own.
@@ -75,7 +75,7 @@ def compiled(
 
 
 def _run(command: list[str], directory: Path) -> None:
-    """Run a compiler, which does not outlive this process: it has children of its own, so it gets a group.
+    """Run a compiler that does not outlive this process. It has children of its own, so it gets a group.
     Its temporary files are in a ``directory`` that is known to be writable."""
     with subprocess.Popen(
         command,

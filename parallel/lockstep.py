@@ -5,11 +5,11 @@ into what happens. It is a pure function of what everybody has, so nobody can di
 asked: there is no leader, no wave and no dummy batch. An instance without tokens takes part in the
 step with zero rows. When all headers say "no work", all sleep.
 
-Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch,
-step) that it wants begun, so a stale one is ignored, an early one is remembered until its step comes,
-one for a step beyond the next but one is ignored, and a repeated one is harmless; the waker repeats it until
-the step has begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock.
-docs/lockstep.md has the proof obligations.
+Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch, step)
+that it wants begun. So a stale one is ignored, and an early one is remembered until its step comes. One for a
+step beyond the next but one is ignored. A repeated one is harmless; the waker repeats it until the step has
+begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock. docs/lockstep.md has
+the proof obligations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ HEADER_INTS = 7
 """Width of a header as it is exchanged: one collective of fixed size per step."""
 
 EARLIEST = 1
-"""Steps by which a wake can be early: its sender has all headers of the step before, this instance's, too."""
+"""Steps by which a wake can be early. Its sender has all headers of the previous step, including this
+instance's."""
 
 
 class LockstepError(RuntimeError):

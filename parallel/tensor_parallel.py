@@ -157,7 +157,7 @@ class SummedExperts:
 
 
 class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
-    """An identity among modules whose outputs are summed over the ranks: the first rank alone adds it."""
+    """An identity among modules whose outputs are summed over ranks: only the first rank adds it."""
 
     def __init__(self, ranks: TensorRank) -> None:
         super().__init__()

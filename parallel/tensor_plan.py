@@ -90,8 +90,8 @@ def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutMode
         plan: pattern of a module's or parameter's path (``*`` is a number) -> style.
 
     Raises:
-        CannotCut: sizes that do not divide, a style that is not known, or an entry of the plan that names a
-            part of this model and would not be applied.
+        CannotCut: a size does not divide, a style is not known, or an entry of the plan names a part of this
+            model and would not be applied.
     """
     done = CutModel()
     cutter = _Cutter(model, plan, ranks, done)
@@ -123,13 +123,14 @@ class _Cutter:
         """Patterns of the plan that were followed, or ask for nothing."""
 
     def named_by_plan(self) -> set[str]:
-        """Patterns of the plan that name a module or parameter of the model as it is now."""
+        """Patterns of the plan that name a module or parameter of the model as it is."""
         paths = [path for path, _ in self._model.named_modules()]
         paths += [path for path, _ in self._model.named_parameters()]
         return {pattern for path in paths if (pattern := _pattern(path)) in self._plan}
 
     def check_applied(self, named: set[str]) -> None:
-        """Refuse a plan of which a part was left out: what it would have cut is now summed as if it had been.
+        """Refuse a plan of which a part was left out. What that part would have cut is now summed as if it
+        had been.
 
         Raises:
             CannotCut: ``named`` has patterns that were not applied.

@@ -34,7 +34,7 @@ PAUSE = 0.1
 KEPT_FILES = 64
 """Files kept back from connections, at least: for instances that join, tokenizers, counts."""
 KEPT_PART = 16
-"""The part of all files that is kept back where that is more: one in so many."""
+"""Part of all files that is kept back, where that is more: one in so many."""
 UNLIMITED = 1 << 62
 """Files of a process that has no limit."""
 MOST_AT_ONCE = 64
@@ -146,7 +146,8 @@ class Acceptor:
         self._later = self._loop.call_later(seconds, then)
 
     def _accept(self) -> bool:
-        """One connection, if another front end was not faster, and there is a file for it; whether it was."""
+        """Accept one connection, if no other front end was faster and there is a file. Returns whether it
+        did."""
         try:
             if not self._has_room():
                 self._pause(SHORTAGES[errno.EMFILE])
@@ -174,8 +175,8 @@ class Acceptor:
         self._wait(PAUSE, self._after_courtesy)
 
     def _has_room(self) -> bool:
-        """Whether enough files are left. A new file gets the lowest free number, which tells how many are
-        open; that is looked at only once the newest connection had a high one."""
+        """Whether enough files are left. A new file gets the lowest free number, which shows how many are
+        open. They are counted only once the newest connection had a high number."""
         if self._newest_file < self._most_files:
             return True
         self._newest_file = os.dup(self._listener.fileno())

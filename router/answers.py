@@ -79,7 +79,7 @@ class Answer(ABC):
         return None
 
     def whole_usage(self) -> Usage:
-        """:meth:`usage` in an answer that is not streamed: null stands for details that are not told."""
+        """:meth:`usage` in a whole answer, with null for details that are not known."""
         usage = self.usage()
         usage.prompt_tokens_details = usage.prompt_tokens_details or None
         return usage

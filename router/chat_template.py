@@ -38,7 +38,7 @@ KEEPS_NOTHING = (
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 INVALID_JSON = "INVALID_JSON"
-"""The key under which arguments of a call that are no JSON object stand, as Anthropic's pages have it."""
+"""The key of call arguments that are no JSON object, as on Anthropic's pages."""
 INSTRUCTIONS = ("system", "developer")
 """Roles of messages that say how to answer."""
 BETWEEN_INSTRUCTIONS = "\n\n"
@@ -162,7 +162,7 @@ class ChatTemplate:
         return _with_reasoning(shaped)
 
     def _with_one_system(self, messages: list[Message], *, keeps_last: bool) -> list[Message]:
-        """All instructions as one message in front, if the template does not write others where they stand.
+        """All instructions as one message in front, if the template does not write later ones in place.
         ``keeps_last``: the last message is gone on with, so it stays."""
         end = len(messages) - 1 if keeps_last else len(messages)
         if all(self._takes_more.get(str(message.get("role")), True) for message in messages[1:end]):
@@ -197,7 +197,7 @@ class ChatTemplate:
         return PROBE in text and "None" not in text
 
     def _probe_more(self, role: str) -> bool:
-        """Whether messages of a role come out behind a first message of instructions, and between turns: many
+        """Whether messages of a role come out behind a first message of instructions, and between turns. Many
         templates look at the first message alone, and drop or refuse what comes later."""
         behind, between = f"{PROBE}1", f"{PROBE}2"
         turns = [
@@ -370,7 +370,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; a model may slip, or be cut, and its conversation goes on all the same."""
+    """Arguments as an object. A model may slip, or be cut, and its conversation goes on all the same."""
     if many := too_many(text.encode()):
         raise ChatTemplateError(f"The arguments of a tool call hold more than {many}.")
     try:

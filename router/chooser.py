@@ -62,8 +62,8 @@ class Chooser:
         """The instance that gets a request.
 
         Raises:
-            MeshError: nobody can take it, or the rank it names not now (503); that rank does not exist, or it
-                asks for more tokens than anybody holds (400).
+            MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
+                does not exist, or the request asks for more tokens than any instance holds (400).
         """
         instances = self._instances_for(entry)
         lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))

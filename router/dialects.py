@@ -26,7 +26,7 @@ class Dialect(ABC):
     opening = ""
     """What an answer of a given form begins with."""
     calls: type[ToolParser] | None = None
-    """The parser of calls that the model writes in a format of its own; None if it has none."""
+    """The parser of calls in a format of the model's own; None if it has none."""
 
     @property
     @abstractmethod

@@ -119,5 +119,5 @@ class Endpoints:
         return json_response(encode(Loads.of(found, time.time())))
 
     async def get_load(self, request: Request) -> Response:
-        """Of each instance, as older tools for SGLang ask for it."""
+        """The load of each instance, as older tools for SGLang ask for it."""
         return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

@@ -53,8 +53,8 @@ KIND_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the field at fault as the client spells it; ``reason`` is a
-    word that Anthropic's clients act on; ``logged`` stands in the log in place of a message that may quote
+    """An answer other than 200. ``param`` names the field at fault as the client spells it. ``reason`` is a
+    word that Anthropic's clients act on. ``logged`` stands in the log in place of a message that may quote
     the prompt."""
 
     def __init__(
@@ -136,7 +136,7 @@ def too_late(timeout: float) -> ApiError:
 
 
 def short_of(error: BaseException) -> ApiError:
-    """The host lacks something for now (:func:`coordinator.process.shortage_of`): the log says what."""
+    """The host lacks something for now (:func:`coordinator.process.shortage_of`), which the log names."""
     message = "The server is short of files or memory now: try again in a moment."
     return ApiError(503, message, headers={"retry-after": "1"}, logged=f"{message[:-1]} ({error}).")
 

@@ -56,7 +56,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class Invocation(msgspec.Struct):
-    """What tells a chat from a completion."""
+    """What distinguishes a chat from a completion."""
 
     messages: msgspec.Raw = NULL
     prompt: msgspec.Raw = NULL
@@ -88,7 +88,7 @@ NOT_ENFORCED = "x-lockstep-not-enforced"
 MOST_REMARKS = 1000
 """Characters of that header."""
 LEFT_OUT = "x-lockstep-left-out"
-"""Header of an answer: types of tools and items of the request that the model did not get."""
+"""Header of an answer: types of the request's tools and items that the model did not get."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""

@@ -104,7 +104,7 @@ class GrammarCheck:
 
 
 def checked_grammar(text: str) -> Checked:
-    """Try a grammar; if the library does not take it as it is, each of its schemas alone."""
+    """Try a grammar; if the library refuses it, try each of its schemas alone."""
     problem, messages = _tried(text)
     if not (problem or messages):
         return Checked(text)

@@ -1,4 +1,4 @@
-"""Headers of requests that say how they are to be treated, and values for those of answers (pure).
+"""Headers of requests that change their treatment, and header values of answers (pure).
 
 A header without a value, as proxies and templates make them, is none.
 """
@@ -21,7 +21,7 @@ def key_of(request: Request) -> int:
 
 
 def request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own, from the header or the body, else the one that it was given at the door."""
+    """The client's own id, from the header or the body; else the one that the server gave."""
     given = request.headers.get("x-request-id")
     if not given:
         at_door: str = request.state.request_id

@@ -22,9 +22,9 @@ MOST_WAITING = 32
 """Requests of one connection that wait for the answer of an earlier one."""
 
 WHOLE_SERVER = b"*"
-"""What a request is for that is for no path."""
+"""Target of a request that is for no path."""
 BLANKS = b" \t"
-"""What may stand around the value of a header, and is no part of it."""
+"""Bytes that may stand around the value of a header, and are no part of it."""
 OFFERS = (b"upgrade", b"http2-settings")
 """Headers of an offer to go on with another protocol, and their names among the options of the connection."""
 

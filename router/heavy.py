@@ -1,4 +1,4 @@
-"""Work whose time and memory grow with a request's size: beside the event loop, and a few at once.
+"""Work that grows with a request's size: beside the event loop, a few at once.
 
 Tokenising takes 150 bytes of memory per byte of text, and seconds for megabytes. Long texts have a lane of
 their own, so that shorter ones do not wait behind them.
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from router.errors import ApiError
 
 HEAVY = 50_000
-"""Bytes of a body above which other clients' streams would wait for its work: it is done in a thread."""
+"""Bytes of a body beyond which its work would delay other streams: it runs in a thread."""
 VERY_HEAVY = 1 << 20
 """Bytes above which a body is worked on alone."""
 HEAVY_AT_ONCE = 4

@@ -12,7 +12,7 @@ MOST_STRINGS = 250_000
 MOST_CONTAINERS = 100_000
 """Objects and lists."""
 MOST_VALUES = 2_000_000
-"""Of all kinds: that many are token ids of prompts."""
+"""Values of all kinds: that many are token ids of prompts."""
 
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """One that never ends goes on to the end of the text: else it would be looked for at each of its quotes."""

@@ -26,7 +26,7 @@ MAX_NAMED = 8
 
 
 def named(request_ids: Iterable[str]) -> str:
-    """The first of some requests, for a log line; samples of one request have the same id."""
+    """The first of some requests, for a log line; a request's samples share one id."""
     each = list(dict.fromkeys(request_ids))
     more = f" and {len(each) - MAX_NAMED} more" if len(each) > MAX_NAMED else ""
     return ", ".join(each[:MAX_NAMED]) + more

@@ -1,4 +1,4 @@
-"""Listening sockets of the HTTP door, for TCP or at a path, bound before anything else is done.
+"""Listening sockets of the router, for TCP or at a path, bound before anything else.
 
 ``serve`` opens them and its front ends inherit them: all accept from one queue, so what waits there when one
 of them dies is taken by another, or by its successor.
@@ -69,7 +69,7 @@ def at_path(path: Path) -> Iterator[socket.socket]:
     umask and by the directory. A socket that a dead server left there is taken away.
 
     Raises:
-        OSError: the path cannot be had; the message says why.
+        OSError: the path cannot be used; the message has the reason.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -139,7 +139,7 @@ def name_of(listener: socket.socket, scheme: str) -> str:
 async def wait_for_health(
     host: str, port: int, *, tls: bool, timeout: float, path: str | None = None
 ) -> bool:
-    """Wait until ``GET /health`` says 200; False if it has not within ``timeout`` seconds.
+    """Wait until ``GET /health`` returns 200; False if it has not within ``timeout`` seconds.
 
     ``path``: of a Unix socket to ask at instead.
     """

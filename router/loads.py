@@ -39,7 +39,7 @@ class OlderLoad(msgspec.Struct):
     num_reqs: int
     num_waiting_reqs: int
     num_tokens: int
-    """Tokens in the KV cache of requests, a block counted as full, and tokens that wait."""
+    """Tokens in requests' KV cache (each block counted as full), and tokens that wait."""
     num_pending_tokens: int
 
 
@@ -68,12 +68,12 @@ class Loads(msgspec.Struct):
 
 
 def loads_of(reports: Mapping[int, Report]) -> list[Load]:
-    """By rank."""
+    """Loads of all instances, by rank."""
     return [_load(rank, report) for rank, report in sorted(reports.items())]
 
 
 def older_loads_of(reports: Mapping[int, Report], block_size: int) -> list[OlderLoad]:
-    """By rank."""
+    """Loads of all instances in the older form, by rank."""
     return [
         OlderLoad(
             dp_rank=rank,

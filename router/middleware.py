@@ -28,7 +28,7 @@ from router.refusals import Refusals
 from router.rules import usable_id
 
 PROBES = frozenset({"/health", "/ping", "/livez"})
-"""What is asked by whatever name this server has for who watches it; the answers say nothing else."""
+"""Paths that operators ask for by any name of this server; their answers hold nothing else."""
 OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"}
 """What needs no key: nothing there costs or changes anything."""
 
@@ -58,11 +58,11 @@ def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) 
 
 
 class RequestIds:
-    """Gives each request an id: the client's own, else a new one, unless a handler chooses another. It stands
+    """Gives each request an id: the client's own, a handler's choice, or a new one. It stands
     in all log lines about the request, and, where asked for, in the answer's X-Request-Id."""
 
     def __init__(self, app: ASGIApp, *, tells: bool = False) -> None:
-        """``tells``: answers have the header."""
+        """``tells``: whether answers have the header."""
         self._app = app
         self._tells = tells
 
@@ -114,7 +114,7 @@ class Slashes:
 
 
 class Options:
-    """Answers OPTIONS with the methods of a path, to anybody: so proxies ask whether a server is there
+    """Answers OPTIONS with the methods of a path, for any client. Proxies check so whether a server is there
     (HAProxy: ``OPTIONS /``). Pages that ask what they may do hear it from what allows them something."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
@@ -179,7 +179,7 @@ class KeyCheck:
 
 
 class HostCheck:
-    """For loopback without keys: lets in who asks for this machine, and not for some site. Probes may ask for
+    """For loopback without keys: lets in requests for this machine, not for some site. Probes may ask for
     any."""
 
     def __init__(self, app: ASGIApp, refusals: Refusals) -> None:

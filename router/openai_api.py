@@ -55,7 +55,7 @@ class MoreFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[Int | str, float] | None = None
-    """By token id; JSON has them as text."""
+    """Biases by token id; JSON has the ids as text."""
     bad_words: list[str] | None = None
     thinking_token_budget: Int | None = None
     """Most tokens of reasoning; -1: no limit."""
@@ -156,7 +156,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     prompt_token_ids: Any = None
     functions: Any = None
-    """What tools were before; refused, as the next four where they ask for more than text."""
+    """The older form of tools; refused, like the next four where they ask for more than text."""
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
@@ -243,7 +243,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """Of a whole answer and, without ``prompt_logprobs``, of a chunk."""
+    """One choice of a whole answer and, without ``prompt_logprobs``, of a chunk."""
 
     index: int
     text: str

@@ -138,7 +138,7 @@ def _name_of_logprobs(request: GenerationRequest) -> str:
 
 
 def _number(wanted: int | None, vocab_size: int, max_logprobs: int, name: str) -> int | None:
-    """How many log-probabilities of a token are wanted, where they may be those of all tokens."""
+    """How many log-probabilities of a token are wanted, where all tokens may be."""
     if wanted != ALL_LOGPROBS:
         return wanted
     if max_logprobs < vocab_size:

@@ -33,7 +33,7 @@ def prefix_of(root_path: str) -> str:
 
 
 def without_prefix(path: str, root_path: str) -> str:
-    """A path as it is here, whether the proxy in front left its prefix in or not."""
+    """A path without the prefix, whether the proxy in front left the prefix in or not."""
     prefix = prefix_of(root_path)
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
@@ -53,7 +53,7 @@ def meant(path: str) -> str | None:
 
 
 def not_there(path: str, prefix: str = "") -> str:
-    """What to say about a path that does not exist, to who finds all of them behind a ``prefix``."""
+    """Message for a path that does not exist, to a client whose paths have a ``prefix``."""
     listed = f"GET {prefix}/openapi.json lists what it has."
     if NOT_BUILT.fullmatch(path):
         return f"This server has no {prefix}{path}: it serves a model that generates text. {listed}"

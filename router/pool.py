@@ -221,8 +221,7 @@ class Pool:
         return next((instance for instance in self if instance.rank == rank), None)
 
     def expects(self, rank: int) -> bool:
-        """Whether an instance of this rank, which is not here, is one that the mesh starts with, or was lost
-        lately."""
+        """Whether an absent rank is one that the mesh starts with, or was lost lately."""
         return rank < self._size or rank in self._trust
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:

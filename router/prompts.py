@@ -78,7 +78,7 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
-    """How many tokens a conversation is, also where they are somewhat more than the model takes."""
+    """How many tokens a conversation has, even somewhat more than the model takes."""
     text = render_chat(request, model)
     _check_countable(text, "messages", model)
     return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
@@ -129,7 +129,7 @@ def text_to_tokenize(request: TokenizeRequest, model: TextModel) -> tuple[str, b
 def _limit(
     num_tokens: int, request: GenerationRequest, model: TextModel, *, at_least: str = ""
 ) -> int | None:
-    """Tokens that a prompt of ``num_tokens`` is truncated to; None if it is to be whole.
+    """Tokens to which a prompt of ``num_tokens`` is truncated; None if it stays whole.
 
     Raises:
         ApiError: the limit is none, or a whole prompt is too long.
@@ -150,7 +150,7 @@ def _limit(
 def _encode(
     text: str, limit: int | None, request: GenerationRequest, model: TextModel, *, add_special_tokens: bool
 ) -> list[int]:
-    """Token ids of a text, or of the part of it that truncation leaves, and a little more."""
+    """Token ids of a text, or of a little more than truncation leaves of it."""
     if limit is None:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     from_end = request.truncation_side != "right"
@@ -158,7 +158,7 @@ def _encode(
 
 
 def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: TextModel) -> list[int]:
-    """The prompt, truncated if the request says so; it must leave room and have known tokens only."""
+    """The prompt, truncated if the request asks for it. It must leave room and have known tokens only."""
     if limit is not None:
         ids = ids[:limit] if request.truncation_side == "right" else ids[max(0, len(ids) - limit) :]
     if not ids:
@@ -170,7 +170,7 @@ def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: T
 
 
 def _check_countable(text: str, param: str, model: TextModel) -> None:
-    """Refuse a text that is far longer than any prompt before time is spent on its tokens."""
+    """Refuse a text far longer than any prompt before time goes into its tokens."""
     fewest, context = model.tokenizer.fewest_tokens(text), model.served.max_model_len
     if fewest >= context:
         refuse(

@@ -1,10 +1,10 @@
 """What a key may ask for: requests per minute, tokens per minute, requests at once (pure, but for the lock).
 
 Each key has two buckets that fill up steadily and hold a minute's worth. A request takes one from the first
-and its prompt's tokens from the second when it comes, and the tokens that it generated when it ends, which
-may leave a debt to wait for. A request that only counts or converts tokens takes them when it ends. Front
-ends of one endpoint share the accounts through a small piece of memory, so a key has its quota once however
-many there are.
+and its prompt's tokens from the second when it comes. It takes the tokens that it generated when it ends,
+which may leave a debt to wait for. A request that only counts or converts tokens takes them when it ends.
+Front ends of one endpoint share the accounts through a small piece of memory, so a key has its quota once
+however many there are.
 """
 
 from __future__ import annotations

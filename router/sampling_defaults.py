@@ -32,8 +32,8 @@ def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any
 
 
 def most_tokens(config: HttpConfig, defaults: dict[str, Any]) -> int | None:
-    """The most tokens of an answer if the operator set that, by an override or by a directory of defaults of
-    their own: the model's is only for requests that set none (as in vLLM)."""
+    """The most tokens of an answer if the operator set them, by an override or their own directory of
+    defaults. The model's limit is only for requests that set none (as in vLLM)."""
     is_own = config.generation_config not in ("auto", "vllm") or "max_new_tokens" in config.sampling_overrides
     return defaults.get("max_tokens") if is_own else None
 

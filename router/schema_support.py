@@ -1,4 +1,4 @@
-"""What of a JSON schema the grammar library can enforce, and the rest by its place (pure).
+"""The enforceable part of a JSON schema, and the rest by its place (pure).
 
 The library reports the first keyword or pattern that it cannot follow, without its place. Here a schema is
 rewritten so that it can be followed, and each thing left out is reported by its JSON path.
@@ -56,7 +56,7 @@ Trial = Callable[[Any], str]
 
 
 class Supported(msgspec.Struct, frozen=True):
-    """A schema that can be followed, and where the given one says more."""
+    """A schema that can be followed, and where the given one demands more."""
 
     schema: Any
     unenforced: list[str]
@@ -71,7 +71,7 @@ def supported(schema: Mapping[str, Any], trial: Trial) -> Supported:
 
 
 def where_wrong(schema: Any, trial: Trial) -> str:
-    """The JSON path of the innermost part that is wrong alone for the same reason as the whole."""
+    """The JSON path of the innermost part that alone is wrong for the same reason."""
     wanted = trial(schema)
     shared = {key: schema[key] for key in SHARED if isinstance(schema, dict) and key in schema}
     path, trials = "$", 0
@@ -193,7 +193,7 @@ def _is_any_name(names: Any) -> bool:
 
 
 def _pattern_of_names(names: Any) -> str | None:
-    """The pattern of all names that ``propertyNames`` allows; None if no pattern says the same."""
+    """The pattern of all names that ``propertyNames`` allows; None if no pattern is equivalent."""
     if not isinstance(names, dict):
         return None
     (key, value), *more = [item for item in names.items() if item[0] not in ABOUT_NAMES] or [("", None)]

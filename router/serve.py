@@ -182,7 +182,7 @@ def _run(
 
 
 def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeConfig:
-    """Settings for the processes of this launcher, which inherit a key that no file was named for."""
+    """Settings for this launcher's processes, which inherit a key for which no file was named."""
     if keys is None or not own_key.is_own(config.mesh):
         return config
     path = own_key.handed_down(own_key.hand_down(keys))

@@ -214,7 +214,7 @@ async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> No
 
 
 def _tally(config: RouterConfig) -> Tally:
-    """What keeps front ends even; one without a launcher is alone."""
+    """The tally that keeps front ends even; one without a launcher is alone."""
     if config.front_ends == 1 or config.counts_directory is None:
         return Tally(None, 0, 1)
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)

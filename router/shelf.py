@@ -69,7 +69,7 @@ class Shelf:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Snapshot)
         self._known: dict[Path, Snapshot] = {}
-        """What was read last of each file: without a file to read it with, no sum may fall."""
+        """The last values read from each file: no sum may fall while no file can be opened."""
 
     def __repr__(self) -> str:
         return f"<Shelf {self._file}>"

@@ -92,7 +92,7 @@ def json_body(
 ) -> Body:
     """JSON by a schema: an object, or a boolean.
 
-    ``strict``: a schema that says more than can be enforced is refused; else it is enforced as far as it can.
+    ``strict``: a schema with more than can be enforced is refused; else it is enforced as far as possible.
     """
     if config.disable_additional_properties:
         schema = _closed(schema)

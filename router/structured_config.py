@@ -29,7 +29,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def ignored(self) -> str:
-        """What is to be said of a backend that is not there; empty if there is nothing."""
+        """The warning about a backend that is not there; empty if none is needed."""
         if self.backend in ("auto", "guidance"):
             return ""
         return f"--structured-outputs-config.backend {self.backend} ignored: llguidance is the one there is"

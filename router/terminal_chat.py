@@ -61,7 +61,7 @@ class NoApi(ChatError):
 
 
 class _PathConnection(http.client.HTTPConnection):
-    """To a Unix socket."""
+    """A connection to a Unix socket."""
 
     def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)

@@ -36,7 +36,7 @@ class TextModel:
         self.template_kwargs = template_kwargs or {}
         """Variables of the chat template, likewise."""
         self.most_tokens = most_tokens
-        """Tokens that an answer may have, whatever the request says; None without such a limit."""
+        """Most tokens of an answer, whatever the request asks for; None without such a limit."""
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.tokenizer!r} {self.templates!r}>"

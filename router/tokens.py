@@ -30,9 +30,9 @@ MAX_PENDING = 16
 """Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
 
 PART_CHARACTERS = 8
-"""Of a text per token, in the first part that is tried; another one is four times as long."""
+"""Characters of text per token, in the first part tried; another part is four times as long."""
 CUT_TOKENS = 64
-"""Tokens next to the cut of a text, which may differ from those of the whole."""
+"""Tokens next to a text's cut, which may differ from those of the whole."""
 
 CUT_CHARACTERS = 4096
 """Within which a space is looked for to cut a text at."""
@@ -98,8 +98,8 @@ class Tokenizer:
         return [each.ids for each in found]
 
     def encode_part(self, text: str, count: int, *, from_end: bool, add_special_tokens: bool) -> list[int]:
-        """:meth:`encode`, of as much of the text as its last (or first) ``count`` tokens need; of all of it
-        where it has no more than that."""
+        """:meth:`encode`, of as much of the text as its last (or first) ``count`` tokens need. A text with no
+        more tokens is encoded whole."""
         length = PART_CHARACTERS * (count + CUT_TOKENS)
         while length < len(text):
             part = _end_of(text, length) if from_end else _beginning_of(text, length)
@@ -192,14 +192,14 @@ class Tokenizer:
 
 
 def _end_of(text: str, length: int) -> str:
-    """At least so many characters, cut before a space, where tokenizers do, unless none is near."""
+    """At least so many characters of the end, cut before a space (as tokenizers do) if one is near."""
     cut = len(text) - length
     space = text.rfind(" ", max(0, cut - CUT_CHARACTERS), cut + 1)
     return text[cut if space < 0 else space :]
 
 
 def _beginning_of(text: str, length: int) -> str:
-    """The same from the other side."""
+    """At least so many characters from the beginning, cut before a space if one is near."""
     space = text.find(" ", length, length + CUT_CHARACTERS)
     return text[: length if space < 0 else space]
 

@@ -34,7 +34,7 @@ class TurnFormat:
     def __init__(
         self, request: ChatRequest, config: HttpConfig, *, harmony: bool = False, sent: Tools = ()
     ) -> None:
-        """``sent``: the tools as the client numbers them, where the request was reduced to some of them."""
+        """``sent``: the tools as the client numbers them, if the request was reduced to some."""
         self._config = config.structured_outputs
         self._form = form_of(request, self._config)
         self._asked_for = _asked_for(request)

@@ -73,7 +73,7 @@ class TurnGrammar:
         self._call_rules(tools, written, most_one=most_one)
 
     def own_calls_or_answer(self, parser: type[ToolParser], tools: Tools, form: Form) -> None:
-        """The same where arguments are no JSON: what follows the beginning of a call is free."""
+        """The same where arguments are no JSON: text after a call's beginning is free."""
         self._start.append(f"(calls | {' '.join(self._formed(form, ''))})")
         special = [marker for marker in parser.markers if self._tokenizer.special_id(marker) is not None]
         begins = self._any_of(parser.call_openings(tools))

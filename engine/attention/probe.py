@@ -1,14 +1,14 @@
 """Asks a loaded transformers model about its attention layers, and checks our attention against its own.
 
-``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes: what
-each layer would cache, and which mask transformers would have built for it. ``verify`` runs a short scenario
-(prefill in chunks, decode, two requests packed) through the paged attention and compares with transformers'
-eager attention, so that a model whose layers mix tokens in a way that we do not know of is refused rather
-than served wrong.
+``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes. It
+notes what each layer would cache, and which mask transformers would have built for it. ``verify`` runs a
+short scenario (prefill in chunks, decode, two requests packed) through the paged attention and compares with
+transformers' eager attention. So a model whose layers mix tokens in a way that we do not know of is refused
+rather than served wrong.
 
 The scenario is short. Both sides compute far positions by the same code from the same ``position_ids``, so
-they would agree there; what they do not show is a layer that counts the tokens of a call instead. Such layers
-are looked for when the model is probed.
+they would agree there. They do not show a layer that counts the tokens of a call instead. Such layers are
+looked for when the model is probed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def probe_layers(
 
 
 def _check_none_counts(probe: _Probe, run_again: Callable[[], _Probe]) -> None:
-    """Queries and keys of the attention layers must not depend on where a range of numbers begins."""
+    """Refuses layers whose queries and keys depend on where a range of numbers begins."""
     attentions = list(probe.seen.values())
     try:
         with _Renumbered(probe.far, attentions):
@@ -114,14 +114,13 @@ def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tup
 
 
 def _may_count(attention: Any) -> bool:
-    """Whether the code of an attention module makes a range of numbers, for positions or for something
-    else."""
+    """Whether an attention module's code makes a range of numbers, for positions or otherwise."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and "arange" in code.co_names
 
 
 class _Renumbered(TorchFunctionMode):  # type: ignore[misc]
-    """While it lasts, ranges of numbers that are made inside of attention modules begin far away."""
+    """While it lasts, ranges of numbers made inside attention modules begin far away."""
 
     def __init__(self, far: int, attentions: Iterable[Any]) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Usual: norm, attention with rotary positions, norm, gated MLP or mixture of experts, each added to the
 residual stream. Only the parts are looked at. What the model's code does with them is tried by running both
-(:mod:`engine.kernels.trial`), so a family that differs in a detail is not served wrong but by torch.
+(:mod:`engine.kernels.trial`). So a family that differs in a detail is computed by torch, not served wrong.
 
 A model may be a shard: a stage without the embedding or the output layer, or a tensor-parallel rank's part,
 whose attention and MLPs give partial sums (:mod:`parallel.tensor_plan`).

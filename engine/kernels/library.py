@@ -30,7 +30,7 @@ BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16
 """What a CPU may have, and the option of the compiler that does without."""
 
 KINDS = ("operation", "step", "exchange", "draw", "shape")
-"""What is passed to the kernels, which know its size."""
+"""Structures passed to the kernels, which know their sizes."""
 CALLS = (
     *("run", "use_tiles", "survey", "compress", "draw", "shape", "logprobs", "contestants"),
     *("has_avx512", "can_compress"),

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FLOAT32_TOLERANCE = 1e-3
 """Relative difference of a token's logits from those of the model's own modules, median over tokens."""
 ROUNDINGS = 10.0
-"""The same in bfloat16, in units of what rounding makes in a copy of the shard with made-up weights.
+"""The same in bfloat16, in units of rounding: that of a copy of the shard with made-up weights.
 Near-ties between experts cost a model with wider experts more (6 units were seen); weights in a wrong place
 cost 50 and more."""
 
@@ -133,7 +133,7 @@ class _Proven(NamedTuple):
 
     decoder: Decoder
     tolerance: float
-    """Of its logits."""
+    """Relative difference that the model's logits may have."""
 
 
 def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Proven:
@@ -154,7 +154,7 @@ def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Pr
 
 @contextmanager
 def _off_by_any_error() -> Iterator[None]:
-    """Inside, an error of any kind means that torch computes: a model's code may raise whatever it likes."""
+    """Inside, any error means that torch computes, as a model's code may raise whatever it likes."""
     try:
         yield
     except NotUsual as reason:
@@ -170,7 +170,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _lay_out(kernels: library.Library, decoder: Decoder, model: LoadedModel) -> Program | None:
-    """The program of the model's own weights; None, and logged, if there is no room for them after all."""
+    """The program of the model's own weights; None, and logged, if it finds no room."""
     try:
         return Program(kernels, decoder, model.experts, _ranks_of(model))
     except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)
@@ -262,7 +262,7 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
 
 
 def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int64s) -> torch.Tensor:
-    """What the program gives for a step, no numbers if it fails: other stages wait for something."""
+    """The program's result for a step. If it fails, the result is NaN, since other stages wait for one."""
     received = _received(model, len(ids))
     try:
         return program.forward(packed, ids, np.arange(len(ids)), received)

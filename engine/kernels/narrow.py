@@ -1,9 +1,10 @@
-"""A narrow copy of a model: its own code over a few heads and MLP columns, with made-up weights.
+"""A model's narrow copy: its code over few heads and MLP columns, with made-up weights.
 
 The copy runs the forward passes of the loaded modules themselves: layers, norms, rotary embedding, router and
-all that stands between them. Only the weights are other ones, and fewer: two query heads to a KV head, a few
-columns of the MLP, a few tokens of the vocabulary. The hidden size, the heads' size and the number of experts
-stay, since forward passes read these. So a copy of a large model costs a few milliseconds a layer.
+all that stands between them. Only the weights are other ones, and fewer. There are two query heads to a KV
+head, a few columns of the MLP, a few tokens of the vocabulary. The hidden size, the heads' size and the
+number of experts stay, since forward passes read these. So a copy of a large model costs a few milliseconds a
+layer.
 
 A shard is copied as one that has no neighbours: its partial sums are taken for whole ones.
 """
@@ -27,7 +28,7 @@ from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import TensorRank
 
 MOST_KV_HEADS, MOST_QUERY_HEADS = 2, 2
-"""KV heads of a copy where each has one query head (else there is one), and query heads of a KV head."""
+"""KV heads of a copy where each has one query head (else one), and query heads of each."""
 MOST_COLUMNS = 16
 """Width of a copy's MLP, and of each expert."""
 MOST_TOKENS = 64
@@ -44,7 +45,7 @@ def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 class NarrowCopy:
-    """A copy of a model in float32; at first half of its query heads, values, MLP columns and tokens are
+    """A copy of a model in float32. At first, half of its query heads, values, MLP columns and tokens are
     loud."""
 
     def __init__(self, model: LoadedModel, decoder: Decoder) -> None:
@@ -65,9 +66,9 @@ class NarrowCopy:
             replace(shape, kv_heads=_heads(layer.attention)[1])
             for shape, layer in zip(model.layers, decoder.layers, strict=True)
         )
-        """What its layers cache."""
+        """What the copy's layers cache."""
         self.decoder = self._recognise(torch.float32)
-        """Its parts, with whole sums, whatever the model's are."""
+        """The copy's parts, with whole sums, whatever the model's sums are."""
 
     @property
     def base(self) -> Any:
@@ -127,7 +128,7 @@ class _Made:
     weight: torch.nn.Parameter
     loud_rows: tuple[int, ...]
     quiet_columns: tuple[int, ...]
-    """Those that make up for loud inputs, so that they weigh as much as others in a sum."""
+    """Columns that make up for loud inputs, so that these weigh as much as others."""
     power: int
     """How many loud factors such an input has."""
 
@@ -143,8 +144,7 @@ class _Weights:
 
     def __init__(self, model: LoadedModel, decoder: Decoder) -> None:
         self._made: dict[tuple[Any, ...], _Made] = {}
-        """Layers of equal shape share their weights, so that a deep copy takes no more memory than a shallow
-        one."""
+        """Layers of equal shape share their weights: a deep copy takes no more memory than a shallow one."""
         self._buffers: list[torch.Tensor] = []
         self.memo: dict[int, Any] = {}
         """For ``deepcopy``."""
@@ -199,7 +199,7 @@ class _Weights:
         self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
 
     def _rest(self, model: LoadedModel) -> None:
-        """Norms, routers and biases keep their shape; what the workers of a mesh share is left out."""
+        """Norms, routers and biases keep their shape; objects that a mesh's workers share are left out."""
         for weight in model.module.parameters():
             if id(weight) not in self.memo:
                 is_vector = weight.ndim == 1
@@ -227,7 +227,7 @@ class _Weights:
         quiet_columns: Sequence[int] = (),
         power: int = 1,
     ) -> None:
-        """``role``: tells weights of one shape apart. ``size``: of a number; by default such that a product
+        """``role``: distinguishes weights of one shape. ``size``: of a number; by default such that a product
         keeps the size of its input."""
         key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns))
         if key not in self._made:

@@ -1,20 +1,20 @@
 """Whether the kernels compute what a model's own layers compute.
 
-:mod:`engine.kernels.decoder` finds a model's weights by the names of its parts. It does not see what a
-forward pass does besides: a factor on queries that grows with the position, a layer without rotary positions,
-a clamp, a multiplier. So both compute, on a narrow copy of the model (:mod:`engine.kernels.narrow`) in
-float32, where a missing term stands out from rounding by orders of magnitude:
+:mod:`engine.kernels.decoder` finds a model's weights by the names of its parts. It does not see what else a
+forward pass does: a factor on queries that grows with the position, a layer without rotary positions, a
+clamp, a multiplier. So both compute, on a narrow copy of the model (:mod:`engine.kernels.narrow`) in float32,
+where a missing term stands out from rounding by orders of magnitude:
 
 - each layer by itself, from what the model's layer was given to what the next one is given, so that a
   deviation is neither diluted by other layers nor amplified by them;
 - at positions on both sides of each whole number that the configuration names, and up to the end of the
-  context, since a term may begin to act there. Only their angles are far apart: the tokens lie side by side
-  in the cache;
+  context, since a term may begin to act there. Only the positions' angles are far apart: the tokens lie
+  side by side in the cache;
 - with weights that make half of the numbers very large, since a term may act on large numbers only.
 
-Forward passes are compared by their results, not by their source: a list of known sources would send every
-family to torch with each release of transformers that touches them, and could not judge a model that brings
-its own code.
+Forward passes are compared by their results, not by their source. A list of known sources would send every
+family to torch with each release of transformers that touches them. It could not judge a model that brings
+its own code either.
 
 In bfloat16 rounding hides what is small, so that alone would prove little. What remains to be seen there is
 that the kernels round no worse than torch: both are measured by their distance from float32.
@@ -41,8 +41,9 @@ from engine.weights import LoadedModel
 LAYER_TOLERANCE = 2e-4
 """Greatest difference of a token, relative to what a layer adds to it, in float32. Rounding makes 5e-6."""
 ROUNDING, QUANTILE = 2.0, 0.25
-"""How much farther from float32 than torch's results those of the kernels may be in bfloat16, at this
-quantile of the tokens: with many experts about half of them have met a near-tie, which rounding decides."""
+"""How much farther from float32 than torch's results the kernels' may be. It holds for bfloat16, at this
+quantile of the tokens. With many experts, about half of the tokens have met a near-tie, which rounding
+decides."""
 MOST_POSITIONS = 48
 """Tokens of the comparison in float32."""
 FEW = 16
@@ -51,13 +52,13 @@ BLOCK_SIZE = 16
 
 
 class Verdict(NamedTuple):
-    """What came of it."""
+    """The result of a trial."""
 
     objection: str | None
     """What the kernels compute otherwise than the model's own code; None if nothing."""
     rounding: float
-    """How far the copy's logits are from float32 where torch computes them in the model's data type, relative
-    to how much they vary. 0 in float32."""
+    """Distance of the copy's logits from float32, where torch computes them in the model's data type. It is
+    relative to how much the logits vary. 0 in float32."""
 
 
 def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
@@ -76,9 +77,8 @@ def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
 
 
 def telling_positions(config: Any, context: int) -> Int64s:
-    """Positions that tell forward passes apart, rising: the first and the last, and those around each whole
-    number in the configuration; those that belong to rotary embeddings, windows and contexts before
-    others."""
+    """Positions that tell forward passes apart, rising. They are the first, the last, and those around each
+    whole number in the configuration. Numbers of rotary embeddings, windows and contexts go before others."""
     wanted = [0, 1, 2, context - 2, context - 1, context // 2]
     named = sorted(_whole_numbers(config.to_dict()), key=lambda each: not any(map(each[0].count, TELLING)))
     powers = [1 << exponent for exponent in range(2, context.bit_length())]
@@ -104,8 +104,8 @@ def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | None:
-    """The largest one, unless it is due to experts that are nearly tied: then the choice may fall either way,
-    but not at the same position with other tokens."""
+    """The largest difference, unless it is due to experts that are nearly tied. Then the choice may fall
+    either way, but not at the same position with other tokens."""
     bad = dict(_deviations(kernels, copy, positions, draw=1))
     if bad:
         again = dict(_deviations(kernels, copy, positions, draw=2))
@@ -120,8 +120,7 @@ def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | 
 def _deviations(
     kernels: Library, copy: NarrowCopy, positions: Int64s, draw: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """(layer, place of the position) -> difference, where it is too large; the output counts as a last
-    layer."""
+    """(layer, place of the position) -> difference that is too large; the output is a last layer."""
     run = _run(copy, positions, draw)
     decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
     programs: dict[tuple[Any, ...], Program] = {}
@@ -142,7 +141,7 @@ def _deviations(
 
 
 def _fields(part: Any) -> Iterator[Any]:
-    """All that the kernels know of a part of a layer: layers that are equal in it have one program."""
+    """All that the kernels know of a part of a layer; equal layers have one program."""
     for entry in fields(part):
         value = getattr(part, entry.name)
         if is_dataclass(value):
@@ -191,7 +190,7 @@ def _compare_rounding(kernels: Library, copy: NarrowCopy, positions: Int64s, dty
 
 
 class _Run(NamedTuple):
-    """What the model's own code gave."""
+    """The results of the model's own code."""
 
     states: list[torch.Tensor]
     """[tokens, hidden] before each layer, and behind the last one."""
@@ -238,7 +237,7 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
 
 
 def _prompt(decoder: Decoder, count: int, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Arguments of a model for so many tokens, and [tokens, hidden] that is to come of them. A later stage
+    """Arguments of a model for so many tokens, and the [tokens, hidden] to compute from them. A later stage
     gets its own; what the model makes of it before the first layer was done on the first stage."""
     if decoder.embedding is None:
         embedded = random_numbers((count, decoder.hidden), draw).to(decoder.dtype)
@@ -257,7 +256,7 @@ def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...],
 
 
 def _compute(program: Program, hidden: torch.Tensor) -> torch.Tensor:
-    """What the kernels make of [tokens, hidden]: the same, or logits in float32 if there is an output
+    """The kernels' result for [tokens, hidden]: the same shape, or float32 logits if there is an output
     layer."""
     count = len(hidden)
     given = program.forward(_packed(count), np.zeros(count, dtype=np.int64), np.arange(count), hidden[None])

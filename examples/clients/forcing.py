@@ -1,7 +1,7 @@
-"""A server between a client and the mesh that makes the model write what a trained one would.
+"""A server between a client and the mesh that makes the model write given answers.
 
 The shipped model was never trained to call tools, and clients like Codex have no field to force a call. So
-each POST is told what its answer is to be, a text that ends soon or a certain call; everything else passes
+for each POST the server fixes the answer: a text that ends soon, or a certain call. Everything else passes
 through as it is.
 """
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     namespace: str | None = None
 
     def forced(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that is answered with it: its tool has arguments like these, and must be called."""
+        """A request that is answered with it: its tool has such arguments, and must be called."""
         chosen = {"type": "function", "name": self.name}
         chosen |= {"namespace": self.namespace} if self.namespace else {}
         return body | {"tools": list(map(self._narrowed, body["tools"])), "tool_choice": chosen}
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Exchange:
-    """One request and what the mesh said to it."""
+    """One request and the mesh's answer to it."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The npm package ``@openai/codex``: prompts, a shell command, a tool in a namespace, a session that goes on.
+"""The npm package ``@openai/codex``: prompts, a shell command, a namespaced tool, a resumed session.
 
 Run in a folder where the package is installed. The model needs a context of 32,000 tokens: Codex sends 39 KB
 of instructions and tools with every request.

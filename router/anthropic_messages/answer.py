@@ -82,7 +82,7 @@ def _block(item: Item, text: str) -> wire.Block:
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
-    """Arguments as an object; what is no JSON object comes as text under a key of its own."""
+    """Arguments as an object; text that is no JSON object gets a key of its own."""
     text = arguments or "{}"
     try:
         msgspec.json.decode(text, type=dict[str, Any])

@@ -237,8 +237,8 @@ def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
 
 
 def _is_begun(asked: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bool:
-    """Whether the conversation ends with the beginning of its answer; what was ``asked`` may end with
-    instructions that leave no message."""
+    """Whether the conversation ends with the beginning of its answer. ``asked`` may end with instructions
+    that leave no message."""
     last = messages[-1] if messages else {}
     text = last.get("content")
     if not asked or asked[-1].get("role") != "assistant" or last.get("tool_calls"):

@@ -125,7 +125,7 @@ async def session(
     trust: ssl.SSLContext | None = None,
     path: str | None = None,
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """Without a limit of its own; with ``key``, else that of the environment, and ``headers`` besides or
+    """A client without a limit of its own; with ``key``, else the environment's, and ``headers`` besides or
     instead. ``trust``: for HTTPS, what is not the system's; ``path``: of the server's Unix socket, if it has
     one."""
     connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, ssl=trust or True)

@@ -53,11 +53,11 @@ class ResponsesAnswer(Answer):
         self._item_ids: list[str] = []
         self._num_events = 0
         self._inputs: dict[int, InputReader] = {}
-        """Of calls of custom tools in a stream, by the index of their item."""
+        """Readers for calls of custom tools in a stream, by the index of their item."""
         self._shapes = LogprobShapes(tokenizer, params.logprobs or 0)
         self._text_logprobs = TextLogprobs() if params.logprobs is not None else None
         self._logprobs: dict[int, list[TokenLogprob]] = {}
-        """Of texts, by the index of their item."""
+        """Log-probabilities of texts, by the index of their item."""
 
     def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
         for piece in said[0]:
@@ -86,7 +86,7 @@ class ResponsesAnswer(Answer):
     # ---- items
 
     def _read(self, piece: Piece) -> list[tuple[ItemEvent, list[TokenLogprob]]]:
-        """What a piece does to the items, with the log-probabilities of the tokens that it shows."""
+        """What a piece does to the items, with the log-probabilities of its shown tokens."""
         ended = piece.finish_reason is not None
         if self._text_logprobs is None:
             found = [(event, NO_LOGPROBS) for event in self._sequence.read(piece.parts, ended=ended)]

@@ -1,4 +1,4 @@
-"""The free text of a custom tool's call, which models write as the one argument of a function (pure)."""
+"""The free text of a custom tool's call, written as a function's one argument (pure)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def custom_input(arguments: str) -> str:
 
 
 class InputReader:
-    """Reads arguments as they come, cut anywhere. What they begin decides: JSON with the text first gives the
-    text as far as it goes, anything else is the text itself when it is over."""
+    """Reads arguments as they come, cut anywhere. Their beginning decides. JSON with the text first gives the
+    text as far as it goes; anything else is the text itself when it is over."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -1,7 +1,7 @@
 """The input of a /v1/responses request as the messages of a chat (pure).
 
-Conversations may have begun at another server: items of tools that ran there are kept as far as they say
-something, and left out where all they have is an id or a text that only that server can read.
+Conversations may have begun at another server. Items of tools that ran there are kept as far as they have
+content. They are left out where all they have is an id or a text that only that server can read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTPUTS = frozenset(
 )  # fmt: skip
 
 UNFINISHED = ("in_progress", "incomplete")
-"""States of an assistant's message that the answer goes on with, if it is the last item."""
+"""States of an assistant's message as the last item, which the answer goes on with."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ def _add_output(messages: list[dict[str, Any]], call_id: str, output: Any) -> No
 
 
 def _assistant(messages: list[dict[str, Any]], *unless_set: str) -> dict[str, Any]:
-    """The assistant's message that an item goes into: the last one, unless such an item or a later part
+    """The assistant's message that an item goes into. It is the last one, unless such an item or a later part
     of a message is there."""
     last = messages[-1] if messages else {}
     taken = [*unless_set, "tool_calls"] if unless_set else []

@@ -36,7 +36,8 @@ class TextLogprobs:
     def of(
         self, text: str, logprobs: Sequence[TokenLogprobs], events: Sequence[ItemEvent]
     ) -> list[list[TokenLogprobs]]:
-        """What each event brings, given the next text, those of its tokens, and the events that it led to."""
+        """What each event brings, given the next text, the tokens' log-probabilities, and the resulting
+        events."""
         self._waiting += [(len(text), entry) for entry in logprobs]
         found = [self._taken(event) for event in events]
         if events:
@@ -52,7 +53,7 @@ class TextLogprobs:
         return []
 
     def _last(self, num_characters: int) -> list[TokenLogprobs]:
-        """The last tokens that are so many characters, with those before them that are a part of one."""
+        """The last tokens of so many characters, with earlier ones that are a part of one."""
         begin = len(self._waiting)
         while begin and (num_characters > 0 or not self._waiting[begin - 1][0]):
             begin -= 1

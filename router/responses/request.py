@@ -91,7 +91,7 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _tool_choice(request: ResponsesRequest, tools: ChatTools) -> Any:
-    """None where no tool was offered, or none is left of those that may be called."""
+    """None where no tool was offered, or none that may be called is left."""
     if not request.tools:
         return None
     choice = chat_tool_choice(request.tool_choice)

@@ -1,4 +1,4 @@
-"""Tools of a /v1/responses request as the functions that chat knows, and the way back (pure).
+"""Tools of a /v1/responses request as chat's functions, and the way back (pure).
 
 Chat has functions in one flat list. Here functions may stand in namespaces, custom tools take free text, and
 some tools are run by the server itself. No server runs them here, so they are left out or refused.
@@ -39,9 +39,9 @@ class ChatTools:
     """The tools of one request."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """As chat takes them."""
+    """The tools as chat takes them."""
     names: dict[str, ToolName] = field(default_factory=dict)
-    """By the name that chat has."""
+    """The client's names, by those that chat has."""
     left_out: list[str] = field(default_factory=list)
     """Types of the tools that cannot run here."""
 
@@ -78,7 +78,7 @@ def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _allowed_tools(choice: Mapping[str, Any]) -> Any:
-    """In chat's form, without tools that cannot run here; none where no others are left."""
+    """The choice in chat's form, without tools that cannot run here; none where no others are left."""
     named, mode = choice.get("tools"), choice.get("mode")
     if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
         refuse("tool_choice of type allowed_tools needs a list of tools.", "tool_choice")

@@ -118,7 +118,7 @@ def test_interfaces_are_usable_by_others() -> None:
 
 
 def test_who_is_reached_is_who_takes_a_connection_within_the_time() -> None:
-    """A port that refuses, one whose queue is full and answers nothing, and what is no address are not."""
+    """Not reached: a port that refuses, one whose full queue answers nothing, and no address."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listens,
         socket.create_server(("127.0.0.1", 0)) as closed,

@@ -1,4 +1,4 @@
-"""The key that a mesh on one host makes itself: who finds it, who does not, and what is said to them."""
+"""The key that a mesh on one host makes: which processes find it, and which are refused."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_key_that_was_given_is_handed_on_by_its_name() -> None:
 
 
 def test_a_coordinator_without_a_key_is_joined_only_if_that_is_wanted(place: Path) -> None:
-    """Any user of the host can listen at a port: prompts must not go to whoever does."""
+    """Any user of the host can listen at a port. Prompts must not go to that user."""
     port = free_port()
     mesh = mesh_at(port)
     with running("coordinator", "-dpp", str(port), "--insecure-mesh") as child:

@@ -1,4 +1,4 @@
-"""A log whose reader stalls stops nobody, and loses no line without telling."""
+"""A log whose reader stalls stops nobody, and counts each line that it loses."""
 
 from __future__ import annotations
 

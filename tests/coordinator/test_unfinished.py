@@ -1,4 +1,4 @@
-"""A peer that sends the parts of a message without an end is cut off; others go on."""
+"""A peer that never ends the message whose parts it sends is cut off; others go on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_GROWTH = 500 << 20
 FLOOD = 3 << 30
 """Bytes that an attacker has to send."""
 PART = b"\x03" + (1 << 19).to_bytes(8, "big") + bytes(1 << 19)
-"""Of a message that has more."""
+"""One part of a message that has more parts."""
 
 
 class Attacker:
@@ -153,7 +153,7 @@ def test_an_event_loop_cuts_a_flood_off_and_serves_others() -> None:
 
 @pytest.mark.parametrize("mesh_keys", [None, keys.generate()], ids=["open", "keys"])
 def test_large_whole_messages_are_no_flood(mesh_keys: MeshKeys | None) -> None:
-    """Many times the limit of one, as they come, and many that wait while nobody receives."""
+    """Whole messages of many times the limit, as they come, and while nobody receives."""
     context: zmq.Context[Any] = zmq.Context()
     listener: Listener[Any, Any] = Listener(
         context, "tcp://127.0.0.1:0", ToInstance, name="test", max_bytes=MAX_BYTES, keys=mesh_keys

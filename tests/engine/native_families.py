@@ -1,4 +1,4 @@
-"""Tiny configurations of text families: those that the native kernels compute, and those that look like them."""
+"""Tiny configurations of text families: ones that the native kernels compute, and similar ones."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ LLAMA3 = extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 MINISTRAL3 = extended("yarn", beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)[
     "rope_parameters"
 ]
+
+
+def granite(**multipliers: float) -> Any:
+    """A Granite model in which no other multipliers than these have an effect."""
+    without = {"residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
+    return transformers.GraniteConfig(**SMALL | without | multipliers, attention_multiplier=0.25)
+
 
 NATIVE: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
@@ -90,38 +97,14 @@ ALIKE: dict[str, Callable[[], Any]] = {
     ),
     "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 1, 0]),
     "mellum": lambda: transformers.MellumConfig(**SMALL, **EXPERTS, head_dim=16, num_experts=8),
-    "granite": lambda: transformers.GraniteConfig(
-        **SMALL,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.25,
-        residual_multiplier=0.22,
-        logits_scaling=8.0,
-    ),
-    "granite_residual": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=0.999,
-        embedding_multiplier=1.0,
-        logits_scaling=1.0,
-    ),
-    "granite_logits": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=1.0,
-        embedding_multiplier=1.0,
-        logits_scaling=1.001,
-    ),
-    "granite_embedding": lambda: transformers.GraniteConfig(
-        **SMALL,
-        attention_multiplier=0.25,
-        residual_multiplier=1.0,
-        embedding_multiplier=1.01,
-        logits_scaling=1.0,
-    ),
+    "granite": lambda: granite(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0),
+    "granite_residual": lambda: granite(residual_multiplier=0.999),
+    "granite_logits": lambda: granite(logits_scaling=1.001),
+    "granite_embedding": lambda: granite(embedding_multiplier=1.01),
     "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=16),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
 }
-"""They have the same parts, and compute something else."""
+"""Families with the same parts that compute something else."""
 
 
 def make_family(directory: Path, family: str, seed: int = 0) -> Path:

@@ -39,7 +39,7 @@ MOST_TEXTS, MOST_CHUNK = 4, 1024
 """Texts that are computed side by side, and tokens of one of them in a step."""
 FLOAT32_TOLERANCE = 1e-3
 NEAR_TIES = 0.01
-"""Share of the positions of a mixture whose experts may be chosen otherwise: in float32, one or two in a
+"""Share of the positions of a mixture whose experts may be chosen otherwise. In float32, one or two in a
 thousand of the tokens are near a tie, or have seen one."""
 SLACK = 1.15
 """Between two ways of rounding that are equally good."""
@@ -73,7 +73,7 @@ class Deviations:
 
 
 def deviations(directory: Path, dtype: torch.dtype, count: int, seed: int) -> Deviations:
-    """Of at least so many positions of a model on disk."""
+    """Deviations at ``count`` positions or more of a model on disk."""
     model = load_model(read_model_info(directory), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
     program = make_program(model, BLOCK_SIZE)
     assert program is not None, "the kernels do not compute this model"
@@ -103,7 +103,7 @@ def _compare(text: list[int], ours: torch.Tensor, theirs: Any, exact: Any) -> tu
 
 
 def draw_texts(numbers: Random, room: int) -> list[list[int]]:
-    """Random tokens: some texts of any length up to the whole context, of ``room`` positions or a few more."""
+    """Random tokens: some texts of any length up to the context, of ``room`` positions or a few more."""
     texts: list[list[int]] = []
     for _ in range(numbers.randint(1, MOST_TEXTS)):
         length = min(int(2 ** numbers.uniform(4, CONTEXT.bit_length())), CONTEXT, max(room, 16))

@@ -118,7 +118,7 @@ class ThreadedShards:
             raise
 
     def _wait_for_others(self) -> None:
-        """As the engine has workers wait: those that read longer are not waited for in a collective."""
+        """As the engine makes workers wait: slow readers are not waited for in a collective."""
         try:
             self._read.wait()
         except threading.BrokenBarrierError as error:

@@ -527,7 +527,7 @@ RULED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         "--tensor-parallel-size 2",
     ),
 }
-"""What a config.json says, and how it is refused."""
+"""Values of a config.json, and the message that refuses each."""
 
 
 @pytest.mark.parametrize("case", RULED_OUT)

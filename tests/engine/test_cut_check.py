@@ -1,4 +1,4 @@
-"""A cut model that computes something else than its uncut layers is refused when it is loaded.
+"""A cut model that computes something else than its uncut layers is refused at loading.
 
 Mistakes are planted in the layers that are cut, in the stages and in the ends of the model; the workers are threads.
 """
@@ -51,7 +51,7 @@ ODD_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "nanochat": lambda: transformers.NanoChatConfig(**COMMON | {"num_hidden_layers": 4}),
 }
-"""Experts that give back their input; a final norm that is used before the first layer, too."""
+"""Experts that give back their input; a final norm that also stands before the first layer."""
 
 
 def odd_model(directory: Path, family: str) -> Any:
@@ -125,7 +125,7 @@ def test_identities_that_each_rank_adds_are_found(tmp_path: Path, monkeypatch: p
 
 
 def test_a_planted_missed_norm_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The final norm on the last stage only, where it is used before the first layer, too."""
+    """The final norm on the last stage only, where it also stands before the first layer."""
     odd_model(tmp_path, "nanochat")
     own = shard._keep_stage
 
@@ -272,7 +272,7 @@ def test_what_is_no_number_in_the_uncut_model_is_not_compared() -> None:
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """In bfloat16, with the attention that serves, and computing by its own functions."""
+    """The model stays in bfloat16, keeps the attention that serves, and computes by its own functions."""
     directory = make_tiny_model(tmp_path, "gemma3", layers=4, dtype=torch.bfloat16)
     config = EngineConfig(model=ModelConfig(model=str(directory), dtype="bfloat16"))
     executor = ThreadedShards(config, read_model_info(directory), tp=2)

@@ -39,7 +39,7 @@ def test_an_idle_thread_ends_and_the_next_task_starts_another(monkeypatch: pytes
 
 
 def test_what_a_deep_recursion_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the stack: the library descends into what clients send."""
+    """Memory of the stack: the library descends into what clients send."""
     monkeypatch.setattr(deep_thread, "IDLE", 0.05)
     thread = DeepThread("test")
     before = private_memory()

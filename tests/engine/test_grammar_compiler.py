@@ -1,4 +1,4 @@
-"""Compiled grammars are kept for other requests, within bounds: what a client asks for is not held for good."""
+"""Compiled grammars are kept for other requests, within bounds: no client's grammar stays for good."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def info() -> ModelInfo:
 
 
 def test_300_hungry_grammars_leave_little_behind(info: ModelInfo) -> None:
-    """Each takes megabytes as its answer goes on: with all of them it would be a gigabyte."""
+    """Each takes megabytes as its answer goes on; all together would take a gigabyte."""
     instance = Instance(info)
     answer(instance.begin(hungry(-1)), 10)
     return_freed_memory()

@@ -82,6 +82,24 @@ def length(index: int) -> int:
     return 4 + index % 9
 
 
+def generated(model: Any, **options: Any) -> list[list[int]]:
+    """The tokens that transformers generates for each prompt alone; ``options``: further ones of ``generate``."""
+    outputs = []
+    for index in range(NUM_REQUESTS):
+        ids = torch.tensor([prompt(index)])
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length(index),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
+            **options,
+        )
+        outputs.append(result[0, ids.shape[1] :].tolist())
+    return outputs
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
@@ -92,19 +110,7 @@ def reference(directory: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    outputs = []
-    for index in range(NUM_REQUESTS):
-        ids = torch.tensor([prompt(index)])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length(index),
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(generated[0, ids.shape[1] :].tolist())
-    return outputs
+    return generated(model)
 
 
 @pytest.fixture(autouse=True, scope="module")

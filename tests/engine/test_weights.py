@@ -121,7 +121,7 @@ def small(**changes: Any) -> dict[str, Any]:
 
 
 def counting(**changes: Any) -> Any:
-    """Queries of its fourth layer grow with the position, which is that within a call of the layer."""
+    """Queries of its fourth layer grow with the position within a call of the layer."""
     return transformers.Llama4TextConfig(
         **small(num_hidden_layers=4, attention_chunk_size=8192, layer_types=["full_attention"] * 4) | changes
     )
@@ -440,7 +440,7 @@ def test_a_language_part_under_the_names_that_it_was_published_with(tmp_path: Pa
 
 
 def test_a_hybrid_family_whose_layers_all_attend_is_served(tmp_path: Path) -> None:
-    """As Granite 4.0 micro, 350m and 1b: the class can have recurrent layers, these models have none."""
+    """As Granite 4.0 micro, 350m and 1b, which have none of the class's recurrent layers."""
     config = transformers.GraniteMoeHybridConfig(
         **COMMON,
         layer_types=["attention"] * 2,

@@ -1,7 +1,7 @@
 """Tiny configurations of every causal language model that transformers has.
 
-A class gets those of :data:`SIZES` whose fields it has; :data:`CHANGES` has what some classes need beside them,
-:data:`VARIANTS` has families that one class serves in several forms.
+A class gets those of :data:`SIZES` whose fields it has. :data:`CHANGES` has what some classes need beside
+them. :data:`VARIANTS` has families that one class serves in several forms.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
     "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2},
 }
-"""By model type, what its class needs beside the sizes."""
+"""Fields that a model type's class needs beside the sizes."""
 
 LONG_ROPE = {
     "rope_type": "longrope",

@@ -25,7 +25,15 @@ from engine.executor.uni import UniExecutor
 from engine.messages import Submit
 from engine.sampling import SamplingParams
 from tests.engine.shard_threads import ThreadedShards
-from tests.engine.test_lockstep_engine import NUM_REQUESTS, ROUTER, Layout, length, prompt, run_instances
+from tests.engine.test_lockstep_engine import (
+    NUM_REQUESTS,
+    ROUTER,
+    Layout,
+    generated,
+    length,
+    prompt,
+    run_instances,
+)
 from tests.engine.tiny_models import widen
 from tests.families.configs import make_config
 
@@ -66,8 +74,8 @@ class _Lines(logging.Handler):
 
 
 def measure(family: str, directory: Path) -> Row:
-    """Make the family's tiny model in a directory, and compare all layouts with the truth. Of a model that
-    its config.json rules out nothing else is made, as nothing else would be fetched."""
+    """Make the family's tiny model in a directory, and compare all layouts with the truth. No model is made
+    of a family that its config.json rules out, as nothing else would be fetched."""
     row = Row(family)
     try:
         config = make_config(family)
@@ -85,7 +93,8 @@ def measure(family: str, directory: Path) -> Row:
         row.notes.append(f"no tiny model: {_short(error)}")
         return row
     try:
-        expected = generated(model)
+        # With a cache, some families forget what their attention sees (Moshi).
+        expected = generated(model, use_cache=False)
     except Exception as error:  # noqa: BLE001 (of a family that does not generate text from tokens alone)
         expected = None
         row.notes.append(f"transformers does not generate: {_short(error)}")
@@ -95,7 +104,7 @@ def measure(family: str, directory: Path) -> Row:
 
 
 def model_class(config: Any) -> str:
-    """The class that transformers makes of a configuration: the whole model, if it has a language part."""
+    """The class that transformers makes of a configuration; with a language part, the whole model's."""
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if _is_whole(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     return str(mapping[type(config)].__name__)
 
@@ -113,8 +122,8 @@ def make_model(config: Any, directory: Path) -> Any:
 
 
 def fix_angles(model: Any) -> None:
-    """Rotary angles of long requests for all: transformers changes them with the length of a call, an instance
-    does not, as in vLLM."""
+    """Rotary angles of long requests for all. transformers changes them with the length of a call; an
+    instance does not, as in vLLM."""
     for rotary in model.modules():
         if getattr(rotary, "rope_type", None) == "longrope":
             longest = rotary.config.max_position_embeddings
@@ -127,25 +136,6 @@ def _is_whole(config: Any) -> bool:
     return config.get_text_config(decoder=True) is not config and (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
-
-
-def generated(model: Any) -> list[list[int]]:
-    """What transformers makes of each prompt alone. Without a cache: that of some families forgets what their
-    attention sees (Moshi)."""
-    outputs = []
-    for index in range(NUM_REQUESTS):
-        ids = torch.tensor([prompt(index)])
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length(index),
-            do_sample=False,
-            use_cache=False,
-            eos_token_id=None,
-            pad_token_id=2,
-        )
-        outputs.append(result[0, ids.shape[1] :].tolist())
-    return outputs
 
 
 def _fill(row: Row, directory: Path, expected: list[list[int]] | None) -> None:

@@ -107,7 +107,7 @@ def test_half_sent_requests_end_and_harm_nobody(mesh: Mesh) -> None:
 
 
 def test_garbage_on_every_socket_of_the_mesh(mesh: Mesh) -> None:
-    """Of a process that has the key; and of one that does not speak ZeroMQ."""
+    """Garbage of a process that has the key, and of one that does not speak ZeroMQ."""
     rng = random.Random(0)
     endpoints = [f"tcp://127.0.0.1:{mesh.rpc}", *(member.address for member in mesh.view().members)]
     assert len(endpoints) == 3

@@ -1,4 +1,4 @@
-"""A mesh on one host without a word about keys: its own user's processes are in it, others are not."""
+"""A mesh on one host without options about keys admits its own user's processes only."""
 
 from __future__ import annotations
 

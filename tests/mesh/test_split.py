@@ -1,4 +1,4 @@
-"""Two hosts that reach the coordinator and lose each other: the mesh goes on without one, and takes it back."""
+"""Two hosts that reach the coordinator lose each other. The mesh goes on without one, and takes it back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "32", "--dtype", 
 COLLECTIVE_TIMEOUT = 4
 """Seconds until a member notices that another one's data does not come."""
 BOUND = 60.0
-"""Seconds from the split to the first answer: a collective's deadline, some tries, the choice, a group of one."""
+"""Seconds from the split to the first answer: deadline, tries, choice, a group of one."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def completion(head: Host) -> str:
 def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_back(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
-    """The instances have addresses of their own, so that the way to the coordinator stays as it is."""
+    """The instances have addresses of their own: the way to the coordinator stays as it is."""
     head, other = hosts
     key = tmp_path / "mesh.key"
     keys.write(keys.generate(), key)

@@ -1,4 +1,4 @@
-"""A mesh at a Unix socket, on a host whose /tmp cannot be written; and what is left of it after a kill."""
+"""A mesh at a Unix socket, on a host with a read-only /tmp, and its remains after a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prefix() -> list[str]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Which can be written there."""
+    """A directory that can be written on that host."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield Path(path)
 
@@ -72,7 +72,7 @@ def test_a_mesh_at_a_path(prefix: list[str], directory: Path, tmp_path: Path) ->
 
 
 def ask(path: Path) -> None:
-    """As a client, with ``chat`` and with ``bench``."""
+    """Ask the mesh as a client, with ``chat`` and with ``bench``."""
     with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://mesh") as client:
         body = {"prompt": "It is", "max_tokens": 4, "stream": True}
         answer = client.post("/v1/completions", json=body, timeout=60)

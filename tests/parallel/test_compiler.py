@@ -86,7 +86,7 @@ def test_a_file_that_was_cut_short_is_made_anew(
 
 
 def foreign(path: Path) -> None:
-    """Put a library of another program in the place of one, which leaves a mark when it is loaded."""
+    """Replace a library by that of another program, which leaves a mark when it is loaded."""
     source = path.with_name("foreign.cpp")
     source.write_text(
         '#include <cstdlib>\n__attribute__((constructor)) static void loaded() { setenv("FOREIGN", "1", 1); }\n'
@@ -97,7 +97,7 @@ def foreign(path: Path) -> None:
 
 
 def was_loaded() -> bool:
-    """In the environment of the process, as C sees it."""
+    """Whether the library left its mark in the process's environment, as C sees it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     return getenv(b"FOREIGN") is not None

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
+import pytest
 
 from engine.messages import FinishReason
 from router.config import HttpConfig
@@ -73,3 +75,16 @@ class Speaker:
     def last_prompt(self) -> str:
         """The text of what it was asked last."""
         return self.tokenizer.decode(self.server.mesh.prompts[-1].prompt_ids)
+
+
+@pytest.fixture
+def openai_client(talking_server: Server) -> Iterator[openai.OpenAI]:
+    """A client of a test module's server. A test ends when no request is left."""
+    with openai.OpenAI(base_url=talking_server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+    talking_server.wait_until_idle()
+
+
+@pytest.fixture
+def speaker(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
+    return Speaker(talking_server, tokenizer)

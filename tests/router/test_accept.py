@@ -124,7 +124,7 @@ def test_some_files_are_kept_back_from_connections(limit: int, most: int) -> Non
 
 
 def test_a_lone_front_end_answers_more_clients_than_it_has_files(tmp_path: Path) -> None:
-    """They wait until others have gone; libuv would close their connections."""
+    """Clients without a file wait until others have gone; libuv would close their connections."""
     log = tmp_path / "log"
     with log.open("w") as output:
         router = subprocess.Popen(

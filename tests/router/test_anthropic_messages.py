@@ -19,7 +19,7 @@ from router.mesh import MeshError, ServedModel
 from router.tokens import Tokenizer, load_tokenizer
 from tests.router.conftest import Server
 from tests.router.fake_mesh import failing
-from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, talking
+from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, speaker, talking
 
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
@@ -61,9 +61,7 @@ def client(talking_server: Server) -> Iterator[anthropic.Anthropic]:
     talking_server.wait_until_idle()
 
 
-@pytest.fixture
-def say(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
-    return Speaker(talking_server, tokenizer)
+say = speaker
 
 
 def test_text(client: anthropic.Anthropic, say: Speaker) -> None:

@@ -1,4 +1,4 @@
-"""Long texts: tokenised beside the event loop, a few at once, refused where too many wait, and booked."""
+"""Long texts: tokenised beside the event loop, a few at once, refused beyond, and booked."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_counting_and_converting_tokens_is_booked(served: ServedModel, tmp_path:
 
 @pytest.mark.mesh
 def test_others_are_answered_while_long_texts_are_tokenised(served: ServedModel) -> None:
-    """Of a model whose context holds them."""
+    """The model's context holds the long texts."""
     mesh = FakeMesh(msgspec.structs.replace(served, max_model_len=50_000_000), saying([70]))
     with serving(mesh, HttpConfig()) as server, ThreadPoolExecutor(6) as threads:
         server.client.timeout = 120

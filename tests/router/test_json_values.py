@@ -61,7 +61,7 @@ def test_a_string_that_never_ends_is_looked_through_once(end: bytes) -> None:
 
 
 def bombs() -> dict[str, tuple[str, dict[str, Any]]]:
-    """What a client can put into 8 MB, by what it is meant to hit, with its path."""
+    """What a client can put into 8 MB, by its target, with its path."""
     chat, many = "/v1/chat/completions", MOST_STRINGS // 2 - 100
     schema = {"enum": [str(number) for number in range(800_000)]}
     fewer = {"enum": [str(number) for number in range(many)]}

@@ -341,7 +341,7 @@ def test_a_pinned_request_goes_there_or_nowhere_until_it_was_taken() -> None:
 
 
 def test_a_pinned_rank_that_is_away_is_worth_waiting_for() -> None:
-    """One that the mesh starts with, and one that came later and was lost: both are started again."""
+    """One that the mesh starts with, and a lost later one: both are started again."""
     pool, _, chooser = world(3)
     members = [instance.member for instance in pool]
     for away in (1, 2):

@@ -11,10 +11,19 @@ import pytest
 
 from engine.messages import FinishReason
 from router.mesh import MeshError, ServedModel
-from router.tokens import Tokenizer, load_tokenizer
+from router.tokens import load_tokenizer
 from tests.router.conftest import Server
 from tests.router.fake_mesh import failing
-from tests.router.talking import CALLS, SYSTEM_FIRST, THOUGHT, TOOL_FLAGS, Speaker, talking
+from tests.router.talking import (
+    CALLS,
+    SYSTEM_FIRST,
+    THOUGHT,
+    TOOL_FLAGS,
+    Speaker,
+    openai_client,
+    speaker,
+    talking,
+)
 
 TOOLS: list[Any] = [
     {
@@ -34,16 +43,8 @@ def talking_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-@pytest.fixture
-def client(talking_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=talking_server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-    talking_server.wait_until_idle()
-
-
-@pytest.fixture
-def say(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
-    return Speaker(talking_server, tokenizer)
+client = openai_client
+say = speaker
 
 
 def test_text(client: openai.OpenAI, say: Speaker) -> None:

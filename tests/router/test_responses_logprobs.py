@@ -9,9 +9,8 @@ import openai
 import pytest
 
 from router.mesh import ServedModel
-from router.tokens import Tokenizer
 from tests.router.conftest import Server
-from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, talking
+from tests.router.talking import CALLS, THOUGHT, TOOL_FLAGS, Speaker, openai_client, speaker, talking
 
 INCLUDE: list[Any] = ["message.output_text.logprobs"]
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
@@ -24,16 +23,8 @@ def talking_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-@pytest.fixture
-def client(talking_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=talking_server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-    talking_server.wait_until_idle()
-
-
-@pytest.fixture
-def say(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
-    return Speaker(talking_server, tokenizer)
+client = openai_client
+say = speaker
 
 
 def spelt(entries: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tools and items of /v1/responses that chat does not have, as clients made for OpenAI's server send them."""
+"""Tools and items of /v1/responses that chat lacks, as clients for OpenAI's server send them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 from engine.messages import FinishReason
 from router.mesh import ServedModel
 from router.responses.custom_input import InputReader, custom_arguments, custom_input
-from router.tokens import Tokenizer
 from tests.router.conftest import Server
-from tests.router.talking import TOOL_FLAGS, Speaker, talking
+from tests.router.talking import TOOL_FLAGS, Speaker, openai_client, speaker, talking
 
 SPAWN: dict[str, Any] = {"type": "function", "name": "spawn", "parameters": {"type": "object"}}
 NAMESPACE: dict[str, Any] = {
@@ -45,16 +44,8 @@ def talking_server(served: ServedModel, tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-@pytest.fixture
-def client(talking_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=talking_server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-    talking_server.wait_until_idle()
-
-
-@pytest.fixture
-def say(talking_server: Server, tokenizer: Tokenizer) -> Speaker:
-    return Speaker(talking_server, tokenizer)
+client = openai_client
+say = speaker
 
 
 def shown_tools(prompt: str) -> list[Any]:

@@ -621,7 +621,7 @@ def test_names_of_properties_write_no_lines_of_the_log(caplog: pytest.LogCapture
 
 
 def test_the_keywords_that_are_unknown() -> None:
-    """Those, and no others."""
+    """The unknown keywords are those of the list, and no others."""
     for key in UNKNOWN:
         text = text_of({ANSWER: {"json_schema": {key: "x", "x-guidance": {"lenient": False}}}})
         assert "Unimplemented keys" in LLMatcher.validate_grammar(text), key
@@ -679,7 +679,7 @@ def test_what_is_not_enforced_is_in_a_header(server: Server, stream: bool) -> No
 
 @pytest.mark.parametrize("parser", list(TOOL_PARSERS))
 def test_a_call_or_an_answer_in_its_form(parser: str, vocabulary: Vocabulary, marked: Tokenizer) -> None:
-    """With tools that the model may call and a form, both are open to it, and nothing else is."""
+    """With callable tools and a form, the model may use either, and nothing else."""
     config = HttpConfig(tool_call_parser=parser, enable_auto_tool_choice=True)
     wanted = {
         "type": "json_schema",

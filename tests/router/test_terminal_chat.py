@@ -60,7 +60,7 @@ def test_chunks_without_words_are_no_errors(
 def test_loopback_is_not_asked_through_a_proxy(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Which could not reach it: its loopback is another one."""
+    """A proxy could not reach it, as the proxy's loopback is another one."""
     monkeypatch.setattr(Elsewhere, "lines", ('{"choices": [{"delta": {"content": "Hi"}}]}', "[DONE]"))
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv(name, "http://127.0.0.1:9")

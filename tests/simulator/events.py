@@ -103,7 +103,7 @@ class WakeArrives(ToInstance, frozen=True):
 
 
 class ImpossibleWake(ToInstance, frozen=True):
-    """A process that is no member of the epoch sends a wake for a step far ahead."""
+    """A process outside the epoch sends a wake for a step far ahead."""
 
     ahead: int
 

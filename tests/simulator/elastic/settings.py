@@ -73,11 +73,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     provoked: float
     """How often a fault waits for one of the worst moments instead of its time."""
     splits: int
-    """Data that does not pass between some instances and the others, all of which the coordinator hears."""
+    """Data that does not pass between some instances and the others, which all reach the coordinator."""
     split: int
     """How long; the longest is longer than the mesh may take to go on without some."""
     connect: int
-    """To give a connection up that cannot be made."""
+    """Time to give up a connection that cannot be made."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -136,6 +136,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """From the beginning of a split, or what else happened since, until all work is done by who is left."""
+        """Time from a split or a later event until those who are left have done all work."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries

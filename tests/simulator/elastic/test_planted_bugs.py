@@ -105,7 +105,7 @@ class LeavesNobodyOut(Reachability):
 
 
 class LeavesOutWhomMostReach(Reachability):
-    """And goes on with those who do not reach each other."""
+    """The mesh goes on with those who do not reach each other."""
 
     def choose(self, fits: Any, now: float) -> list[tuple[Record, str]]:
         members = list(self._members)
@@ -119,7 +119,7 @@ class LeavesOutWhomMostReach(Reachability):
 
 
 class BelievesOneReport(Reachability):
-    """Of any of the tries."""
+    """Believes a report from any one of the tries."""
 
     def _count(self, names: frozenset[str], *, forget: bool) -> Any:
         pairs = self._tries[names].pairs if names in self._tries else set()

@@ -82,7 +82,7 @@ class World:
         """Faults that wait for a worst moment."""
         self.last_fault = 0
         self.last_disturbance = 0
-        """The same, of faults that are no splits, and of what else changes the mesh."""
+        """When the last fault that is no split, or another change of the mesh, happened."""
         self.split_since = self.split_until = -1_000
         self._side_a: set[str] = set()
         """The instances that data of the others does not reach while there is a split."""
@@ -247,7 +247,7 @@ class World:
         return self._one_way and sender in self._side_a
 
     def passes_between(self, one: str, other: str) -> bool:
-        """The same, both ways."""
+        """Whether data passes between two instances, both ways."""
         return self.passes(one, other) and self.passes(other, one)
 
     def _leave(self, victim: Instance) -> None:
@@ -464,13 +464,13 @@ class World:
 
     @property
     def _split_is_old(self) -> bool:
-        """Whether a split lasts longer than it takes to go on without some, and nothing else has happened."""
+        """Whether a split outlasts the time to go on without some, and nothing else has happened."""
         since = max(self.split_since, self.last_disturbance)
         return since + self.settings.split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: Form) -> None:
-        """Once a split is noticed, which takes work, no group is formed for long with others that some do not
-        reach."""
+        """After a split is noticed, which takes work, no group is formed for long with others that some do
+        not reach."""
         members = names(form)
         if all(self.passes_between(one, other) for one in members for other in members):
             return
@@ -481,7 +481,7 @@ class World:
             self.checker.broken(Rule.SERVES, f"{members} are to form epoch {form.epoch}")
 
     def _look_whether_somebody_serves(self) -> None:
-        """In a split that lasts."""
+        """Check that somebody serves in a split that lasts."""
         since, bound = max(self.split_since, self.last_disturbance), self.settings.split_bound
         if not self._split_is_old or self.membership is None:
             return
