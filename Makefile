@@ -86,7 +86,7 @@ chaos: $(STAMP)  ## two minutes (--seconds) of deaths, stops, joins and leaves u
 	$(BIN)/python -m tests.mesh.chaos $(ARGS)
 
 fuzz: $(STAMP)  ## many requests made of the OpenAPI document, wrong ones most of all: no 5xx
-	LOCKSTEP_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/router/test_openapi_fuzz.py $(ARGS)
+	LOCKSTEP_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/router/app/test_openapi_fuzz.py $(ARGS)
 
 crowd: $(STAMP)  ## 1,000 clients at once that stall, leave and send garbage; fails if anything is left of them
 	$(BIN)/python -m tests.mesh.crowd $(ARGS)

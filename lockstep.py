@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from router.llm import (
+    from router.offline.llm import (
         LLM,
         CompletionOutput,
         EngineDeadError,
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     _check_packages()
-    from router import llm
+    from router.offline import llm
 
     return getattr(llm, name)
 

@@ -1,6 +1,6 @@
 """Who is in the mesh, and which epoch it is in.
 
-Also holds what every process of the mesh stands on: typed messages over ZeroMQ (:mod:`coordinator.rpc`),
-flags made from config structs (:mod:`coordinator.flags`), logging and life cycle
-(:mod:`coordinator.process`). Nothing here loads torch.
+Also holds what every process of the mesh stands on: typed messages over ZeroMQ (:mod:`coordinator.rpc.rpc`),
+flags made from config structs (:mod:`coordinator.settings.flags`), logging and life cycle
+(:mod:`coordinator.process.process`). Nothing here loads torch.
 """

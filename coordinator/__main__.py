@@ -10,15 +10,15 @@ import sys
 import msgspec
 import uvloop
 
-from coordinator import process
 from coordinator.addresses import AddressError, own
 from coordinator.config import CoordinatorConfig, endpoint
-from coordinator.flags import parse
-from coordinator.keys import MeshKeys
 from coordinator.messages import Settings
+from coordinator.process import process
 from coordinator.records import Rules
-from coordinator.rpc import PortInUse
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import PortInUse
 from coordinator.server import Coordinator
+from coordinator.settings.flags import parse
 
 logger = logging.getLogger("coordinator")
 

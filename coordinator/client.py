@@ -12,9 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable
 import zmq.asyncio
 
 from coordinator.addresses import reached
-from coordinator.codec import OtherProtocol
-from coordinator.handshakes import KeyRefused
-from coordinator.keys import MeshKeys
 from coordinator.messages import (
     Answer,
     Drain,
@@ -35,7 +32,10 @@ from coordinator.messages import (
     Watch,
     Welcome,
 )
-from coordinator.rpc import AsyncConnection
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.handshakes import KeyRefused
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import AsyncConnection
 from coordinator.standing import Standing
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import zmq.asyncio
 
 from coordinator.client import fetch_view
-from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, FromCoordinator, Scale, ToCoordinator, View
-from coordinator.rpc import AsyncConnection
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import AsyncConnection
 
 ASK_INTERVAL = 0.5
 RECONNECT_INTERVAL = 0.05

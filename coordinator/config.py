@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
-from coordinator.flags import Natural, Port, flag
+from coordinator.settings.flags import Natural, Port, flag
 
 MAX_INSTANCES = 65_536
 """Of a mesh."""

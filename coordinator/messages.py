@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     served_model_name: tuple[str, ...]
     fingerprint: str
-    """Of the checkpoint's content; see :func:`engine.checkpoint.fingerprint`."""
+    """Of the checkpoint's content; see :func:`engine.model.checkpoint.fingerprint`."""
     dtype: str
     max_model_len: int
     block_size: int
@@ -256,7 +256,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     """Prepare the group of this epoch: have the experts that it gives you, connect to its members. When to
-    enter it, :mod:`engine.recovery` says. It takes the place of every earlier one."""
+    enter it, :mod:`engine.groups.recovery` says. It takes the place of every earlier one."""
 
     epoch: Epoch
     store: str

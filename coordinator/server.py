@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import msgspec
 import zmq.asyncio
 
-from coordinator.codec import PROTOCOL, OtherProtocol
-from coordinator.keys import MeshKeys
 from coordinator.membership import Membership
 from coordinator.messages import FromCoordinator, Refused, ToCoordinator, View
-from coordinator.own_time import OwnTime
+from coordinator.process.own_time import OwnTime
 from coordinator.records import Instruction, Note, Rules, Send
-from coordinator.rpc import AsyncListener
+from coordinator.rpc.codec import PROTOCOL, OtherProtocol
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import AsyncListener
 
 logger = logging.getLogger(__name__)
 

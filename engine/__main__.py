@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 
-from coordinator import process
 from coordinator.addresses import AddressError
-from coordinator.flags import parse
-from coordinator.rpc import PortInUse
-from engine import deferred
-from engine.checkpoint import CheckpointError
+from coordinator.process import process
+from coordinator.rpc.rpc import PortInUse
+from coordinator.settings.flags import parse
 from engine.config import InstanceConfig
-from engine.executor.base import CannotStart, WorkerLost
+from engine.executor_contract import CannotStart, WorkerLost
+from engine.host import deferred
+from engine.host.memory import is_out_of_memory
 from engine.instance import Ended, Instance
-from engine.memory import is_out_of_memory
+from engine.model.checkpoint import CheckpointError
 
 logger = logging.getLogger("engine")
 

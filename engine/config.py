@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.config import LogLevel, MeshConfig
-from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
+from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.speculation_config import SpeculativeConfig, read_config
 from parallel.pipeline_parallel import parse_split
 

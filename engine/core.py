@@ -8,24 +8,24 @@ from collections.abc import Callable
 
 import msgspec
 
-from coordinator.rpc import MAX_MESSAGE_BYTES
-from coordinator.tracing import Tracing
-from engine.block_log import BlockEvents, BlockLog
-from engine.blocks import BlockPool
-from engine.checkpoint import ModelInfo
+from coordinator.process.tracing import Tracing
+from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import EngineConfig
-from engine.executor.base import Executor
-from engine.grammar_compiler import GrammarCompiler
-from engine.handout import Handout
-from engine.messages import Capacity, LockstepCounters, Refused, Report, Submit, logprobs_bytes
-from engine.news import Standing
-from engine.outcomes import handouts_of
-from engine.pace import Agreement, Alone, Pace
-from engine.request import Request, from_submit
+from engine.executor_contract import Executor
+from engine.groups.step_profile import StepSplit
+from engine.groups.stepping import Agreement, Alone, Pace
+from engine.messages import BlockEvents, Capacity, LockstepCounters, Refused, Report, Submit, logprobs_bytes
+from engine.model.checkpoint import ModelInfo
 from engine.sampling import BadParameter
-from engine.scheduler import Scheduler, SchedulerRules
-from engine.speculation import Speculation
-from engine.split import StepSplit
+from engine.scheduling.block_log import BlockLog
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.grammar_compiler import GrammarCompiler
+from engine.scheduling.outcomes import handouts_of
+from engine.scheduling.outgoing_tokens import Handout
+from engine.scheduling.report_policy import Standing
+from engine.scheduling.request import Request, from_submit
+from engine.scheduling.scheduler import Scheduler, SchedulerRules
+from engine.scheduling.speculation import Speculation
 from engine.step import Masks, Step, StepResult
 from parallel.communicators.base import CollectiveError
 
@@ -176,7 +176,7 @@ class EngineCore:
 
         Raises:
             parallel.communicators.base.CollectiveError: in lockstep, a peer is lost.
-            engine.executor.base.WorkerLost: a worker of this instance is.
+            engine.executor_contract.WorkerLost: a worker of this instance is.
         """
         if self._executor.in_flight > 1:
             return self._step_of_pipeline(meanwhile)

@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 import msgspec
 
-from coordinator import process
 from coordinator.addresses import interfaces, is_loopback, own, toward
 from coordinator.client import Membership, RegistrationRefused, StartupTimeout
 from coordinator.config import endpoint
-from coordinator.keys import MeshKeys
 from coordinator.messages import Load, Register, Settings, State
-from coordinator.tracing import Tracing, TracingMissing
-from engine import deferred, memory
-from engine.cache_size import TooLittleMemory, size_cache
-from engine.checkpoint import ModelInfo
+from coordinator.process import process
+from coordinator.process.tracing import Tracing, TracingMissing
+from coordinator.rpc.keys import MeshKeys
+from engine.compute.trace import write_chrome_trace
 from engine.config import InstanceConfig
 from engine.core import EngineCore
-from engine.cores import Share, instances_at_once, share_of_cores, tell_threads
 from engine.executor import make_executor
-from engine.executor.base import Executor, WorkerLost
-from engine.pace import NoGroup
+from engine.executor_contract import Executor, WorkerLost
+from engine.groups.stepping import NoGroup
+from engine.host import deferred, memory
+from engine.host.cache_size import TooLittleMemory, size_cache
+from engine.host.cores import Share, instances_at_once, share_of_cores, tell_threads
+from engine.model.checkpoint import ModelInfo
 from engine.server import Server
 from engine.settings import adopt, ignored_when_joining, resolve
 from engine.stats_line import StatsLine
 from engine.step import ModelFacts
 from engine.step_watch import StepWatch, place_of
-from engine.trace import write_chrome_trace
 
 if TYPE_CHECKING:
-    from engine.executor.base import SpreadExecutor
-    from engine.spread import Spread
+    from engine.executor_contract import SpreadExecutor
+    from engine.groups.spread import Spread
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Instance:
         logger.info("instance %d of the mesh at %s", welcome.rank, self._mesh.coordinator_endpoint)
         self._config = adopt(self._config, welcome.settings)
         if welcome.settings.enable_expert_parallel:
-            from engine.spread import first_share
+            from engine.groups.spread import first_share
 
             self._place = first_share(welcome.rank, welcome.settings)
         info, settings = resolve(self._config, welcome.settings.data_parallel_size)
@@ -254,13 +254,14 @@ class Instance:
             logger.error("the trace could not be written: %s", error)
 
     def _spread_experts(self, membership: Membership, executor: Executor, server: Server) -> Spread:
-        from engine.spread import Spread  # loads torch.distributed
+        from engine.groups.spread import Spread  # loads torch.distributed
 
         return Spread(
             self._name,
             membership,
             cast("SpreadExecutor", executor),
-            server,
+            endpoint=server.endpoint,
+            wake_loop=server.wake,
             host=self._listen_address(),
             device=self._config.device,
             startup_timeout=self._mesh.startup_timeout,

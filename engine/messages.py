@@ -11,7 +11,6 @@ import enum
 
 import msgspec
 
-from engine.block_log import BlockEvents
 from engine.sampling import SamplingParams
 from parallel.lockstep import Wake
 
@@ -194,7 +193,21 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     recoveries: int = 0
     """Groups that followed another after a loss."""
     recovery_seconds: dict[str, float] = {}
-    """Time from a loss noticed to the first step after it, by part: see :mod:`engine.recovery_times`."""
+    """Time from a loss noticed to the first step after it, by part (:mod:`engine.groups.recovery_times`)."""
+
+
+class BlockEvents(msgspec.Struct, frozen=True, array_like=True):
+    """Changes ``first`` to ``next - 1`` of an instance's prefix cache, each block by its last one.
+
+    With ``reset`` they are preceded by forgetting everything: ``stored`` is all that is known.
+    """
+
+    first: int
+    next: int
+    reset: bool = False
+    stored: bytes = b""
+    """Names of ``NAME_BYTES`` each, one after the other."""
+    dropped: bytes = b""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -223,9 +236,9 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     """All that a step has for one router, in one message; or a report alone."""
 
     deltas: list[Delta] = []
-    """Those that are no ``singles``, which come before them (:class:`engine.handout.Handout`)."""
+    """Those that are no ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
     report: Report | None = None
-    """None: the last one says what a choice hangs on (:mod:`engine.news`)."""
+    """None: the last one says what a choice hangs on (:mod:`engine.scheduling.report_policy`)."""
     blocks: BlockEvents | None = None
     """Goes along with a report."""
     singles: list[int] = []

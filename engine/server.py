@@ -10,11 +10,11 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from coordinator.keys import MeshKeys
 from coordinator.messages import Load
-from coordinator.rpc import Listener, Peer, TooLarge
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import Listener, Peer, TooLarge
 from engine.core import EngineCore
-from engine.handout import Handout, halves
+from engine.groups.recovery import End, Enter, Wait
 from engine.messages import (
     Abort,
     Attach,
@@ -30,8 +30,8 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )
-from engine.news import News, Standing
-from engine.recovery import End, Enter, Wait
+from engine.scheduling.outgoing_tokens import Handout, halves
+from engine.scheduling.report_policy import News, Standing
 from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
 

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from coordinator.messages import Settings
-from engine.checkpoint import (
+from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.host.cores import has_gpu
+from engine.model.checkpoint import (
     CheckpointError,
     ModelInfo,
     check_servable,
@@ -20,10 +22,9 @@ from engine.checkpoint import (
     read_model_info,
     why_experts_stay_whole,
 )
-from engine.config import SHIPPED_MODEL, CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from parallel.pipeline_parallel import check_split
 from parallel.placement import place
-from parallel.topology import kv_heads_of, visible_cuda_devices
+from parallel.topology import kv_heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +145,6 @@ def ignored_when_joining(config: EngineConfig) -> list[str]:
         "-pp": config.device.pipeline_parallel_size != DeviceConfig().pipeline_parallel_size,
     }
     return [name for name, was_given in given.items() if was_given]
-
-
-def has_gpu(device: DeviceConfig) -> bool:
-    return device.device == "cuda" or (device.device == "auto" and visible_cuda_devices() > 0)
 
 
 def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[str, Any]:

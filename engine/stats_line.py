@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.messages import Counters
-from engine.news import Standing
+from engine.scheduling.report_policy import Standing
 
 INTERVAL = 10.0
 """Seconds."""

@@ -22,6 +22,10 @@ def most_tokens(budget: int) -> int:
     return budget + budget // CRUMBS
 
 
+Span = tuple[float, float]
+"""When a worker computed: seconds of the monotonic clock, from and to."""
+
+
 class Admit(msgspec.Struct, frozen=True):
     """A request takes a slot: new, resumed, or back after preemption. Whatever the slot held is gone."""
 

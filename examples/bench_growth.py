@@ -38,11 +38,11 @@ import uvloop
 from bench_lockstep import print_table
 from machine_limits import calibrate
 
-from router.bench.client import Target, session
-from router.bench.client import run as send_all
-from router.bench.datasets import Shape, random_prompts
-from router.bench.local_mesh import mesh
-from router.bench.report import machine, summary
+from router.tools.bench.client import Target, session
+from router.tools.bench.client import run as send_all
+from router.tools.bench.datasets import Shape, random_prompts
+from router.tools.bench.local_mesh import mesh
+from router.tools.bench.report import machine, summary
 
 Args = argparse.Namespace
 Page = dict[str, Any]

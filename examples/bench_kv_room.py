@@ -55,7 +55,7 @@ def mesh(args: argparse.Namespace, layout: tuple[int, int], room: str) -> Iterat
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]
     flags = f"{shlex.quote(args.model)} -tp {tp} -pp {pp} --dtype {args.dtype} --cpu-threads {tp * pp} {room}"
     flags += f" --max-num-seqs 256 --no-enable-prefix-caching --disable-access-log {args.serve_flags}"
-    command = [sys.executable, "-P", "-m", "router.serve", *shlex.split(flags), *ports]
+    command = [sys.executable, "-P", "-m", "router.launcher.serve", *shlex.split(flags), *ports]
     environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "LOCKSTEP_NATIVE_KERNELS": "0"}
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -43,11 +43,11 @@ import aiohttp
 import uvloop
 from soak import by_rank, metrics
 
-from router.bench.client import Target
-from router.bench.client import run as send_all
-from router.bench.datasets import Shape, random_prompts
-from router.bench.local_mesh import mesh
-from router.bench.report import machine, summary
+from router.tools.bench.client import Target
+from router.tools.bench.client import run as send_all
+from router.tools.bench.datasets import Shape, random_prompts
+from router.tools.bench.local_mesh import mesh
+from router.tools.bench.report import machine, summary
 
 Args = argparse.Namespace
 

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
 from examples.null_model import NullExecutor
-from router.bench.report import machine
+from router.tools.bench.report import machine
 
 PROMPT = 128
 
@@ -32,7 +32,7 @@ def router(endpoint: str, sequences: int, answer: int, temperature: float) -> No
     """The process at the other end: submit all, take tokens until each has ended."""
     import zmq.asyncio
 
-    from coordinator.rpc import AsyncConnection
+    from coordinator.rpc.rpc import AsyncConnection
     from engine.messages import Attach, Submit, ToInstance, Tokens, ToRouter
     from engine.sampling import SamplingParams
 
@@ -60,9 +60,9 @@ def measure(sequences: int, answer: int, temperature: float) -> dict[str, float]
     """One load of so many sequences at once."""
     import torch
 
-    from engine.checkpoint import MODELS_DIRECTORY, read_model_info
     from engine.config import SHIPPED_MODEL, EngineConfig, SchedulerConfig
     from engine.core import EngineCore
+    from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
     from engine.server import Server
 
     torch.set_num_threads(1)

@@ -62,10 +62,10 @@ from machine_limits import calibrate
 from peer_systems import ROOT, SYSTEMS, NotReady, started, until_ready
 from peer_tables import plot, print_model
 
-from router.bench.client import Target, session
-from router.bench.client import run as send_all
-from router.bench.datasets import Ask
-from router.bench.report import Outcome, machine, summary
+from router.tools.bench.client import Target, session
+from router.tools.bench.client import run as send_all
+from router.tools.bench.datasets import Ask
+from router.tools.bench.report import Outcome, machine, summary
 
 Args = argparse.Namespace
 Page = dict[str, Any]

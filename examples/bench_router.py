@@ -44,7 +44,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
 from examples.null_model import STEP_VARIABLE
-from router.bench.report import machine, percentile
+from router.tools.bench.report import machine, percentile
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT = 300.0

@@ -26,7 +26,7 @@ from examples.routing.cluster import Cluster, Machine, StepTime
 from examples.routing.report import KEY, POLICIES, Result, key_of, plot, summary, table, verdict
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS, NUM_TOKENS
 from examples.routing.workloads import LOADS, SMALLER
-from router.policy import Policy
+from router.dispatch.policy import Policy
 
 if TYPE_CHECKING:
     from examples.routing.real import Steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from router.bench.command import main
+from router.tools.bench.command import main
 
 if __name__ == "__main__":
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -29,8 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
-from coordinator.process import PARENT_VARIABLE
-from router.bench.report import machine
+from coordinator.process.process import PARENT_VARIABLE
+from router.tools.bench.report import machine
 
 MOMENTS = {
     "processes started": ("Coordinator", "listening on"),
@@ -53,7 +53,7 @@ def one_start(model: str, arguments: str, environment: dict[str, str]) -> dict[s
         sys.executable,
         "-P",
         "-m",
-        "router.serve",
+        "router.launcher.serve",
         model,
         *shlex.split(arguments),
         "--log-format=json",

@@ -25,17 +25,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from engine import sampler
-from engine.checkpoint import find_model, read_model_info
+from engine.compute import sampler
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
-from engine.grammar import Grammar, compile_grammar, load_vocabulary
 from engine.messages import Submit
+from engine.model.checkpoint import find_model, read_model_info
 from engine.sampling import SamplingParams
-from router.bench.report import machine, percentile
-from router.structured import ANSWER, json_body, text_of
+from engine.scheduling.grammar import Grammar, compile_grammar, load_vocabulary
 from router.structured_config import StructuredOutputsConfig
+from router.tools.bench.report import machine, percentile
+from router.turns.structured import ANSWER, json_body, text_of
 from tests.mesh.schemas import schema
 
 BLOCKS = 4000

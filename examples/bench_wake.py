@@ -34,8 +34,8 @@ from typing import Any
 import aiohttp
 from soak import Prompt, ask, body_of
 
-from router.bench.local_mesh import mesh
-from router.bench.report import machine, percentile
+from router.tools.bench.local_mesh import mesh
+from router.tools.bench.report import machine, percentile
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

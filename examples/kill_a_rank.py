@@ -100,7 +100,9 @@ class Mesh:
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "router.serve", *command], stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-P", "-m", "router.launcher.serve", *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
         self.size = size
 

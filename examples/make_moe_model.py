@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is not installed
 
-from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
+from engine.model.checkpoint import MODELS_DIRECTORY
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

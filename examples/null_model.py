@@ -57,8 +57,8 @@ class NullExecutor:
     ) -> None:
         import torch
 
-        from engine.runner import ModelRunner
-        from engine.weights import LoadedModel
+        from engine.compute.runner import ModelRunner
+        from engine.model.weights import LoadedModel
 
         model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
         null: Any = NullModel(vocabulary, most)
@@ -115,7 +115,7 @@ def step_time() -> Callable[[Any], float]:
 
 def instance(argv: list[str]) -> int:
     """``python -m engine ARGV`` with such a model."""
-    import engine.cores
+    import engine.host.cores
     import engine.instance
     from engine.__main__ import main
 
@@ -124,14 +124,14 @@ def instance(argv: list[str]) -> int:
         return NullExecutor(info.vocab_size, config.cache.block_size, most, step_time())
 
     engine.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
-    engine.cores.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down others
+    engine.host.cores.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down others
     return main(argv)
 
 
 def serve(argv: list[str]) -> int:
     """``serve ARGV`` with such instances."""
-    from router.launch import ProcessSpec
-    from router.serve import main_serve
+    from router.launcher.launch import ProcessSpec
+    from router.launcher.serve import main_serve
 
     real = ProcessSpec.command
 

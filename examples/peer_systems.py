@@ -73,7 +73,7 @@ class System:
 DRAFTS = json.dumps(
     {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 )
-OURS = "{python} -P -m router.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
+OURS = "{python} -P -m router.launcher.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
 OURS += " --data-parallel-rpc-port {rpc_port}"
 OURS += f" --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes {KV_GIB}G"
 VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port}"

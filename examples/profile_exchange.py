@@ -41,15 +41,15 @@ def member(
     import torch
     from roofline import packed_step
 
-    from engine.checkpoint import read_model_info
     from engine.config import ModelConfig
-    from engine.expert_weights import ExpertShare
     from engine.kernels import library
     from engine.kernels.cache import NativeCache
     from engine.kernels.decoder import recognise
     from engine.kernels.operations import Kind
     from engine.kernels.program import Program
-    from engine.weights import load_model
+    from engine.model.checkpoint import read_model_info
+    from engine.model.expert_weights import ExpertShare
+    from engine.model.weights import load_model
     from parallel.groups import form, open_store
     from parallel.placement import place
 

@@ -39,15 +39,15 @@ import torch
 from bench_lockstep import print_table
 
 from engine.attention.base import PackedRows
-from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, Mlp, recognise
 from engine.kernels.operations import Kind
 from engine.kernels.program import Program
-from engine.weights import load_model
-from router.bench.report import machine
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import load_model
+from router.tools.bench.report import machine
 
 CONTEXT = 160
 BLOCK = 16

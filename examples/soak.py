@@ -37,8 +37,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from router.bench.local_mesh import mesh
-from router.bench.report import machine, percentile
+from router.tools.bench.local_mesh import mesh
+from router.tools.bench.report import machine, percentile
 
 Args = argparse.Namespace
 Session = aiohttp.ClientSession

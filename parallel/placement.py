@@ -123,3 +123,15 @@ def _keep(num_experts: int, holdings: Sequence[Collection[int]], quotas: Sequenc
     for expert in range(num_experts):
         give(expert, set())
     return owners
+
+
+def owned_by_rank(owners: Sequence[int], ranks: int, index: int) -> list[list[int]]:
+    """The experts of one instance, ascending, by tensor-parallel rank.
+
+    Args:
+        owners: of each expert, the rank ``owner % ranks`` of the instance ``owner // ranks``.
+        ranks: tensor-parallel ranks of each instance.
+        index: the instance's number in its group.
+    """
+    first = index * ranks
+    return [[expert for expert, owner in enumerate(owners) if owner == first + rank] for rank in range(ranks)]

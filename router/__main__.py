@@ -6,10 +6,10 @@ import sys
 
 import uvloop
 
-from coordinator import process
-from coordinator.flags import parse
+from coordinator.process import process
+from coordinator.settings.flags import parse
 from router.config import RouterConfig
-from router.preflight import defaults_problem, template_problem
+from router.launcher.preflight import defaults_problem, template_problem
 
 
 def main(argv: list[str] | None = None) -> int:

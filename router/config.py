@@ -10,16 +10,11 @@ from msgspec import Meta
 
 from coordinator.addresses import is_loopback
 from coordinator.config import LogLevel, MeshConfig, url
-from coordinator.flags import Bytes, Count, Natural, Port, Size, flag
+from coordinator.settings.flags import Bytes, Count, Natural, Port, Size, flag
 from engine.config import EngineConfig, check_keys
-from router import harmony
-from router.quotas import KeyLimits, limits_of, read_key_limits
-from router.reasoning import REASONING_PARSERS
+from router.key_limits import KeyLimits, limits_of, read_key_limits
+from router.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, check_halves
 from router.structured_config import StructuredOutputsConfig, read_config
-from router.tool_parsers import TOOL_PARSERS
-
-TOOL_CALL_PARSERS = (*TOOL_PARSERS, harmony.TOOL_CALL_PARSER)
-ALL_REASONING_PARSERS = (*REASONING_PARSERS, harmony.REASONING_PARSER)
 
 MOST_FRONT_ENDS = 256
 """More are a mistake: each is a process that fills a core."""
@@ -157,7 +152,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool, flag(help="Keep tools out of the prompt of requests with tool_choice none.")
     ] = False
     reasoning_parser: Annotated[
-        str | None, flag(help=f"How the model marks its reasoning: {', '.join(ALL_REASONING_PARSERS)}.")
+        str | None, flag(help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}.")
     ] = None
     structured_outputs_config: Annotated[
         str,
@@ -232,8 +227,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.admin_port and self.admin_port == self.port and self.uds is None:
             raise ValueError(f"--admin-port {self.admin_port} is --port, too: choose another one")
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
-        _check_name("--reasoning-parser", self.reasoning_parser, ALL_REASONING_PARSERS)
-        harmony.check_halves(self.reasoning_parser, self.tool_call_parser)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        check_halves(self.reasoning_parser, self.tool_call_parser)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

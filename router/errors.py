@@ -20,6 +20,9 @@ from starlette.responses import Response
 from engine.messages import Delta
 from router.mesh import MeshError
 
+MAX_LOGGED = 300
+"""Characters of an error's message in the log."""
+
 
 class Kind(enum.StrEnum):
     """The ``type`` of an error body."""
@@ -136,7 +139,7 @@ def too_late(timeout: float) -> ApiError:
 
 
 def short_of(error: BaseException) -> ApiError:
-    """The host lacks something for now (:func:`coordinator.process.shortage_of`), which the log names."""
+    """The host lacks files or memory for now (:func:`coordinator.process.process.shortage_of`)."""
     message = "The server is short of files or memory now: try again in a moment."
     return ApiError(503, message, headers={"retry-after": "1"}, logged=f"{message[:-1]} ({error}).")
 
@@ -165,3 +168,9 @@ def error_body(error: ApiError) -> bytes:
 
 def error_response(error: ApiError) -> Response:
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def one_line(text: str, most: int) -> str:
+    """A text that a client may have written, as a part of one line."""
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cut)

@@ -1,6 +1,6 @@
 """What the HTTP layer needs of the mesh behind it, as an interface.
 
-:class:`router.client.MeshClient` is the real one; tests use a scripted one.
+:class:`router.dispatch.client.MeshClient` is the real one; tests use a scripted one.
 """
 
 from __future__ import annotations

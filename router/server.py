@@ -18,30 +18,30 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from coordinator import process
-from coordinator.codec import OtherProtocol
 from coordinator.commands import ask
-from coordinator.handshakes import KeyRefused
-from coordinator.keys import MeshKeys
 from coordinator.messages import Answer, Drain, Scale, Settings
-from coordinator.tracing import Tracing, TracingMissing
-from router.accept import Acceptor, Tally
-from router.admin import AdminGate, make_admin_app
-from router.app import make_app
-from router.client import MeshClient
+from coordinator.process import process
+from coordinator.process.tracing import Tracing, TracingMissing
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.handshakes import KeyRefused
+from coordinator.rpc.keys import MeshKeys
+from router.app.admin import AdminGate, make_admin_app
+from router.app.app import make_app
+from router.app.dashboard.feed import Feed
+from router.app.dashboard.page import Dashboard
+from router.app.middleware import RootPath
 from router.config import HttpConfig, RouterConfig
-from router.connection import PatientProtocol
-from router.dashboard.feed import Feed
-from router.dashboard.page import Dashboard
-from router.ledger import named
-from router.listen import at_path, bind, inherited, let_successors_in, name_of
-from router.metrics import Metrics
-from router.middleware import RootPath
-from router.paths import prefix_of, without_prefix
-from router.policy import Policy
-from router.pool import ANSWER_TIMEOUT
-from router.quotas import Quotas
-from router.shelf import Shelf
+from router.dispatch.client import MeshClient
+from router.dispatch.ledger import named
+from router.dispatch.policy import Policy
+from router.dispatch.pool import ANSWER_TIMEOUT
+from router.http.accept import Acceptor, Tally
+from router.http.connection import PatientProtocol
+from router.http.listen import at_path, bind, inherited, let_successors_in, name_of
+from router.http.quotas import Quotas
+from router.http.request_path import prefix_of, without_prefix
+from router.metrics.metrics import Metrics
+from router.metrics.shared_counts import Shelf
 
 logger = logging.getLogger(__name__)
 

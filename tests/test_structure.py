@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,38 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = ["parallel", "coordinator", "engine", "router"]
 """Each package may import those before it, and itself."""
+
+ROOMS = {
+    "parallel": ["communicators"],
+    "coordinator": ["settings", "rpc", "process"],
+    "engine": [
+        "host",
+        "attention",
+        "probe",
+        "model",
+        "scheduling",
+        "kernels",
+        "groups",
+        "compute",
+        "executor",
+    ],
+    "router": [
+        "http",
+        "text",
+        "metrics",
+        "turns",
+        "dispatch",
+        "launcher",
+        "tools",
+        "api",
+        "offline",
+        "app",
+    ],
+}
+"""The folders of each package, from the lowest up: each may import those before it. Modules beside them belong
+to no room, and must close no circle either."""
+MOST_MODULES = 25
+"""In one folder: more, and nobody finds anything."""
 
 COMPUTES = {
     "parallel.communicators.arithmetic",
@@ -55,6 +90,93 @@ def test_imports_go_one_way(package: str) -> None:
     for path in sources(package):
         wrong = imported(ast.parse(path.read_text())) & above
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}, which stands above it"
+
+
+def name_of(path: Path) -> str:
+    """A module's dotted name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """The modules of this project that one imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(names & known or {node.module})
+    return found & known
+
+
+def graph(room_of: Callable[[str], str]) -> dict[str, set[str]]:
+    """Who imports whom, among the rooms that modules are put into."""
+    paths = {name_of(path): path for package in ORDER for path in sources(package)}
+    edges: dict[str, set[str]] = {room_of(name): set() for name in paths}
+    for name, path in paths.items():
+        edges[room_of(name)] |= {room_of(other) for other in imported_modules(path, set(paths))}
+    return {room: others - {room} for room, others in edges.items()}
+
+
+def room_of(module: str) -> str:
+    """The room of a module, or the module itself if it lies beside the rooms."""
+    package, *rest = module.split(".")
+    return f"{package}.{rest[0]}" if rest and rest[0] in ROOMS[package] else module
+
+
+def module_itself(module: str) -> str:
+    return module
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_every_folder_is_a_room(package: str) -> None:
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert folders == set(ROOMS[package])
+
+
+def test_rooms_import_downwards() -> None:
+    for room, others in graph(room_of).items():
+        package, _, name = room.partition(".")
+        if name in ROOMS[package]:
+            below = ROOMS[package][: ROOMS[package].index(name)]
+            inside = {other.split(".")[1] for other in others if other.startswith(f"{package}.")}
+            above = (inside & set(ROOMS[package])) - set(below)
+            assert not above, f"{room} imports {above}, which stands above it"
+
+
+@pytest.mark.parametrize("unit", [room_of, module_itself])
+def test_no_imports_form_a_circle(unit: Callable[[str], str]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph(unit)).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("top", [*ORDER, "tests", "examples"])
+def test_no_folder_is_crowded(top: str) -> None:
+    for folder in (ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())):
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MOST_MODULES, f"{folder.relative_to(ROOT)} has {len(modules)} modules"
+
+
+def test_docstrings_name_modules_that_exist() -> None:
+    packages = "|".join(ORDER)
+    reference = re.compile(rf":(?:mod|class|func|meth|attr|data):`((?:{packages})[\w.]*)`")
+    for path in (path for package in [*ORDER, "tests", "examples"] for path in sources(package)):
+        for dotted in reference.findall(path.read_text()):
+            assert exists(dotted), f"{path.relative_to(ROOT)} refers to {dotted}"
+
+
+def exists(dotted: str) -> bool:
+    """Whether a module, or something in one, has this name (not what a class has inside)."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        folder = ROOT.joinpath(*parts[:length])
+        path = folder.with_suffix(".py")
+        if path.exists() or folder.is_dir():
+            text = path.read_text() if path.exists() else (folder / "__init__.py").read_text()
+            return length == len(parts) or re.search(rf"\b{parts[length]}\b", text) is not None
+    return False
 
 
 @pytest.mark.parametrize("package", ORDER)
@@ -107,7 +229,13 @@ def test_no_module_outside_the_engine_loads_torch(package: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.__main__", "engine.executor.mp", "engine.fork_server", "engine.nodes.__main__", "engine.worker"],
+    [
+        "engine.__main__",
+        "engine.executor.mp",
+        "engine.host.fork_server",
+        "engine.executor.nodes.__main__",
+        "engine.executor.worker",
+    ],
 )
 def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
     """An instance registers, and may be refused, before it spends seconds on libraries; one with workers never

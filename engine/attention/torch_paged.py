@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
-from engine.transfer import upload
+from engine.attention.transfer import upload
 
 MASK_ELEMENTS = 1 << 22
 """Largest mask of a tile; longer rows are cut into more tiles."""

@@ -18,7 +18,7 @@ from engine.attention import triton_kernels as kernels
 from engine.attention.base import AttentionUse, Int64s, LayerShape, PackedRows
 from engine.attention.splits import num_splits
 from engine.attention.torch_paged import zeros
-from engine.transfer import upload
+from engine.attention.transfer import upload
 
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""

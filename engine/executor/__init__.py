@@ -1,20 +1,19 @@
-"""Who computes an instance's steps: the contract in ``base``, one file per way of running workers."""
+"""Executors of :mod:`engine.executor_contract`: one file per way of running workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.executor_contract import STARTUP_TIMEOUT
+
 if TYPE_CHECKING:
-    from coordinator.keys import MeshKeys
     from coordinator.messages import Settings
-    from engine.checkpoint import ModelInfo
+    from coordinator.rpc.keys import MeshKeys
     from engine.config import EngineConfig
-    from engine.executor.base import Executor
     from engine.executor.ends import Crew
-
-
-STARTUP_TIMEOUT = 600.0
+    from engine.executor_contract import Executor
+    from engine.model.checkpoint import ModelInfo
 
 
 def make_executor(
@@ -43,7 +42,7 @@ def make_executor(
         keys: of the mesh; other hosts must have them, too.
 
     Raises:
-        executor.base.CannotStart: Ray is asked for and missing.
+        engine.executor_contract.CannotStart: Ray is asked for and missing.
     """
     if config.device.uses_processes:
         if place is not None:
@@ -71,18 +70,18 @@ def _make_crew(
 ) -> Crew:
     names = worker_names(config, rank)
     if config.device.distributed_executor_backend == "ray":
-        from engine.cluster import why_not
-        from engine.executor.base import CannotStart
+        from engine.executor.cluster import why_not
+        from engine.executor_contract import CannotStart
 
         missing = why_not()
         if missing:
             raise CannotStart(f"--distributed-executor-backend ray: {missing}")
-        from engine.cluster.crew import RayCrew
+        from engine.executor.cluster.crew import RayCrew
 
         assert settings is not None
         return RayCrew(config, settings, names, timeout)
     if config.nodes.nnodes > 1:
-        from engine.nodes.driver import NodeCrew
+        from engine.executor.nodes.driver import NodeCrew
 
         assert settings is not None
         return NodeCrew(config, settings, names, threads, keys=keys, timeout=timeout)

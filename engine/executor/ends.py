@@ -2,8 +2,8 @@
 
 To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the
 worker has ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket
-pair, too, inside this process: somebody who knows the way to it (:mod:`engine.nodes.driver`,
-:mod:`engine.cluster.crew`) holds its other end, and passes messages on.
+pair, too, inside this process: somebody who knows the way to it (:mod:`engine.executor.nodes.driver`,
+:mod:`engine.executor.cluster.crew`) holds its other end, and passes messages on.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from coordinator import process
-from engine import forked
-from engine.executor.base import Progress
+from coordinator.process import process
 from engine.executor.channel import Channel
 from engine.executor.messages import FromWorker
-from engine.forked import Forked, Unforked
+from engine.executor_contract import Progress
+from engine.host import forked
+from engine.host.forked import Forked, Unforked
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Crew(Protocol):
         """Start all workers, and append them to ``workers`` by stage, then rank.
 
         Raises:
-            executor.base.CannotStart: they could not be had; the message says what is missing.
+            engine.executor_contract.CannotStart: they could not be had; the message says what is missing.
         """
         ...
 
@@ -151,11 +151,11 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
     arguments = [str(descriptor) for descriptor in descriptors]
     if forked.inherited is not None:
         try:
-            return forked.inherited.fork("engine.worker:main", arguments, environment, descriptors)
+            return forked.inherited.fork("engine.executor.worker:main", arguments, environment, descriptors)
         except Unforked as problem:
             logger.warning("%s; a worker is started the plain way", problem)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.worker", *arguments],
+        [sys.executable, "-P", "-m", "engine.executor.worker", *arguments],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         env=environment,

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.checkpoint import CheckpointError, ReadingStopped
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.group_messages import (
     AbandonGroups,
@@ -27,6 +26,7 @@ from engine.executor.group_messages import (
     TellCounts,
     ToGroups,
 )
+from engine.model.checkpoint import CheckpointError, ReadingStopped
 from parallel.communicators.base import CollectiveError
 
 logger = logging.getLogger(__name__)

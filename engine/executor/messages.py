@@ -6,11 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
-from engine.executor.base import ExpertTimes
-from engine.step import ModelFacts, Step, StepResult
-from engine.trace import Span
+from engine.executor_contract import ExpertTimes
+from engine.model.checkpoint import ModelInfo
+from engine.step import ModelFacts, Span, Step, StepResult
 
 # ---- engine -> worker
 

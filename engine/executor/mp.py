@@ -19,11 +19,8 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from coordinator import process
-from engine.checkpoint import CheckpointError, ModelInfo
+from coordinator.process import process
 from engine.config import EngineConfig
-from engine.executor import STARTUP_TIMEOUT
-from engine.executor.base import CannotStart, ExpertTimes, Progress, WorkerLost
 from engine.executor.channel import ChannelClosed
 from engine.executor.ends import END_TIMEOUT, Crew, WorkerEnd
 from engine.executor.messages import (
@@ -47,8 +44,9 @@ from engine.executor.messages import (
     TellSpans,
     ToWorker,
 )
-from engine.step import KVSpec, ModelFacts, Step, StepResult
-from engine.trace import Span
+from engine.executor_contract import STARTUP_TIMEOUT, CannotStart, ExpertTimes, Progress, WorkerLost
+from engine.model.checkpoint import CheckpointError, ModelInfo
+from engine.step import KVSpec, ModelFacts, Span, Step, StepResult
 from parallel.topology import cores_of_worker
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ BLAME_SECONDS = 0.5
 
 
 class MpExecutor:
-    """Implements ``executor.base.Executor`` with the workers of a crew."""
+    """Implements :class:`engine.executor_contract.Executor` with the workers of a crew."""
 
     computes_apart = True
 
@@ -106,7 +104,7 @@ class MpExecutor:
 
     @property
     def needs_tokens(self) -> bool:
-        """See ``executor.base.Executor``. All ranks sample, but not all stages; and other hosts may round
+        """See :class:`.Executor`. All ranks sample, but not all stages; and other hosts may round
         otherwise."""
         stages, _ = self._layout
         return stages > 1 or len({worker.host for worker in self._workers}) > 1
@@ -114,7 +112,7 @@ class MpExecutor:
     # ---- start
 
     def load(self, progress: Progress) -> ModelFacts:
-        """See ``executor.base.Executor``. Workers start, find each other, and read their shares at once."""
+        """See :class:`.Executor`. Workers start, find each other, and read their shares at once."""
         try:
             self._start(progress)
         except CannotStart as error:
@@ -178,7 +176,7 @@ class MpExecutor:
     # ---- the cache
 
     def free_kv_memory(self) -> int:
-        """See ``executor.base.Executor``. As if all had the room of the one that has the least."""
+        """See :class:`.Executor`. As if all had the room of the one that has the least."""
         self._send_all(FreeMemory())
         free = [each.num_bytes for each in self._await_each(self._workers, Free)]
         if self._on_cpu:
@@ -190,7 +188,7 @@ class MpExecutor:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._send_all(Allocate(num_blocks))
         allocated = self._await_each(self._workers, Allocated)
         self._expert_bytes = [each.expert_bytes for each in allocated]
@@ -198,23 +196,23 @@ class MpExecutor:
     # ---- steps
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self.begin(step, sizes)
         return self.finish()
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._send_all(Execute(step))
 
     def finish(self) -> StepResult:
-        """See ``executor.base.Executor``. Ranks of a stage wait for each other, and each stage for the one
+        """See :class:`.Executor`. Ranks of a stage wait for each other, and each stage for the one
         before; for the worker that answers, once it has all that it needs of others, only the engine does."""
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
         return self._await(answering, Computed, self._step_timeout).result
 
     def check(self) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         ready = self._poll.poll(0)
         if ready:
             self._take_in(ready)
@@ -222,22 +220,22 @@ class MpExecutor:
     # ---- the rest of the contract
 
     def expert_times(self) -> ExpertTimes | None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         return None
 
     def tokens_per_expert(self) -> dict[int, int]:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         return {}
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._threads, self._cores = threads, tuple(cores)
         for worker in self._workers:
             if self._crew.threads_of(worker) is None:
                 self._send(worker, SetThreads(threads, self._cores_of(worker)))
 
     def spans(self) -> dict[str, list[Span]]:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._send_all(TellSpans())
         patience = self._step_timeout
         return {worker.name: self._await(worker, Spans, patience).spans for worker in self._workers}

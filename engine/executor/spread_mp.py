@@ -16,10 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.messages import Form
-from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
-from engine.executor import STARTUP_TIMEOUT
-from engine.executor.base import ExpertTimes, Progress, WorkerLost
 from engine.executor.ends import LocalCrew, LocalWorker
 from engine.executor.group_control import GroupControl
 from engine.executor.group_messages import (
@@ -31,11 +28,13 @@ from engine.executor.group_messages import (
 )
 from engine.executor.messages import Broken, Computed, Execute, FromWorker, Join, Joined
 from engine.executor.mp import LOOK_SECONDS, MpExecutor
-from engine.memory import Untouched, spare_memory
-from engine.recovery import owned_by_rank
+from engine.executor_contract import STARTUP_TIMEOUT, ExpertTimes, Progress, WorkerLost
+from engine.host.memory import Untouched, spare_memory
+from engine.model.checkpoint import ModelInfo
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
+from parallel.placement import owned_by_rank
 from parallel.placement import place as place_experts
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class InstanceGroup(RenewableCommunicator):
 
 
 class SpreadMpExecutor(MpExecutor):
-    """Implements ``executor.base.SpreadExecutor`` with processes of this host."""
+    """Implements :class:`engine.executor_contract.SpreadExecutor` with processes of this host."""
 
     num_channels = 2
     """To each worker: for steps, and for the groups of an epoch."""
@@ -106,12 +105,12 @@ class SpreadMpExecutor(MpExecutor):
 
     @property
     def needs_tokens(self) -> bool:
-        """See ``executor.base.Executor``. When the groups of an epoch end, one rank may have sampled and
+        """See :class:`.Executor`. When the groups of an epoch end, one rank may have sampled and
         another one not."""
         return True
 
     def load(self, progress: Progress) -> ModelFacts:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         facts = super().load(progress)
         (here, size), device = self._place or (0, 1), self._config.device
         ranks = device.tensor_parallel_size
@@ -122,7 +121,7 @@ class SpreadMpExecutor(MpExecutor):
         return facts
 
     def allocate(self, num_blocks: int) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         super().allocate(num_blocks)
         token_bytes = sum(kv.bytes_per_token for kv in self._kv)
         self._untouched = Untouched(num_blocks, self._config.cache.block_size * token_bytes)
@@ -134,13 +133,13 @@ class SpreadMpExecutor(MpExecutor):
         return self._config.device.lockstep_timeout
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._untouched.note(step)
         self._send_all(Execute(step, tuple(sizes), self._epoch))
         self._groups.ask_counts()
 
     def finish(self) -> StepResult:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
         began = time.perf_counter()
@@ -180,7 +179,7 @@ class SpreadMpExecutor(MpExecutor):
         super()._take_in(ready)
 
     def check(self) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         super().check()
         self._check_silence()
 
@@ -202,7 +201,7 @@ class SpreadMpExecutor(MpExecutor):
         return self._control
 
     def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """See ``executor.base.SpreadExecutor``. The workers go on to form their groups."""
+        """See :class:`.SpreadExecutor`. The workers go on to form their groups."""
         self._groups.ask_who_lives()
         self._groups.tell(PrepareGroups(form, place, max(0, free_bytes) // len(self._workers)))
         read = self._groups.collect(form.epoch, ExpertsRead, READING_TIMEOUT, should_stop)
@@ -210,7 +209,7 @@ class SpreadMpExecutor(MpExecutor):
         return sum(each.num_read for each in read[:ranks])
 
     def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         timeout = self._config.device.forming_timeout + ANSWER_GRACE
         try:
             self._groups.collect(form.epoch, GroupsFormed, timeout, should_stop)
@@ -221,7 +220,7 @@ class SpreadMpExecutor(MpExecutor):
         return InstanceGroup(group, self, form)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """See ``executor.base.SpreadExecutor``. What workers still say of steps before is dropped."""
+        """See :class:`.SpreadExecutor`. What workers still say of steps before is dropped."""
         assert isinstance(group, InstanceGroup)
         self._epoch, self._broken, self._group = group.form.epoch, None, group
         self._send_all(Join(self._epoch))
@@ -234,7 +233,7 @@ class SpreadMpExecutor(MpExecutor):
                     self._serves = False
                     raise WorkerLost(f"{worker} does not come out of its step")
                 self._take_in(self._poll.poll(left * 1000))
-        self._held = owned_by_rank(group.form, group.rank)
+        self._held = owned_by_rank(group.form.owners, group.form.ranks, group.rank)
 
     def _has_joined(self, inbox: deque[FromWorker]) -> bool:
         """Drops what was said before."""
@@ -258,11 +257,11 @@ class SpreadMpExecutor(MpExecutor):
     # ---- the rest of the contract
 
     def experts_held(self) -> list[list[int]]:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         return self._held
 
     def max_experts(self, free_bytes: int) -> int:
-        """See ``executor.base.SpreadExecutor``. As many as fit on the worker that has least room."""
+        """See :class:`.SpreadExecutor`. As many as fit on the worker that has least room."""
         free = max(0, free_bytes) // max(1, len(self._expert_bytes))
         largest = max(self._expert_bytes, default=0)
         held = min((len(of_rank) for of_rank in self._held), default=0)
@@ -273,7 +272,7 @@ class SpreadMpExecutor(MpExecutor):
         return fit if limit is None else min(fit, max(1, limit // largest))
 
     def spare_memory(self) -> int:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         if self._on_cpu:
             return spare_memory(self._untouched)
         counts = self._groups.counts
@@ -281,11 +280,11 @@ class SpreadMpExecutor(MpExecutor):
         return min((each.spare_bytes if each else 0 for each in counts), default=0) * len(counts)
 
     def expert_times(self) -> ExpertTimes | None:
-        """See ``executor.base.Executor``; of the worker that answers."""
+        """See :class:`.Executor`; of the worker that answers."""
         return self._times
 
     def tokens_per_expert(self) -> dict[int, int]:
-        """See ``executor.base.Executor``; as of a second ago, over all stages."""
+        """See :class:`.Executor`; as of a second ago, over all stages."""
         total: dict[int, int] = {}
         for each in self._groups.counts:
             for expert, tokens in (each.tokens_per_expert if each else {}).items():
@@ -293,7 +292,7 @@ class SpreadMpExecutor(MpExecutor):
         return total
 
     def close(self) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         if self._control is not None:
             self._control.close()
         super().close()

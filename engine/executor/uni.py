@@ -14,32 +14,30 @@ import numpy as np
 import torch
 
 from coordinator.messages import Form
-from engine import memory
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
-from engine.attention.choice import choose_backend
-from engine.cache_size import share_of_device
-from engine.checkpoint import CheckpointError, ModelInfo, chosen_dtype
+from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
+from engine.compute.graph_sizes import capture_sizes
+from engine.compute.runner import ModelRunner, vocabulary_of
+from engine.compute.sampler import rehearse
 from engine.config import EngineConfig
-from engine.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
-from engine.executor.base import ExpertTimes, Progress
-from engine.expert_change import HeldExperts
-from engine.expert_weights import ExpertShare
-from engine.graph_sizes import capture_sizes
+from engine.executor_contract import ExpertTimes, Progress
+from engine.host import memory
+from engine.host.cache_size import share_of_device
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.program import Program
-from engine.recovery import owned_by_rank
-from engine.runner import ModelRunner, vocabulary_of
-from engine.sampler import rehearse
-from engine.shard import WHOLE, Shard
-from engine.step import KVSpec, ModelFacts, Step, StepResult, most_tokens
-from engine.trace import Span
-from engine.weights import LoadedModel, load_model
+from engine.model.checkpoint import CheckpointError, ModelInfo, chosen_dtype
+from engine.model.choice import choose_backend
+from engine.model.expert_change import HeldExperts
+from engine.model.expert_weights import ExpertShare
+from engine.model.shard import WHOLE, Shard
+from engine.model.weights import LoadedModel, load_model
+from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
-from parallel.placement import Placement, place
+from parallel.placement import Placement, owned_by_rank, place
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ CPU_KV_SHARE = 0.4
 
 
 class UniExecutor:
-    """Implements ``executor.base.Executor`` with one model, or one shard of it, on one device."""
+    """An :class:`engine.executor_contract.Executor` of one model, or one shard of it, on one device."""
 
     in_flight = 1
     needs_tokens = False
@@ -88,7 +86,7 @@ class UniExecutor:
         return f"UniExecutor({self._info.architecture}, threads={self._threads}, runner={self._runner!r})"
 
     def load(self, progress: Progress) -> ModelFacts:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         device = self._device()
         if device.type == "cpu" and not self._on_torch:
             library.begin_build()
@@ -177,7 +175,7 @@ class UniExecutor:
         return device
 
     def free_kv_memory(self) -> int:
-        """See ``executor.base.Executor``. On CUDA, after a run of the largest step."""
+        """See :class:`.Executor`. On CUDA, after a run of the largest step."""
         assert self._model is not None, "load() comes first"
         if self._model.device.type == "cpu":
             free = memory.available_memory() - self._bytes_for_program()
@@ -238,7 +236,7 @@ class UniExecutor:
         return bytes_for_program(self._model, self._config.cache.block_size) * self._shard.neighbours
 
     def allocate(self, num_blocks: int) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         model, block_size = self._model, self._config.cache.block_size
         assert model is not None, "load() comes first"
         if model.device.type == "cuda":
@@ -295,7 +293,7 @@ class UniExecutor:
         )
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
         self._untouched.note(step)
@@ -307,11 +305,11 @@ class UniExecutor:
         return self._runner.run(step)
 
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See ``executor.base.Executor``. Nobody else computes, so the step is done when this returns."""
+        """See :class:`.Executor`. Nobody else computes, so the step is done when this returns."""
         self._results.append(self.execute(step, sizes))
 
     def finish(self) -> StepResult:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         return self._results.popleft()
 
     def check(self) -> None:
@@ -328,7 +326,7 @@ class UniExecutor:
                 model.experts.forward(layer, hidden, ids, weights)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         assert self._model is not None
         assert self._model.experts is not None
         assert self._held is not None
@@ -339,17 +337,17 @@ class UniExecutor:
             self._program.join(group, placement)
 
     def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
-        experts = owned_by_rank(form, place)[self._shard.rank]
+        experts = owned_by_rank(form.owners, form.ranks, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
     def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
-        """See ``executor.base.SpreadExecutor``. One group carries headers and tokens."""
+        """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return group
 
     def experts_held(self) -> list[list[int]]:
-        """See ``executor.base.SpreadExecutor``; of a shard, of its own rank alone."""
+        """See :class:`.SpreadExecutor`; of a shard, of its own rank alone."""
         return [list(self._held.experts)] if self._held is not None else []
 
     @property
@@ -358,12 +356,12 @@ class UniExecutor:
         return self._held.bytes_per_expert * self._held.copies if self._held is not None else 0
 
     def max_experts(self, free_bytes: int) -> int:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
         return self._held.max_experts(free_bytes)
 
     def spare_memory(self) -> int:
-        """See ``executor.base.SpreadExecutor``."""
+        """See :class:`.SpreadExecutor`."""
         assert self._model is not None
         if self._model.device.type == "cpu":
             return memory.spare_memory(self._untouched)
@@ -373,7 +371,7 @@ class UniExecutor:
         return int((free + unused) * (1 - memory.MARGIN))
 
     def expert_times(self) -> ExpertTimes | None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         if self._model is None or self._model.experts is None:
             return None
         times, use, before = self._model.experts.times, self._attention, self._attention_before
@@ -386,7 +384,7 @@ class UniExecutor:
         )
 
     def tokens_per_expert(self) -> dict[int, int]:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         if self._model is None or self._model.experts is None:
             return {}
         experts = self._model.experts
@@ -394,12 +392,12 @@ class UniExecutor:
         return {expert: counts[expert] for expert in experts.placement.experts_of(experts.rank)}
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         self._threads = threads
         torch.set_num_threads(threads)
 
     def spans(self) -> dict[str, list[Span]]:
-        """See ``executor.base.Executor``."""
+        """See :class:`.Executor`."""
         return {"Engine": list(self._runner.spans) if self._runner is not None else []}
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 // The next token of a row, from its logits: the most likely one, or one drawn among those that top-k, top-p and min-p leave.
 //
-// What is drawn is what engine/sampler.py draws, but for rounding: an exponential race whose clocks are a function of (seed, position,
+// What is drawn is what engine/compute/sampler.py draws, but for rounding: an exponential race whose clocks are a function of (seed, position,
 // token). Rows are computed one by one, each in one fixed order: neither the batch nor the number of threads changes a token.
 
 #pragma once

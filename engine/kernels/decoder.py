@@ -18,7 +18,7 @@ import torch
 
 from engine.attention.base import LayerShape
 from engine.kernels.packing import LANES, PACK
-from engine.shard import PassThrough
+from engine.model.shard import PassThrough
 from parallel.tensor_parallel import ParallelRMSNorm, RowParallelLinear, SummedExperts, VocabularyParallel
 
 

@@ -1,7 +1,7 @@
 """What the kernels do with rows of logits: ``shaping.hpp``, ``choosing.hpp``, ``logprobs.hpp``.
 
-:mod:`engine.sampler` does the same with torch, but for rounding. Logits are [rows, columns] in float32, and
-contiguous; all work with as many threads as torch uses.
+:mod:`engine.compute.sampler` does the same with torch, but for rounding. Logits are [rows, columns] in
+float32, and contiguous; all work with as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _shape(library: Library, logits: torch.Tensor, shapes: Sequence[tuple[Any, .
 def logprobs(
     library: Library, logits: torch.Tensor, targets: Int64s, num_top: int
 ) -> npt.NDArray[np.float64]:
-    """See :func:`engine.sampler.logprob_table`."""
+    """See :func:`engine.compute.sampler.logprob_table`."""
     rows, columns = _size(logits)
     table = np.empty((rows, 3 + 2 * num_top))
     library.logprobs(

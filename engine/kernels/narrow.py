@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.expert_weights import expert_modules
 from engine.kernels.decoder import Attention, Decoder, Layer, Mlp, Moe, recognise
-from engine.shard import PassThrough, StageInput
-from engine.weights import EXPERTS_IMPLEMENTATION, LoadedModel
+from engine.model.expert_weights import expert_modules
+from engine.model.shard import PassThrough, StageInput
+from engine.model.weights import EXPERTS_IMPLEMENTATION, LoadedModel
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import TensorRank
 
@@ -40,7 +40,7 @@ two, so that it can be taken back."""
 
 def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
     """Normal numbers in float32. Not torch's own, whose generator needs libraries that instances do not load
-    (:mod:`engine.deferred`)."""
+    (:mod:`engine.host.deferred`)."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32))
 
 

@@ -36,7 +36,7 @@ from engine.kernels.decoder import Decoder, NotUsual
 from engine.kernels.library import Library
 from engine.kernels.narrow import NarrowCopy, random_numbers
 from engine.kernels.program import MIN_POSITIONS, Program
-from engine.weights import LoadedModel
+from engine.model.weights import LoadedModel
 
 LAYER_TOLERANCE = 2e-4
 """Greatest difference of a token, relative to what a layer adds to it, in float32. Rounding makes 5e-6."""

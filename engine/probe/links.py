@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from coordinator.addresses import AddressError, interfaces, own, toward
-from coordinator.codec import PROTOCOL
+from coordinator.rpc.codec import PROTOCOL
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
 from parallel import measure

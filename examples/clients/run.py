@@ -138,7 +138,7 @@ def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
         port, rpc_port = _free_port(), _free_port()
         model = [_with_context(context, Path(folder)), "--served-model-name", SHIPPED.name] if context else []
         command = [
-            *(sys.executable, "-P", "-m", "router.serve", *model, "-dp", "2", "--dtype", "float32"),
+            *(sys.executable, "-P", "-m", "router.launcher.serve", *model, "-dp", "2", "--dtype", "float32"),
             *("--port", str(port), "-dpp", str(rpc_port), "--api-key", key, "--api-key-limits", str(limits)),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--enable-tokenizer-info-endpoint", "--enable-prompt-tokens-details"),

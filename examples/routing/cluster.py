@@ -14,22 +14,22 @@ from typing import Any
 import msgspec
 
 from coordinator.messages import Load, Member, State, View
-from engine.blocks import NAME_BYTES
-from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.messages import Delta, Recall, Recalled, Refused, Report, Submit, Tokens
+from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
+from engine.scheduling.blocks import NAME_BYTES
 from engine.step import Step, StepResult
 from examples.routing.baselines import BASELINES, Baseline
 from examples.routing.outcome import Outcome
 from examples.routing.workloads import Arrival, Conversation
-from router.chooser import Chooser
-from router.ledger import Entry, Ledger
+from router.dispatch.chooser import Chooser
+from router.dispatch.ledger import Entry, Ledger
+from router.dispatch.policy import Policy
+from router.dispatch.pool import Instance, Pool
+from router.dispatch.recalls import Recaller
 from router.mesh import Prompt
-from router.policy import Policy
-from router.pool import Instance, Pool
-from router.recalls import Recaller
 
 DELAY = 0.0005
 """Seconds that a message takes."""
@@ -138,7 +138,7 @@ class _Node:
 
 
 class Cluster:
-    """Runs a load under one policy: one of :class:`router.policy.Policy` or of the baselines."""
+    """Runs a load under one policy: one of :class:`router.dispatch.policy.Policy` or of the baselines."""
 
     def __init__(self, policy: str, num_instances: int, machine: Machine, *, moves: bool = True) -> None:
         info = ModelInfo(

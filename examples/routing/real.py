@@ -30,7 +30,7 @@ from examples.routing.outcome import Outcome
 from examples.routing.report import REAL, Result, key_of, summary
 from examples.routing.small_loads import HOST_LOADS, NUM_BLOCKS, NUM_SEQS
 from examples.routing.workloads import LOADS, SMALLER, Arrival, Conversation, Load, small_ids
-from router.bench.local_mesh import mesh
+from router.tools.bench.local_mesh import mesh
 
 WARM_UPS = 4
 MOST_AT_ONCE = 32
@@ -55,7 +55,7 @@ class Steps(NamedTuple):
     """Made from a seed for a number of instances."""
     arguments: Callable[[str], str]
     """Of ``serve``, for a load."""
-    serve: Sequence[str] = ("-m", "router.serve")
+    serve: Sequence[str] = ("-m", "router.launcher.serve")
     variables: Mapping[str, str] = {}
     extent: Mapping[str, float] = {}
     """What else is to be known of a run, for the file of results."""

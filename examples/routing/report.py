@@ -11,7 +11,7 @@ from typing import Any
 from examples.routing.baselines import BASELINES
 from examples.routing.outcome import Outcome
 from examples.routing.workloads import LOADS
-from router.policy import Policy
+from router.dispatch.policy import Policy
 
 Result = dict[str, Any]
 """One run: of a policy under a load made from a seed, for a number of instances."""

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from engine.checkpoint import find_model, read_model_info
 from engine.config import EngineConfig, ModelConfig
 from engine.executor.uni import UniExecutor
+from engine.model.checkpoint import find_model, read_model_info
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step
 from examples.routing.cluster import StepTime

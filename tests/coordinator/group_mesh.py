@@ -19,7 +19,7 @@ from coordinator.messages import (
     State,
 )
 from coordinator.records import Instruction, Note, Rules
-from engine.recovery import owned_by_rank
+from parallel.placement import owned_by_rank
 from tests.coordinator.test_membership import EXPERTS, register, to
 
 SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
@@ -84,7 +84,7 @@ class Mesh:
         """It steps in the group that it was told last."""
         form = self.forms[name]
         place = [peer.instance for peer in form.peers].index(name)
-        experts = tuple(map(tuple, owned_by_rank(form, place)))
+        experts = tuple(map(tuple, owned_by_rank(form.owners, form.ranks, place)))
         self.says(name, state=state, epoch=form.epoch, ready_epoch=form.epoch, experts=experts)
 
     def all_enter(self, names: str, state: State = State.READY) -> None:

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from coordinator.commands import REFUSED_PATIENCE, find_view
-from router.entry import INTERRUPTED
-from router.operate import main_drain, main_scale
-from router.serve import main
+from router.launcher.entry import INTERRUPTED
+from router.launcher.serve import main
+from router.tools.operate import main_drain, main_scale
 
 
 def test_nobody_there_is_said_soon(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +45,7 @@ def test_an_interrupted_command_is_no_traceback(monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("router.operate._carry_out", interrupted)
-    monkeypatch.setattr("router.serve.resolve", interrupted)
+    monkeypatch.setattr("router.tools.operate._carry_out", interrupted)
+    monkeypatch.setattr("router.launcher.serve.resolve", interrupted)
     assert main(["scale", "2"]) == INTERRUPTED
     assert main(["serve"]) == INTERRUPTED

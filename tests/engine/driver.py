@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from engine.compute.runner import ModelRunner
 from engine.messages import TokenLogprobs
-from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.step import Admit, Step, StepResult
 

@@ -24,12 +24,12 @@ import torch
 import transformers
 
 from engine.attention.base import PackedRows
-from engine.checkpoint import read_model_info
 from engine.config import ModelConfig
 from engine.kernels.cache import NativeCache
 from engine.kernels.make import make_program
 from engine.kernels.program import Program
-from engine.weights import _fix_rope_scaling, load_model
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import _fix_rope_scaling, load_model
 from tests.engine.native_families import CONTEXT, NATIVE, make_family
 from tests.engine.tiny_models import VOCAB
 

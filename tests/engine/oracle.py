@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from engine.speculation import Speculation, Text
+from engine.scheduling.speculation import Speculation, Text
 from engine.speculation_config import SpeculativeConfig
 
 

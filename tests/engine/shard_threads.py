@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.checkpoint import ModelInfo
 from engine.config import EngineConfig
-from engine.executor.base import Progress
 from engine.executor.uni import UniExecutor
-from engine.shard import Shard
+from engine.executor_contract import Progress
+from engine.model.checkpoint import ModelInfo
+from engine.model.shard import Shard
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError, Communicator
 from parallel.placement import Placement
@@ -56,7 +56,7 @@ class _Worker(threading.Thread):
 
 
 class ThreadedShards:
-    """Implements ``engine.executor.base.Executor``."""
+    """Implements ``engine.executor_contract.Executor``."""
 
     computes_apart = False
 

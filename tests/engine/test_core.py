@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.groups.recovery_times import RecoveryTimes
+from engine.groups.stepping import Agreement
 from engine.messages import Capacity, Counters, FinishReason, Submit
-from engine.pace import Agreement
-from engine.recovery_times import RecoveryTimes
+from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.step import Step, StepResult
 from parallel.communicators.base import CollectiveError

@@ -9,14 +9,12 @@ import msgspec
 import pytest
 import zmq
 
-from coordinator import rpc
-from coordinator.codec import Decoder, encode
+from coordinator.rpc import rpc
+from coordinator.rpc.codec import Decoder, encode
 from engine import core, messages
-from engine.checkpoint import ModelInfo
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.executor.base import WorkerLost
-from engine.handout import halves
+from engine.executor_contract import WorkerLost
 from engine.messages import (
     Abort,
     Attach,
@@ -32,7 +30,9 @@ from engine.messages import (
     Tokens,
     ToRouter,
 )  # fmt: skip
+from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
+from engine.scheduling.outgoing_tokens import halves
 from engine.server import Server
 from engine.step import Step, StepResult
 from tests.engine.simulated_executor import VOCAB, SimulatedExecutor, expected_output

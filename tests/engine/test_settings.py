@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.flags import changed
-from engine.checkpoint import CheckpointError
+from coordinator.settings.flags import changed
 from engine.config import (
     SHIPPED_MODEL,
     CacheConfig,
@@ -18,6 +17,7 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from engine.model.checkpoint import CheckpointError
 from engine.settings import adopt, ignored_when_joining, resolve
 
 TP, PP = "tensor_parallel_size", "pipeline_parallel_size"

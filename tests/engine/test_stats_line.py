@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from engine.messages import Counters
-from engine.news import Standing
+from engine.scheduling.report_policy import Standing
 from engine.stats_line import StatsLine
 
 

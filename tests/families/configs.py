@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.engine.test_weights import LARGER_MODELS
+from tests.engine.model.test_weights import LARGER_MODELS
 from tests.engine.tiny_models import ALTERNATING, VOCAB
 
 LAYERS = 4

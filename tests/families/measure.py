@@ -18,14 +18,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from engine.checkpoint import CheckpointError, check_servable, read_model_info, why_experts_stay_whole
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
 from engine.messages import Submit
+from engine.model.checkpoint import CheckpointError, check_servable, read_model_info, why_experts_stay_whole
 from engine.sampling import SamplingParams
-from tests.engine.shard_threads import ThreadedShards
-from tests.engine.test_lockstep_engine import (
+from tests.engine.groups.test_lockstep_engine import (
     NUM_REQUESTS,
     ROUTER,
     Layout,
@@ -34,6 +33,7 @@ from tests.engine.test_lockstep_engine import (
     prompt,
     run_instances,
 )
+from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import widen
 from tests.families.configs import make_config
 

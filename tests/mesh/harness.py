@@ -20,13 +20,13 @@ from typing import Any
 
 import psutil
 
-from coordinator import own_key
 from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
-from coordinator.keys import MeshKeys
 from coordinator.messages import View
-from coordinator.process import PARENT_VARIABLE
-from engine.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
+from coordinator.process.process import PARENT_VARIABLE
+from coordinator.rpc import own_key
+from coordinator.rpc.keys import MeshKeys
+from engine.host.forked import Forked, ForkServer, Unforked, is_possible, modules_of, thread_environment
 
 START_TIMEOUT = 120.0
 
@@ -57,7 +57,7 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str = "") -> 
         time.sleep(0.05)
 
 
-WARM = {"router.serve": "router.serve:main_serve", "engine": "engine.__main__:main"}
+WARM = {"router.launcher.serve": "router.launcher.serve:main_serve", "engine": "engine.__main__:main"}
 """Modules that load torch, or start what does, and what each runs."""
 
 
@@ -65,7 +65,7 @@ WARM = {"router.serve": "router.serve:main_serve", "engine": "engine.__main__:ma
 def fork_server(*prefix: str) -> ForkServer:
     """Of this run of the tests. It saves each of their meshes seconds of loading libraries; what ``serve`` does
     with a fork server of its own is the same. LOCKSTEP_FORK_SERVER=0 does without."""
-    server = ForkServer.start([*modules_of("qwen3_moe"), "router.serve"], prefix)
+    server = ForkServer.start([*modules_of("qwen3_moe"), "router.launcher.serve"], prefix)
     atexit.register(server.close)
     return server
 
@@ -86,7 +86,7 @@ def warm_start(
                 argv,
                 {**environment, **kept},
                 streams=streams,
-                branches=module == "router.serve",
+                branches=module == "router.launcher.serve",
             )
         except Unforked as problem:
             print(f"started the plain way: {problem}", file=sys.stderr)
@@ -217,7 +217,7 @@ class Ports:
     def status(self) -> str:
         """What ``lockstep status`` prints."""
         return subprocess.run(
-            [sys.executable, "-P", "-m", "router.status", *self.join()],
+            [sys.executable, "-P", "-m", "router.tools.status", *self.join()],
             capture_output=True,
             check=True,
             text=True,
@@ -227,4 +227,4 @@ class Ports:
 
 def serve(log: Path, *argv: str, env: dict[str, str] | None = None) -> Command:
     """``serve ARGV`` with logs in ``log``."""
-    return Command(log, "router.serve", *argv, env=env)
+    return Command(log, "router.launcher.serve", *argv, env=env)

@@ -60,7 +60,7 @@ class Host:
         )
 
     def lockstep(self, *argv: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        code = "import sys; from router.serve import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from router.launcher.serve import main; sys.exit(main(sys.argv[1:]))"
         return self.run(sys.executable, "-P", "-c", code, *argv, timeout=timeout)
 
     def ask(self, url: str, body: object = None, headers: dict[str, str] | None = None) -> Any:

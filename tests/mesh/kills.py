@@ -41,9 +41,9 @@ from typing import Any
 import psutil
 
 from coordinator.messages import State
-from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
-from router.restarts import QUICKLY_STEADY
+from engine.model.checkpoint import MODELS_DIRECTORY
+from router.launcher.restarts import QUICKLY_STEADY
 from tests.mesh.harness import wait_until
 from tests.mesh.load import Answer, Load, Verdict, body_of, undisturbed
 from tests.mesh.log_times import LogTimes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator.codec import PROTOCOL
+from coordinator.rpc.codec import PROTOCOL
 from engine.config import SHIPPED_MODEL
 from tests.mesh.conftest import Mesh
 from tests.mesh.test_clients import assert_idle

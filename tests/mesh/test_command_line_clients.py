@@ -25,7 +25,7 @@ def lockstep(*argv: str, said: str = "") -> subprocess.CompletedProcess[str]:
         sys.executable,
         "-P",
         "-c",
-        "import sys; from router.serve import main; sys.exit(main())",
+        "import sys; from router.launcher.serve import main; sys.exit(main())",
         *argv,
     ]
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=120, check=False)
@@ -76,7 +76,7 @@ def test_chat_says_what_is_wrong(mesh: Mesh, argv: list[str], said: str) -> None
 def test_ctrl_c_at_the_prompt_costs_no_conversation(mesh: Mesh) -> None:
     """In a terminal; one that came too late to stop an answer."""
     leader, follower = pty.openpty()
-    command = [sys.executable, "-P", "-m", "router.terminal_chat", "--url", mesh.url]
+    command = [sys.executable, "-P", "-m", "router.tools.terminal_chat", "--url", mesh.url]
     with subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
     ) as process:
@@ -111,7 +111,16 @@ def read_until(terminal: int, end: bytes, timeout: float = 60.0) -> bytes:
 def test_status_watch(mesh: Mesh, tmp_path: Path) -> None:
     """In a terminal: it draws again and again, and Ctrl-C ends it well."""
     leader, follower = pty.openpty()
-    command = [sys.executable, "-P", "-m", "router.status", "--watch", "--interval", "0.2", *mesh.join()]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "router.tools.status",
+        "--watch",
+        "--interval",
+        "0.2",
+        *mesh.join(),
+    ]
     with subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=follower, close_fds=True
     ) as process:
@@ -129,7 +138,7 @@ def test_status_watch(mesh: Mesh, tmp_path: Path) -> None:
     assert seen.count(b"2 instances") >= 3
     assert process.returncode == 0
     both = subprocess.run(
-        [sys.executable, "-P", "-m", "router.status", "--watch", "--json", *mesh.join()],
+        [sys.executable, "-P", "-m", "router.tools.status", "--watch", "--json", *mesh.join()],
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from coordinator.messages import State
-from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
+from engine.model.checkpoint import MODELS_DIRECTORY
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
@@ -334,7 +334,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 def test_a_directory_that_is_gone_is_said(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    command = f"rmdir {gone} && exec {sys.executable} -P -m router.serve"
+    command = f"rmdir {gone} && exec {sys.executable} -P -m router.launcher.serve"
     done = subprocess.run(
         ["sh", "-c", command], cwd=gone, env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True, text=True, timeout=60, check=False,

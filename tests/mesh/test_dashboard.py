@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
+from engine.model.checkpoint import MODELS_DIRECTORY
 from tests.mesh.browser import KEEP, chromium, screenshot
 from tests.mesh.harness import Ports, serve, wait_until
 

@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from router import harmony
-from router.tokens import load_tokenizer
+from router.text.tokens import load_tokenizer
+from router.turns import harmony
 from tests.mesh.harness import Ports, serve
 from tests.router import tiny_tokenizer
 

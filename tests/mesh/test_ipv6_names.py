@@ -58,11 +58,11 @@ def test_a_coordinator_of_such_a_name(
     port = str(free_port())
     join = ["-dpa", name, "-dpp", port]
     if name == HOST:
-        subprocess.run([sys.executable, "-P", "-m", "router.keygen", tmp_path / "key"], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "router.tools.keygen", tmp_path / "key"], check=True)
         join += ["--mesh-key-file", str(tmp_path / "key")]
     with Command(tmp_path / "log", "coordinator", *join, prefix=prefix) as coordinator:
         coordinator.wait_for(f"listening on tcp://[{address}]:{port}")
-        status = [*prefix, sys.executable, "-P", "-m", "router.status", *join]
+        status = [*prefix, sys.executable, "-P", "-m", "router.tools.status", *join]
         shown = subprocess.run(status, check=False, capture_output=True, text=True, timeout=60)
         assert "epoch 0, 0 instances; waiting for" in shown.stdout, shown
         assert coordinator.stop() == 0

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.checkpoint import MODELS_DIRECTORY
 from engine.config import SHIPPED_MODEL
+from engine.model.checkpoint import MODELS_DIRECTORY
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.test_clients import assert_idle, metrics
 from tests.mesh.test_commands import ask, streamed

@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from coordinator import process
+from coordinator.process import process
 from engine.config import SHIPPED_MODEL
 from tests.mesh.frozen_thread import FrozenThread
 from tests.mesh.harness import Ports, serve, wait_until

@@ -111,7 +111,7 @@ def test_traces_and_logs(tmp_path: Path) -> None:
 def test_a_missing_library_is_said_before_anything_starts(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['opentelemetry.exporter'] = None\n"
-        "from router.serve import main_serve\n"
+        "from router.launcher.serve import main_serve\n"
         f"sys.exit(main_serve(['--otlp-traces-endpoint', 'http://127.0.0.1:{free_port()}']))"
     )
     done = subprocess.run(

@@ -83,7 +83,7 @@ class Operated(Ports):
         """A ``lockstep`` command, as a user gives it."""
         return subprocess.run(
             [
-                sys.executable, "-P", "-c", "import sys; from router.serve import main; sys.exit(main())",
+                sys.executable, "-P", "-c", "import sys; from router.launcher.serve import main; sys.exit(main())",
                 *argv, *self.join(),
             ],
             capture_output=True,

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator import keys, own_key
 from coordinator.config import MeshConfig
+from coordinator.rpc import keys, own_key
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Command, Ports, wait_until
 from tests.mesh.test_commands import ask
@@ -21,7 +21,7 @@ SMALL = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--dtype", "
 
 
 def lockstep(*argv: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from router.serve import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from router.launcher.serve import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-P", "-c", code, *argv], capture_output=True, text=True, check=False, timeout=60
     )
@@ -33,8 +33,8 @@ def test_processes_of_one_user_find_each_other_and_a_stranger_stays_outside(tmp_
     ports = Ports()
     serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "--no-enable-expert-parallel", *SMALL, *ports.join()]
     with (
-        Command(tmp_path / "other.log", "router.serve", *serve, "--headless", "-dpr", "1") as other,
-        Command(tmp_path / "head.log", "router.serve", *serve, "--port", str(ports.http)) as head,
+        Command(tmp_path / "other.log", "router.launcher.serve", *serve, "--headless", "-dpr", "1") as other,
+        Command(tmp_path / "head.log", "router.launcher.serve", *serve, "--port", str(ports.http)) as head,
     ):
         head.wait_for("2 instances ready")
         assert ask(ports)
@@ -45,7 +45,7 @@ def test_processes_of_one_user_find_each_other_and_a_stranger_stays_outside(tmp_
             shown = " ".join([*process.cmdline(), *process.environ().values()])
             assert not any(secret in shown for secret in secrets)
         stranger = Command(
-            tmp_path / "stranger.log", "router.serve", SHIPPED_MODEL, "--headless", "--insecure-mesh", *SMALL,
+            tmp_path / "stranger.log", "router.launcher.serve", SHIPPED_MODEL, "--headless", "--insecure-mesh", *SMALL,
             "--no-enable-expert-parallel", *ports.join(),
         )  # fmt: skip
         with stranger:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from coordinator.process import EXIT_WORKER_LOST
+from coordinator.process.process import EXIT_WORKER_LOST
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Command, Ports, serve, wait_until
 
@@ -112,7 +112,7 @@ def expected() -> list[int]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from engine.checkpoint import find_model
+    from engine.model.checkpoint import find_model
 
     directory = find_model(SHIPPED_MODEL)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.process import EXIT_WORKER_LOST
+from coordinator.process.process import EXIT_WORKER_LOST
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import Ports, serve, wait_until
 from tests.mesh.spread_mesh import FLAGS, SpreadMesh

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.process import EXIT_WORKER_LOST
+from coordinator.process.process import EXIT_WORKER_LOST
 from tests.mesh.harness import Command, Ports, serve, wait_until
 from tests.mesh.test_loss import NUM_TOKENS, crowd
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator import keys
 from coordinator.messages import State, View
+from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
 from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
@@ -66,10 +66,12 @@ def test_a_mesh_whose_hosts_lose_each_other_goes_on_without_one_and_takes_it_bac
     with (
         head.another_address() as here,
         other.another_address() as there,
-        head.command(tmp_path / "head.log", "router.serve", *serve, "--instance-address", here) as first,
+        head.command(
+            tmp_path / "head.log", "router.launcher.serve", *serve, "--instance-address", here
+        ) as first,
         other.command(
             tmp_path / "other.log",
-            "router.serve",
+            "router.launcher.serve",
             *serve,
             "--headless",
             "-dpr",

@@ -24,7 +24,7 @@ def test_a_log_that_nobody_reads_stops_neither_requests_nor_the_end() -> None:
     ports = Ports()
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    command = [sys.executable, "-P", "-m", "router.serve", "-dp", "1", *ports.head()]
+    command = [sys.executable, "-P", "-m", "router.launcher.serve", "-dp", "1", *ports.head()]
     with (
         subprocess.Popen(command, stdout=writing, stderr=writing, start_new_session=True) as serve,
         httpx2.Client(base_url=ports.url, timeout=30, trust_env=False) as client,

@@ -11,12 +11,12 @@ import msgspec
 import psutil
 import pytest
 
-from coordinator import keys
 from coordinator.messages import State, View
-from coordinator.process import EXIT_REFUSED, EXIT_WORKER_LOST
+from coordinator.process.process import EXIT_REFUSED, EXIT_WORKER_LOST
+from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
-from router.doctor.findings import Level
-from router.doctor.report import Report
+from router.tools.doctor.findings import Level
+from router.tools.doctor.report import Report
 from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
 
@@ -68,9 +68,9 @@ def test_experts_over_two_hosts_with_a_key(hosts: tuple[Host, Host], key: Path, 
     member = [*mesh, "--mesh-key-file", str(key)]
     serve = [SHIPPED_MODEL, "-dp", "2", "-dpl", "1", "-ep", *SMALL]
     with (
-        head.command(tmp_path / "head.log", "router.serve", *serve, *member) as first,
+        head.command(tmp_path / "head.log", "router.launcher.serve", *serve, *member) as first,
         other.command(
-            tmp_path / "other.log", "router.serve", *serve, "--headless", "-dpr", "1", *member
+            tmp_path / "other.log", "router.launcher.serve", *serve, "--headless", "-dpr", "1", *member
         ) as second,
     ):
         first.wait_for("2 instances ready")
@@ -113,10 +113,10 @@ def test_a_router_that_alone_loses_the_way_to_an_instance(
 
     with (
         other.another_address() as lost,
-        other.command(tmp_path / "first.log", "router.serve", *serve) as first,
+        other.command(tmp_path / "first.log", "router.launcher.serve", *serve) as first,
         other.command(
             tmp_path / "second.log",
-            "router.serve",
+            "router.launcher.serve",
             *serve,
             "--headless",
             "-dpr",
@@ -146,16 +146,18 @@ def test_one_instance_over_two_hosts(hosts: tuple[Host, Host], key: Path, tmp_pa
     """A tensor-parallel rank here and one there: the same text as one process gives; strangers stay outside;
     and when a worker there is killed, all of it ends, on both hosts."""
     head, other = hosts
-    with head.command(tmp_path / "alone.log", "router.serve", SHIPPED_MODEL, *SMALL) as alone:
+    with head.command(tmp_path / "alone.log", "router.launcher.serve", SHIPPED_MODEL, *SMALL) as alone:
         alone.wait_for("1 instance ready")
         expected = completion(head, 0)
         alone.stop()
     nodes = [*ONE_INSTANCE, "--master-addr", head.address]
     member = [*nodes, "--mesh-key-file", str(key)]
-    with head.command(tmp_path / "head.log", "router.serve", *member) as first:
+    with head.command(tmp_path / "head.log", "router.launcher.serve", *member) as first:
         first.wait_for("waiting for node rank 1 of 2")
         assert_wrong_hosts_are_refused(other, nodes, key, tmp_path)
-        with other.command(tmp_path / "other.log", "router.serve", *member, "--node-rank", "1") as second:
+        with other.command(
+            tmp_path / "other.log", "router.launcher.serve", *member, "--node-rank", "1"
+        ) as second:
             first.wait_for("1 instance ready")
             assert f"Worker_0_PP0_TP1 on {other.name}" in first.log
             assert head.listening() == {"127.0.0.1", head.address}
@@ -181,7 +183,7 @@ def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp
         (["--mesh-key-file", str(key), "--dtype", "bfloat16"], "--dtype is bfloat16, the engine has float32"),
     ):
         with other.command(
-            tmp_path / "wrong.log", "router.serve", *nodes, "--node-rank", "1", *flags
+            tmp_path / "wrong.log", "router.launcher.serve", *nodes, "--node-rank", "1", *flags
         ) as wrong:
             assert wrong.end(60) == EXIT_REFUSED, wrong.log
             assert reason in wrong.log
@@ -195,8 +197,8 @@ def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
     pipeline = [SHIPPED_MODEL, "-pp", "2", *SMALL, "--nnodes", "2", "--master-addr", head.address]
     member = [*pipeline, "--mesh-key-file", str(key)]
     with (
-        head.command(tmp_path / "head.log", "router.serve", *member) as first,
-        other.command(tmp_path / "other.log", "router.serve", *member, "--node-rank", "1") as second,
+        head.command(tmp_path / "head.log", "router.launcher.serve", *member) as first,
+        other.command(tmp_path / "other.log", "router.launcher.serve", *member, "--node-rank", "1") as second,
     ):
         first.wait_for("1 instance ready")
         assert completion(head, 0)
@@ -206,12 +208,14 @@ def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
         assert "the engine is gone: its connection broke" in second.log
         assert first.end(30) != 0
         wait_until(lambda: not any(each.is_running() for each in workers), 10, "no orphan")
-    with head.command(tmp_path / "lonely.log", "router.serve", *member, "--startup-timeout", "5") as lonely:
+    with head.command(
+        tmp_path / "lonely.log", "router.launcher.serve", *member, "--startup-timeout", "5"
+    ) as lonely:
         assert lonely.end(60) == 1
         assert "node rank 1" in lonely.log
         assert "did not come within 4 s: start `serve --nnodes 2 --node-rank 1" in lonely.log
     with other.command(
-        tmp_path / "early.log", "router.serve", *member, "--node-rank", "1", "--startup-timeout", "2"
+        tmp_path / "early.log", "router.launcher.serve", *member, "--node-rank", "1", "--startup-timeout", "2"
     ) as early:
         assert early.end(60) == 1
         assert (
@@ -227,7 +231,7 @@ def assert_strangers_are_refused(head: Host, other: Host, mesh: list[str], tmp_p
         (["--mesh-key-file", str(tmp_path / "their.key")], "it has another mesh key"),
     ):
         with other.command(
-            tmp_path / "stranger.log", "router.serve", "--headless", *mesh, *flags
+            tmp_path / "stranger.log", "router.launcher.serve", "--headless", *mesh, *flags
         ) as stranger:
             assert stranger.end(30) == 3
             assert reason in stranger.log
@@ -304,7 +308,9 @@ def test_doctor_looks_at_a_mesh_from_another_host(
 ) -> None:
     head, other = hosts
     member = ["-dpa", head.address, "-dpp", RPC, "--mesh-key-file", str(key)]
-    with head.command(tmp_path / "head.log", "router.serve", SHIPPED_MODEL, *member, *SMALL) as serve:
+    with head.command(
+        tmp_path / "head.log", "router.launcher.serve", SHIPPED_MODEL, *member, *SMALL
+    ) as serve:
         serve.wait_for("1 instance ready")
         done = other.lockstep("doctor", "--json", *member)
         findings = {each.check: each for each in msgspec.json.decode(done.stdout, type=Report).findings}

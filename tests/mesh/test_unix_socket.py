@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from coordinator.runtime import PREFIX
+from coordinator.process.runtime import PREFIX
 from tests.mesh.harness import Command, free_port
 
 pytestmark = pytest.mark.mesh
 
-LOCKSTEP = "import sys; from router.serve import main; sys.exit(main())"
+LOCKSTEP = "import sys; from router.launcher.serve import main; sys.exit(main())"
 READ_ONLY = "for each in /tmp /var/tmp; do mount --bind $each $each && mount -o remount,ro,bind $each; done"
 
 
@@ -46,14 +46,14 @@ def test_a_mesh_at_a_path(prefix: list[str], directory: Path, tmp_path: Path) ->
     path, before = directory / "http.sock", left()
     argv = ["--uds", str(path), "--port", "9", "-dpp", str(free_port()), "-asc", "2"]
     environment = {"XDG_RUNTIME_DIR": "", "LOCKSTEP_FORK_SERVER": "0"}
-    with Command(tmp_path / "one.log", "router.serve", *argv, env=environment, prefix=prefix) as one:
+    with Command(tmp_path / "one.log", "router.launcher.serve", *argv, env=environment, prefix=prefix) as one:
         one.wait_for(f"1 instance ready at unix:{path}")
         assert "--port ignored: the endpoint listens at --uds alone" in one.log
         assert f"curl --unix-socket {path} http://localhost/v1/completions" in one.log
         ask(path)
         assert len(left() - before) == 1
         second = subprocess.run(
-            [sys.executable, "-P", "-m", "router.serve", *argv, "-dpp", str(free_port())],
+            [sys.executable, "-P", "-m", "router.launcher.serve", *argv, "-dpp", str(free_port())],
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
         assert second.returncode == 1
@@ -62,7 +62,7 @@ def test_a_mesh_at_a_path(prefix: list[str], directory: Path, tmp_path: Path) ->
         one.stop(signal.SIGKILL)
     assert path.is_socket(), "nobody was left to take it away"
     assert len(left() - before) == 1
-    with Command(tmp_path / "two.log", "router.serve", *argv, env=environment, prefix=prefix) as two:
+    with Command(tmp_path / "two.log", "router.launcher.serve", *argv, env=environment, prefix=prefix) as two:
         two.wait_for(f"1 instance ready at unix:{path}")
         assert len(left() - before) == 1, "that of the new one"
         ask(path)

@@ -19,14 +19,14 @@ import pytest
 import uvicorn
 import uvloop
 
-from router.app import make_app
+from router.app.app import make_app
+from router.app.middleware import RootPath
 from router.config import HttpConfig
-from router.connection import PatientProtocol
+from router.http.connection import PatientProtocol
 from router.mesh import ServedModel
-from router.metrics import Metrics
-from router.middleware import RootPath
-from router.text_model import TextModel, load_text_model
-from router.tokens import Tokenizer
+from router.metrics.metrics import Metrics
+from router.text.text_model import TextModel, load_text_model
+from router.text.tokens import Tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until

@@ -14,7 +14,7 @@ import pytest
 from engine.messages import FinishReason
 from router.config import HttpConfig
 from router.mesh import ServedModel
-from router.tokens import Tokenizer
+from router.text.tokens import Tokenizer
 from tests.router import tiny_tokenizer
 from tests.router.conftest import Server, serving
 from tests.router.fake_mesh import FakeMesh, saying

@@ -19,13 +19,14 @@ import httpx2
 import pytest
 from starlette.routing import Route
 
-from coordinator.flags import FlagError, from_flat
+from coordinator.settings.errors import FlagError
+from coordinator.settings.flags import from_flat
 from engine.messages import Counters, Delta, Report
-from router.app import make_app
+from router.app.app import make_app
 from router.config import HttpConfig, RouterConfig
-from router.listen import wait_for_health
-from router.loads import Loads, loads_of
+from router.http.listen import wait_for_health
 from router.mesh import ServedModel
+from router.metrics.loads import Loads, loads_of
 from tests.router.conftest import Server, events, serving
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
@@ -516,7 +517,7 @@ def test_the_id_of_a_request_is_a_field_of_json_lines(tmp_path: Path) -> None:
         assert client.get("/v1/models", headers={"x-request-id": "abc"}).status_code == 503
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     about = [line["logger"] for line in lines if line.get("request") == "abc"]
-    assert sorted(about) == ["router.refusals", "uvicorn.access"]
+    assert sorted(about) == ["router.app.refusals", "uvicorn.access"]
 
 
 def test_tls(certificate: tuple[str, str], tmp_path: Path) -> None:

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from engine.sampling import SamplingParams
-from router.body import decoder
-from router.calls import MAX_PROMPT_LOGPROBS, MAX_SAMPLES, make_samples
+from router.api.parameters import sampling_params
+from router.api.prompts import chat_prompt, completion_prompts
+from router.api.request_samples import MAX_PROMPT_LOGPROBS, MAX_SAMPLES, make_samples
+from router.api.validation import check_chat, check_completion
 from router.config import HttpConfig
 from router.errors import ApiError
+from router.http.body import decoder
+from router.launcher.preflight import defaults_problem, template_problem
 from router.mesh import Prompt, ServedModel
 from router.openai_api import ChatRequest, CompletionRequest
-from router.parameters import sampling_params
-from router.preflight import defaults_problem, template_problem
-from router.prompts import chat_prompt, completion_prompts
-from router.rules import check_chat, check_completion
-from router.text_model import TextModel, load_text_model
-from router.tokens import TokenizerError
+from router.text.text_model import TextModel, load_text_model
+from router.text.tokens import TokenizerError
 from tests.router import tiny_tokenizer
 from tests.router.conftest import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.router.tiny_tokenizer import BOS

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from engine.messages import FinishReason
+from router.api.responses.custom_input import InputReader, custom_arguments, custom_input
 from router.mesh import ServedModel
-from router.responses.custom_input import InputReader, custom_arguments, custom_input
 from tests.router.conftest import Server
 from tests.router.talking import TOOL_FLAGS, Speaker, openai_client, speaker, talking
 
@@ -192,7 +192,7 @@ def test_reasoning_that_cannot_be_read_is_left_out(say: Speaker) -> None:
 
 def test_what_is_left_out_is_logged(say: Speaker, caplog: pytest.LogCaptureFixture) -> None:
     say("x")
-    with caplog.at_level("INFO", "router.generating"):
+    with caplog.at_level("INFO", "router.api.generating"):
         body = {"input": "x", "tools": TOOLS}
         assert say.server.post("/v1/responses", body).status_code == 200
     assert "left out web_search: nothing runs that here" in caplog.text

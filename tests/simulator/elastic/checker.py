@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from coordinator.messages import Form
-from engine.recovery import names
+from engine.groups.recovery import names
 from parallel.lockstep import Decision, Header, Sleep, Switch, decide
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from coordinator.messages import Evidence, Form
-from engine.recovery import names
+from engine.groups.recovery import names
 from parallel.lockstep import Header
 
 if TYPE_CHECKING:

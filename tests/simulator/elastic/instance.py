@@ -19,9 +19,10 @@ from coordinator.messages import (
     Welcome,
 )
 from coordinator.standing import Standing
-from engine import recovery as protocol
-from engine.recovery import Recovery, names, owned_by_rank
+from engine.groups import recovery as protocol
+from engine.groups.recovery import Recovery, names
 from parallel.lockstep import Header, Lockstep, Run, Switch, Wake
+from parallel.placement import owned_by_rank
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
 
@@ -180,7 +181,7 @@ class Instance:
 
     def _owned(self, form: Form) -> set[int]:
         """The experts that are its own in a group."""
-        of_ranks = owned_by_rank(form, names(form).index(self.name))
+        of_ranks = owned_by_rank(form.owners, form.ranks, names(form).index(self.name))
         return {expert for of_rank in of_ranks for expert in of_rank}
 
     def group_formed(self, group: Group) -> None:

@@ -16,7 +16,7 @@ from coordinator.reach import Reachability
 from coordinator.records import Record
 from coordinator.standing import Standing
 from coordinator.suspicion import Suspicions
-from engine.recovery import Instruction, Recovery, Turn
+from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
 from parallel.placement import Placement, cover
 from tests.simulator.elastic.checker import Rule, Violation

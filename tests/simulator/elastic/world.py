@@ -1,7 +1,7 @@
 """The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
 
 A schedule is a seed. Real are :class:`coordinator.membership.Membership`, :class:`coordinator.standing.Standing`,
-:class:`engine.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
+:class:`engine.groups.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
 one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
 """
 
@@ -18,7 +18,7 @@ from coordinator.membership import Membership
 from coordinator.messages import Beat, Form, Register, ToCoordinator, Welcome
 from coordinator.messages import Settings as MeshSettings
 from coordinator.records import Note, Send
-from engine.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
+from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
 from parallel.lockstep import Lockstep, LockstepError
 from tests.simulator.elastic.checker import Checker, Rule, Violation
 from tests.simulator.elastic.group import End, Group

@@ -1,0 +1,1 @@
+"""What every process does at its start and end: logging, addresses, tracing."""

@@ -1,0 +1,254 @@
+"""What every process of the mesh does first: name itself, log, and end with its parent."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import errno
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import msgspec
+
+from coordinator.config import LogFormat, MeshConfig
+from coordinator.process.patient_log import PatientHandler
+from coordinator.rpc import keys, own_key
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+OPEN_FILES = 65536
+"""As many connections and files as a process may have, where the system lets it ask for them."""
+
+EXIT_INTERRUPTED = 130
+"""After Ctrl-C, as shells have it, of what does not end in a way of its own."""
+EXIT_USAGE = 2
+"""Wrong settings: nothing was started."""
+EXIT_FAILED = 1
+"""Something needed could not be had: a port, memory, a model, the other instances in time."""
+EXIT_REFUSED = 3
+"""The coordinator refused this instance."""
+EXIT_WORKER_LOST = 4
+"""A worker process of this instance ended, and with it a part of the model and of its cache."""
+
+EXIT_HUNG = 5
+"""A step of this instance did not end."""
+
+PARENT_VARIABLE = "LOCKSTEP_PARENT_PID"
+INSTANCE_VARIABLE = "LOCKSTEP_INSTANCE"
+"""The name that an instance gets from its launcher, which so knows it wherever it runs."""
+
+
+PATIENCE = 0.8
+"""The part of --startup-timeout that an instance waits for what it needs: it knows best what is missing, so
+its launcher must not give up before it."""
+
+
+SHORTAGES = {
+    errno.EMFILE: "too many files are open: raise the limit with ulimit -n",
+    errno.ENFILE: "too many files are open on this host: raise the limit with sysctl fs.file-max",
+    errno.ENOMEM: "no memory is left",
+    errno.ENOSPC: "no space is left on the device",
+}
+"""Causes of failures of operations that would succeed at another time."""
+
+REQUEST: ContextVar[str] = ContextVar("request", default="")
+"""The id of the request in work, in each log line that is written meanwhile."""
+
+_log_format: LogFormat = "text"
+_handler = PatientHandler()
+"""The handler of all loggers of this process: one queue keeps the order of lines."""
+
+
+def log_format() -> LogFormat:
+    """That of this process."""
+    return _log_format
+
+
+def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
+    """Title, log format (None: as before), open files; for a child of a launcher, death with its parent."""
+    global _log_format
+    _log_format = log_format or _log_format
+    die_with_parent()
+    raise_open_files()
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"lockstep: {role}")
+    text = f"({role} pid={os.getpid()}) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+    _handler.setFormatter(
+        JsonLines(role) if _log_format == "json" else TextLines(text, datefmt="%m-%d %H:%M:%S")
+    )
+    logging.setLogRecordFactory(RequestRecord)
+    root = logging.getLogger()
+    for other in [each for each in root.handlers if each is not _handler]:
+        root.removeHandler(other)
+        other.close()
+    root.addHandler(_handler)
+    root.setLevel(log_level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = log_uncaught
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends this process, in its log: standard error may have a reader that stalls."""
+    if issubclass(kind, Exception):
+        logger.critical("this process ends by an error that nobody expected", exc_info=(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+class RequestRecord(logging.LogRecord):
+    """A log record with the id of its request, wherever the record is formatted."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.request = REQUEST.get()
+
+
+class TextLines(logging.Formatter):
+    """A line for people, with the request's id at its end."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request = getattr(record, "request", "")
+        return super().formatMessage(record) + (f" (request {request})" if request else "")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per message."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "level": record.levelname,
+            "process": self._role,
+            "pid": record.process,
+            "logger": record.name,
+            "source": f"{record.filename}:{record.lineno}",
+            "message": record.getMessage(),
+        }
+        if request := getattr(record, "request", ""):
+            entry["request"] = request
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
+
+
+def hold_standard_streams() -> None:
+    """Open what is closed of stdin, stdout and stderr. Otherwise the next files and sockets get their
+    numbers, and libraries that start processes abort."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def raise_open_files() -> None:
+    """Take what the hard limit allows: the soft one is often 1024, and a router has a file per client."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def shortage_of(error: BaseException) -> str | None:
+    """What the host is short of, if that made something fail; else None."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in SHORTAGES:
+            return SHORTAGES[cause.errno]
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
+    process when a file cannot be used."""
+    return _keys_or_end(mesh, prog, own_key.find)
+
+
+def member_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
+    """The same for a process that joins the mesh: without a key, it makes one."""
+    return _keys_or_end(mesh, prog, own_key.obtain)
+
+
+def _keys_or_end(
+    mesh: MeshConfig, prog: str, own: Callable[[MeshConfig], keys.MeshKeys | None]
+) -> keys.MeshKeys | None:
+    try:
+        if mesh.mesh_key_file is not None:
+            return keys.load(Path(mesh.mesh_key_file))
+        return own(mesh) if own_key.is_own(mesh) else None
+    except keys.KeyFileError as error:
+        print(f"{prog}: error: --mesh-key-file: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def warn_if_open(mesh: MeshConfig) -> None:
+    """Say at start what ``--insecure-mesh`` means."""
+    if mesh.is_open:
+        logger.warning(
+            "--insecure-mesh: whoever reaches this network can read all requests, send its own and join"
+        )
+    elif mesh.insecure_mesh and mesh.mesh_key_file is not None:
+        logger.warning("--insecure-mesh ignored: there is a mesh key")
+    elif mesh.insecure_mesh:
+        logger.warning(
+            "--insecure-mesh: any user of this host can send requests, join and read those of others"
+        )
+
+
+def how_it_ended(status: int) -> str:
+    """How a process ended, for people. ``status`` is subprocess's."""
+    if status >= 0:
+        return f"ended with status {status}"
+    hint = ": out of memory?" if -status == signal.SIGKILL else ""
+    try:
+        return f"was killed by signal {-status} ({signal.Signals(-status).name}{hint})"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def finish(status: int) -> NoReturn:
+    """The end of a process. What was registered for it still runs; libraries are not taken apart object by
+    object, which takes seconds on a busy machine."""
+    atexit._run_exitfuncs()  # logging's among them
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its launcher dies, however that happens.
+
+    Linux only (prctl); the launcher passes its pid, so that a launcher which died before this call is
+    noticed as well.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(EXIT_FAILED)

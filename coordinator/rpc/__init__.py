@@ -1,0 +1,1 @@
+"""Typed messages over ZeroMQ, and keys."""

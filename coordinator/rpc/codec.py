@@ -1,0 +1,61 @@
+"""Messages as bytes: one msgspec struct of a tagged union, as msgpack behind one byte of protocol version.
+
+Decoding is strict, and nothing else is ever decoded: no pickle, no dynamic method names. Who sends and
+receives the frames is :mod:`coordinator.rpc.rpc`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+PROTOCOL = 6
+"""Raised with every change of a message that an older peer would misread."""
+
+In = TypeVar("In")
+
+
+class Malformed(ValueError):
+    """Bytes that are no message of ours; says why."""
+
+
+class OtherProtocol(Malformed):
+    """A message of another protocol version than ours."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"protocol version {version}, ours is {PROTOCOL}")
+        self.version = version
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    """A struct as one frame."""
+    buffer = bytearray(1)
+    buffer[0] = PROTOCOL
+    _encoder.encode_into(message, buffer, 1)
+    return bytes(buffer)
+
+
+class Decoder(Generic[In]):
+    """Turns frames into the structs of one union."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(union)
+
+    def decode(self, frame: bytes | memoryview) -> In:
+        """The message in a frame.
+
+        Raises:
+            Malformed: it is none.
+        """
+        if not frame:
+            raise Malformed("empty frame")
+        if frame[0] != PROTOCOL:
+            raise OtherProtocol(frame[0])
+        try:
+            return self._decoder.decode(memoryview(frame)[1:])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+            raise Malformed(str(error)) from error

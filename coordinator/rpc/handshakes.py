@@ -1,0 +1,110 @@
+"""What becomes of a connecting socket's connections: made, broken, or refused for their keys.
+
+ZeroMQ reconnects by itself and says nothing of it to whoever sends and receives; its monitor does. It
+gives up where the other end breaks its rules: after a handshake that failed, after a message too large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from coordinator.rpc.greeting import mechanism_at
+
+REFUSED_INTERVAL = 1.0
+"""Seconds until the next try where ZeroMQ itself has given up."""
+GREETING_TIMEOUT = 1.0
+"""Seconds to find out why a listener hung up."""
+ENOUGH_FAILURES = 3
+"""Handshakes in a row that fail with keys on both sides before the keys are to blame: a listener may also end
+in the middle of one."""
+FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class KeyRefused(ConnectionError):
+    """A listener and this process do not agree on the mesh's key; says in what, and what to do."""
+
+
+class Handshakes:
+    """Watches one socket from before it connects until :meth:`close`."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        socket: zmq.Socket[Any],
+        endpoint: str,
+        *,
+        has_keys: bool,
+        connect_again: Callable[[], None],
+    ) -> None:
+        """``connect_again``: unless there is a connection by then."""
+        self._socket = socket
+        self._endpoint = endpoint
+        self._has_keys = has_keys
+        self._connect_again = connect_again
+        self._failed = 0
+        """In a row."""
+        self._again: asyncio.TimerHandle | None = None
+        """The next look whether there is a connection."""
+        events = f"inproc://events-of-{id(self)}"
+        socket.monitor(events, zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(events)
+
+    def __repr__(self) -> str:
+        return f"<Handshakes with {self._endpoint}, {self._failed} failed>"
+
+    async def broken(self) -> None:
+        """Wait until a connection breaks: the listener's process ended, or the network did, or it sent what
+        nobody may, or :meth:`refusal`. It is tried again all the same."""
+        while True:
+            event = int((await recv_monitor_message(self._monitor))["event"])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failed = 0
+                continue
+            if self._again is None:  # ZeroMQ may have given up
+                self._again = asyncio.get_running_loop().call_later(REFUSED_INTERVAL, self._look_again)
+            if event & FAILED:
+                self._failed += 1
+            else:
+                return
+
+    def _look_again(self) -> None:
+        self._again = None
+        self._connect_again()
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    async def refusal(self) -> KeyRefused | None:
+        """After a break: whether keys are the reason, as far as that can be told."""
+        if not self._failed:
+            return None
+        match await mechanism_at(self._endpoint, GREETING_TIMEOUT), self._has_keys:
+            case "CURVE", False:
+                return KeyRefused(
+                    "it takes only peers with the key of its mesh: give --mesh-key-file here, too, or, if it "
+                    "was given none, run this as the same user"
+                )
+            case "NULL", True:
+                return KeyRefused(
+                    "it was started without a mesh key: give it --mesh-key-file, too (or, if you know who "
+                    "started it, --insecure-mesh here)"
+                )
+            case "CURVE", True if self._failed >= ENOUGH_FAILURES:
+                return KeyRefused(
+                    "it has another mesh key: give the same --mesh-key-file everywhere, or, on one host, "
+                    "none and the same -dpa and -dpp to processes of the same user"
+                )
+        return None

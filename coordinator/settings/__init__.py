@@ -1,0 +1,1 @@
+"""Flags and settings files, from config structs."""

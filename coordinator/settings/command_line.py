@@ -1,0 +1,172 @@
+"""A parser of command lines that takes flags as vLLM's users write them.
+
+``--max_model_len`` is ``--max-model-len``, and ``--speculative-config.method ngram`` part of a JSON object.
+What is wrong is said in one line, with the nearest name where there is no such flag. Knows no settings:
+:mod:`coordinator.settings.flags` and ``lockstep bench`` add them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from coordinator.settings.foreign import Foreign
+
+NEAR = 0.8
+"""Least likeness of a slip to the meant name (difflib's ratio, 1 for equal ones)."""
+FOREIGN = "foreign flags"
+"""Where the result of a parser has those of :func:`add_foreign`: no field has such a name."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """One line for what is wrong; argparse would print the whole usage before it."""
+
+    _in_parts: Mapping[str, str] = {}
+    """Long names of flags by all of their names."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def takes_parts(self, long_name: str, others: Iterable[str]) -> None:
+        """A flag whose value may be a JSON object, so that its parts may be given one by one."""
+        self._in_parts = {**self._in_parts, **dict.fromkeys((long_name, *others), long_name)}
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """All of a command line."""
+        result: argparse.Namespace
+        result, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            names = (word.partition("=")[0].replace("_", "-") for word in unknown if word.startswith("--"))
+            near = next(filter(None, (nearest(name, self._shown()) for name in names)), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return result
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Long flags may have underscores for hyphens, and JSON objects may come in parts."""
+        argv = list(sys.argv[1:] if args is None else args)
+        end = argv.index("--") if "--" in argv else len(argv)  # nothing behind it is a flag
+        words = [self._spelled(word) for word in self._joined(argv[:end])]
+        return super().parse_known_args(words + argv[end:], namespace)
+
+    def _joined(self, argv: list[str]) -> list[str]:
+        """``--x.a 1 --x.b.c=2`` as ``--x={"a": 1, "b": {"c": 2}}``, where its first part was."""
+        left: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        places: dict[str, int] = {}
+        words = iter([*argv, None])
+        word = next(words)
+        while word is not None:
+            following = next(words)
+            name, equals, value = word.partition("=")
+            flag, _, path = name.partition(".")
+            long_name = self._in_parts.get(flag.replace("_", "-"))
+            if not path or long_name is None:
+                left.append(word)
+            else:
+                if not equals and following is not None and not _is_flag(following):
+                    equals, value, following = "=", following, next(words)
+                places.setdefault(long_name, len(left))
+                part = _of_json(value) if equals else True
+                _set_part(objects.setdefault(long_name, {}), path.split("."), part)
+            word = following
+        given = {self._in_parts.get(word.partition("=")[0].replace("_", "-")) for word in left}
+        for long_name in given.intersection(objects):
+            self.error(f"{long_name} is given as a whole and in parts: give one of them")
+        for long_name, place in reversed(places.items()):
+            left.insert(place, f"{long_name}={json.dumps(objects[long_name])}")
+        return left
+
+    def _spelled(self, word: str) -> str:
+        """What is no flag of ours stays as it is: it may be a value, and errors show it as written."""
+        name, equals, value = word.partition("=")
+        hyphenated = name.replace("_", "-")
+        known = name.startswith("--") and hyphenated in self._option_string_actions
+        return hyphenated + equals + value if known else word
+
+    def _shown(self) -> list[str]:
+        """The flags of the help text."""
+        shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
+        return [name for action in shown for name in action.option_strings if name.startswith("--")]
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
+def _set_part(whole: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        inner = whole.get(key)
+        whole[key] = inner if isinstance(inner, dict) else {}
+        whole = whole[key]
+    whole[path[-1]] = value
+
+
+def _of_json(text: str) -> Any:
+    """What stands there as JSON, else as text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question about the name that was meant, behind what is wrong; empty if none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class TakeOnce(argparse.Action):
+    """Keeps a value that may be given in two ways; refuses a second, different one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        space: argparse.Namespace,
+        values: Any,
+        _name: str | None = None,
+    ) -> None:
+        before = getattr(space, self.dest, values)
+        if before != values:
+            shown = self.dest.upper()
+            parser.error(f"{shown} is given twice, as {before!r} and as {values!r}: give one of them")
+        setattr(space, self.dest, values)
+
+
+class _TakeForeign(argparse.Action):
+    """Keeps each flag that we do not have, and its value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, const: Foreign, **rest: Any) -> None:
+        super().__init__(option_strings, dest, **rest)
+        self.flag = const
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        space: argparse.Namespace,
+        values: Any,
+        name: str | None = None,
+    ) -> None:
+        value = not (name or "").startswith("--no-") if self.flag.is_switch else values
+        setattr(space, FOREIGN, [*getattr(space, FOREIGN, ()), (self.flag, value)])
+
+
+def add_foreign(parser: OneLineParser, foreign: Foreign) -> None:
+    """Take a flag that we do not have, without a word of it in the help text."""
+    names = [*foreign.shorts, f"--{foreign.name}", *[f"--no-{foreign.name}"] * foreign.is_switch]
+    # One that is never taken may have any number of values, and an error that says why.
+    never = bool(foreign.here) or foreign.harmless == ()
+    if not foreign.is_switch:
+        parser.takes_parts(f"--{foreign.name}", foreign.shorts)
+    parser.add_argument(
+        *names,
+        action=_TakeForeign,
+        const=foreign,
+        dest=FOREIGN,
+        nargs=0 if foreign.is_switch else "*" if never else None,
+        help=argparse.SUPPRESS,
+    )

@@ -1,0 +1,7 @@
+"""Errors of flags and settings files."""
+
+from __future__ import annotations
+
+
+class FlagError(ValueError):
+    """A setting that cannot be used; the message names it."""

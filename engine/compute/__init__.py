@@ -1,0 +1,1 @@
+"""One forward pass and the tokens sampled from it."""

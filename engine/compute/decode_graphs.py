@@ -1,0 +1,237 @@
+"""Decode steps as graphs: captured for a few numbers of rows, replayed with other numbers in the same memory.
+
+A step whose rows have one token each is padded to the next captured size. The rows that fill it up read and
+write a KV block that belongs to nobody, and their logits are cut off. Everything else is launched kernel by
+kernel. What captures is an argument: :class:`CudaCapture` on a GPU; in tests, a function that only computes
+again, so that all but the capture itself is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, CapturableAttention, Int64s, PackedRows
+from engine.attention.transfer import upload
+from engine.compute.graph_sizes import size_for
+from engine.model.weights import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Relative difference of a row's logits from those of the same step without a graph, median over the rows of
+a size: where rounding gives a token to another expert, its row may differ by a few tenths."""
+CHECKED_TOKENS = 600
+"""Of the contexts of the check: enough for several parts where contexts are cut."""
+CHECKED_ROWS = 16
+"""Of each size at least, in as many steps as it takes: the median of one or two rows would be a bad one."""
+
+Compute = Callable[[], torch.Tensor]
+
+
+class Capture(Protocol):
+    """How a computation becomes one that can be repeated."""
+
+    def __call__(self, compute: Compute) -> Compute:
+        """Gives a function that does the same again: it reads the same memory, whatever stands there by then,
+        and writes to the same memory."""
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs that share one pool of memory. Only one of them may be in use at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool: tuple[int, int] | None = None
+
+    def __call__(self, compute: Compute) -> Compute:
+        """See :class:`Capture`.
+
+        Raises:
+            RuntimeError: something in it waits for the device, or cannot be captured for another reason.
+            Exception: whatever a compiler of kernels raises.
+        """
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            compute()  # what is only done once (compiling kernels, workspaces) must not be captured
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                output = compute()
+        finally:
+            torch.cuda.set_stream(current)  # if the end of a capture fails, torch leaves ours the current one
+        self._pool = graph.pool()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class DecodeGraphs:
+    """The captured decode steps of one model over one cache."""
+
+    def __init__(
+        self, model: LoadedModel, cache: CapturableAttention, sizes: Sequence[int], max_tokens: int
+    ) -> None:
+        """``sizes``: numbers of rows, rising. ``max_tokens``: no context has more."""
+        self._model = model
+        self._cache = cache
+        self._sizes = tuple(sizes)
+        self._max_tokens = max_tokens
+        self._inputs = torch.zeros(2, sizes[-1], dtype=torch.int64, device=model.device)
+        """Token ids and positions."""
+        self._buffers = cache.decode_buffers(sizes[-1], max_tokens)
+        self._logits: torch.Tensor | None = None
+        """[largest size, vocabulary] of the last step. All sizes share it: what a graph gives stays alive as
+        long as the graph, and that would be a matrix for each of them."""
+        self._replays: dict[int, Compute] = {}
+
+    def __repr__(self) -> str:
+        return f"DecodeGraphs({', '.join(map(str, self._replays))})"
+
+    def capture(self, capture: Capture) -> None:
+        """All sizes, the largest first: the smaller ones fit into its memory."""
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                self._replays[size] = capture(partial(self._compute, size))
+
+    def _compute(self, size: int) -> torch.Tensor:
+        """Logits [size, vocabulary] of the first rows of the buffers, in memory that stays."""
+        logits = self._model.stage.forward(
+            self._model.module,
+            None,
+            input_ids=self._inputs[0:1, :size],
+            position_ids=self._inputs[1:2, :size],
+            use_cache=False,
+            **{PLAN_KEYWORD: self._buffers.plan(size)},
+        )
+        if self._logits is None:  # the largest size comes first
+            self._logits = torch.empty_like(logits)
+        return self._logits[:size].copy_(logits)
+
+    def forward(self, packed: PackedRows, input_ids: Int64s) -> torch.Tensor | None:
+        """Logits [rows, vocabulary], valid until the next call; None if this is no step that was captured."""
+        num_rows = len(packed.starts)
+        if packed.num_single != num_rows or int(packed.starts.max()) >= self._max_tokens:
+            return None
+        size = size_for(num_rows, self._sizes)
+        if size is None:
+            return None
+        inputs = np.zeros((2, size), dtype=np.int64)
+        inputs[0, :num_rows], inputs[1, :num_rows] = input_ids, packed.positions
+        self._inputs[:, :size].copy_(upload(inputs, self._inputs.device))
+        self._buffers.fill(packed, size)
+        return self._replays[size]()[:num_rows]
+
+    def check(self, num_blocks: int, block_size: int) -> float:
+        """The greatest difference, over all sizes, from steps without graphs. Writes to blocks of the cache,
+        so it comes before they hold anything. Most sizes are checked with a row less, to have one filled up.
+        """
+        worst = 0.0
+        numbers = np.random.default_rng(0)
+        filled = 0
+        for size in self._sizes:
+            num_rows = min(max(size - 1, 1), num_blocks)
+            width = _checked_blocks(num_rows, num_blocks, block_size, self._max_tokens)
+            with torch.inference_mode():
+                if width - 1 > filled:
+                    filled = width - 1
+                    self._fill(filled * block_size, block_size, numbers)
+                parts = [
+                    self._differences(num_rows, width, block_size, numbers)
+                    for _ in range(-(-CHECKED_ROWS // num_rows))
+                ]
+            difference = float(torch.cat(parts).median())
+            worst = difference if not difference <= worst else worst  # not a number is the worst
+        return worst
+
+    def _fill(self, length: int, block_size: int, numbers: np.random.Generator) -> None:
+        """The cache's first blocks hold a prompt of so many tokens: what rows of the check have in common."""
+        positions = np.arange(length)
+        table = np.arange(length // block_size, dtype=np.int32)[None]
+        packed = PackedRows(np.zeros(1, dtype=np.int64), np.array([length]), table, positions, 0)
+        self._eager(packed, numbers.integers(0, self._model.vocab_size, length), wanted=positions[-1:])
+
+    def _differences(
+        self, num_rows: int, width: int, block_size: int, numbers: np.random.Generator
+    ) -> torch.Tensor:
+        """[rows] of a step over contexts of ``width`` blocks, the last of which each row has for itself."""
+        tables = np.tile(np.arange(width, dtype=np.int32), (num_rows, 1))
+        tables[:, -1] += np.arange(num_rows, dtype=np.int32)
+        shared = (width - 1) * block_size
+        starts = numbers.integers(shared, min(shared + block_size, self._max_tokens), num_rows)
+        packed = PackedRows(starts, np.ones_like(starts), tables, starts, num_rows)
+        ids = numbers.integers(0, self._model.vocab_size, num_rows)
+        expected = self._eager(packed, ids).float()
+        found = self.forward(packed, ids)
+        assert found is not None
+        spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        return (found.float() - expected).norm(dim=-1) / spread.clamp(min=1e-6)
+
+    def _eager(self, packed: PackedRows, ids: Int64s, wanted: Int64s | None = None) -> torch.Tensor:
+        """Logits of the wanted tokens, or of all."""
+        device = self._model.device
+        keep = {} if wanted is None else {"logits_to_keep": upload(wanted, device)}
+        return self._model.stage.forward(
+            self._model.module,
+            None,
+            input_ids=upload(ids, device).unsqueeze(0),
+            position_ids=upload(packed.positions, device).unsqueeze(0),
+            use_cache=False,
+            **keep,
+            **{PLAN_KEYWORD: self._cache.plan(packed)},
+        )
+
+
+def _checked_blocks(num_rows: int, num_blocks: int, block_size: int, max_tokens: int) -> int:
+    """Of the context of each of so many rows, all of which but the last one they share: as many as the check
+    wants, as far as the cache and the longest context allow."""
+    wanted, longest = -(-CHECKED_TOKENS // block_size), -(-max_tokens // block_size)
+    return min(wanted, longest, num_blocks - num_rows + 1)
+
+
+def make_graphs(
+    model: LoadedModel,
+    cache: CapturableAttention,
+    sizes: Sequence[int],
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_tokens: int,
+    capture: Capture,
+) -> DecodeGraphs | None:
+    """Graphs that were checked, or None, with the reason in the log, where steps are computed without."""
+    if not model.stage.shard.is_whole or model.experts is not None:
+        logger.info("CUDA graphs: off, since a step waits for other workers in between")
+        return None
+    if not sizes:
+        return None
+    began = time.monotonic()
+    graphs = DecodeGraphs(model, cache, sizes, max_tokens)
+    try:
+        graphs.capture(capture)
+        difference = graphs.check(num_blocks, block_size)
+    except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0][:200]
+        logger.warning("CUDA graphs: off, this model's step cannot be captured: %s", reason)
+        return None
+    if not difference <= TOLERANCE.get(model.dtype, 0.05):
+        logger.warning("CUDA graphs: off, results differ by %.2g from those without", difference)
+        return None
+    logger.info(
+        "CUDA graphs: decode steps of %s rows, captured in %.1f s",
+        ", ".join(map(str, sizes)),
+        time.monotonic() - began,
+    )
+    return graphs

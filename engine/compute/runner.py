@@ -1,0 +1,466 @@
+"""Runs steps on one device: keeps the state of the running requests, packs, computes, samples.
+
+Knows nothing of scheduling: which rows a step has and which blocks they own was decided before.
+State is set by position, never appended blindly, so that a step which was cut short can run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
+from engine.attention.transfer import fetch, upload
+from engine.compute.sampler import (
+    SampleRow,
+    VocabularyShard,
+    logprob_table,
+    read_logprobs,
+    sample,
+    sample_shard,
+)
+from engine.compute.token_rules import TokenRules
+from engine.compute.trace import MOST_SPANS
+from engine.kernels.logits import NO_DRAWS, Draws, draw_of, draws
+from engine.messages import TokenLogprobs
+from engine.model.weights import LoadedModel
+from engine.scheduling.speculation import num_taken
+from engine.step import Admit, Further, Span, Step, StepResult
+from parallel.tensor_parallel import TensorRank
+
+if TYPE_CHECKING:
+    from engine.compute.decode_graphs import DecodeGraphs
+    from engine.kernels.program import Program
+
+MIN_TABLE_WIDTH = 16
+MIN_SPARE_TOKENS = 64
+
+
+@dataclass
+class _Slot:
+    """What is known of the request in a slot, apart from its block table."""
+
+    admit: Admit
+    token_ids: Int64s
+    """Tokens by position, with room for more."""
+    is_plain: bool
+    """See :attr:`SamplingParams.is_plain`."""
+    draw: bytes
+    """See :func:`engine.kernels.logits.draw_of`."""
+    rules: TokenRules
+
+    @classmethod
+    def of(cls, admit: Admit) -> _Slot:
+        room = np.zeros(len(admit.token_ids) + MIN_SPARE_TOKENS, dtype=np.int64)
+        rules = TokenRules(admit.params, admit.barred_ids)
+        slot = cls(admit, room, admit.params.is_plain, draw_of(admit.params, admit.seed), rules)
+        slot.token_ids[: len(admit.token_ids)] = admit.token_ids
+        return slot
+
+    def put(self, position: int, *token_ids: int) -> None:
+        """These tokens stand there and behind."""
+        end = position + len(token_ids)
+        while end > len(self.token_ids):
+            self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
+        self.token_ids[position:end] = token_ids
+
+
+class _BlockTables:
+    """Block tables of all slots, one row each; grows as slots and contexts do."""
+
+    def __init__(self, block_size: int) -> None:
+        self.blocks = np.zeros((1, MIN_TABLE_WIDTH), dtype=np.int32)
+        self._block_size = block_size
+        self._admitted: set[int] = set()
+        """Slots whose next row brings the whole table."""
+
+    def clear(self, slot: int) -> None:
+        while slot >= len(self.blocks):
+            self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+        self._admitted.add(slot)
+
+    def extend(self, step: Step) -> None:
+        """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
+        for index, new_blocks in step.new_blocks.items():
+            slot, start = step.slots[index], step.starts[index]
+            begin = 0 if slot in self._admitted else -(-start // self._block_size)
+            end = begin + len(new_blocks)
+            while end > self.blocks.shape[1]:
+                self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)], axis=1)
+            self.blocks[slot, begin:end] = new_blocks
+        if self._admitted:
+            self._admitted.difference_update(step.slots)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which logits of a step are needed, and what for."""
+
+    tokens: Int64s
+    """[logits] indices into the packed tokens: first those that sample, then those of prompt tokens."""
+    sampled: Sequence[int]
+    """By token that samples: its row. One with a draft has one more than the draft has tokens."""
+    ends: Sequence[int]
+    """By token that samples: the position of what it samples."""
+    prompt_rows: list[tuple[int, int, int]]
+    """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
+
+
+class _Continuing:
+    """Rows of one token, whose next ones the program chooses: as long as steps only take them on, nothing is
+    packed anew, and the tokens are kept here."""
+
+    MOST = 64
+    """Steps whose tokens are kept before they go to their slots."""
+
+    def __init__(self, step: Step) -> None:
+        self._slots, self._counts = step.slots, step.counts
+        self._expected = step.ends
+        """Where the rows of the next step begin."""
+        self._tokens: list[list[int]] = []
+
+    def goes_on_with(self, step: Step) -> bool:
+        """Whether this step is the next one of the same rows."""
+        return (
+            step.starts == self._expected
+            and step.slots == self._slots
+            and step.counts == self._counts
+            and not (step.admits or step.partial or step.tokens)
+            and step.masks is None
+        )
+
+    def keep(self, step: Step, tokens: list[int]) -> None:
+        """A step gave these."""
+        self._expected = step.ends
+        self._tokens.append(tokens)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tokens) == self.MOST
+
+    def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(slot, position, tokens from there on) of what was kept; nothing is, then."""
+        kept, self._tokens = self._tokens, []
+        for slot, end, tokens in zip(self._slots, self._expected, zip(*kept, strict=True), strict=False):
+            yield slot, end + 1 - len(tokens), tokens
+
+
+class ModelRunner:
+    """A model, its KV cache, and the requests in its slots."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: PagedAttention | None,
+        block_size: int,
+        program: Program | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """``program`` computes steps natively, over a cache of its own, in place of the model's modules;
+        ``graphs`` computes those that were captured, over this cache."""
+        self._model = model
+        self._cache = cache
+        self._program = program
+        self._graphs = graphs
+        self._block_size = block_size
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        """When steps were computed here, waiting for other stages not included."""
+        self._slots: dict[int, _Slot] = {}
+        self._tables = _BlockTables(block_size)
+        self._continuing: _Continuing | None = None
+        shard = model.stage.shard
+        self._shard = shard
+        self._vocabulary = vocabulary_of(model)
+
+    def __repr__(self) -> str:
+        name = type(self._model.module).__name__
+        return f"ModelRunner({name}, slots={len(self._slots)}, {self._program or self._cache!r})"
+
+    def run(self, step: Step) -> StepResult:
+        """Compute one step. Running it again gives the same result and leaves the same state."""
+        result = self._go_on(step)
+        if result is not None:
+            return result
+        for admit in step.admits:
+            self._slots[admit.slot] = _Slot.of(admit)
+            self._tables.clear(admit.slot)
+        if not step.slots:
+            return StepResult([])
+        for slot, start, token in zip(step.slots, step.starts, step.tokens, strict=False):
+            self._slots[slot].put(start, token)
+        for index, draft in step.drafts.items():
+            self._slots[step.slots[index]].put(step.starts[index] + 1, *draft)
+        with torch.inference_mode():
+            packed, input_ids = self._pack(step)
+            hidden = self._receive(len(input_ids))
+            began = time.monotonic()
+            wanted = self._wanted(step, packed)
+            program = self._program
+            draws = self._draws(step, wanted) if program is not None and self._is_plain(step) else None
+            if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
+                tokens = program.choose(packed, input_ids, wanted.tokens, draws)
+                result = self._result(step, wanted, tokens, {}, {})
+                if packed.num_single == len(wanted.sampled) == len(step.slots):
+                    self._continuing = _Continuing(step)
+            else:
+                output = self._forward(packed, input_ids, wanted.tokens, hidden)
+                result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
+            self.spans.append((began, time.monotonic()))
+            if not self._shard.is_last:
+                self._send(output)
+            return result
+
+    def _go_on(self, step: Step) -> StepResult | None:
+        """Compute a step that only takes the rows of the last one on; None if it is not such a step."""
+        continuing = self._continuing
+        if continuing is None:
+            return None
+        if continuing.is_full or not continuing.goes_on_with(step):
+            self._settle(continuing)
+        if continuing.goes_on_with(step):
+            assert self._program is not None
+            began = time.monotonic()
+            self._tables.extend(step)
+            tokens = self._program.go_on(step.new_blocks)
+            if tokens is not None:
+                continuing.keep(step, tokens)
+                self.spans.append((began, time.monotonic()))
+                return StepResult([*tokens])
+            self._settle(continuing)
+        self._continuing = None
+        return None
+
+    def _settle(self, continuing: _Continuing) -> None:
+        for slot, position, tokens in continuing.take():
+            self._slots[slot].put(position, *tokens)
+
+    def _is_plain(self, step: Step) -> bool:
+        """Whether each row's token is one among its logits as they are, and nothing is told about others."""
+        return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
+
+    def _draws(self, step: Step, wanted: _Wanted) -> Draws:
+        """How each token of a plain step is chosen; none if each is the most likely one."""
+        if all(self._slots[slot].admit.params.greedy for slot in step.slots):
+            return NO_DRAWS
+        return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])
+
+    def _pack(self, step: Step) -> tuple[PackedRows, Int64s]:
+        slots = np.array(step.slots, dtype=np.int64)
+        starts = np.array(step.starts, dtype=np.int64)
+        counts = np.array(step.counts, dtype=np.int64)
+        self._tables.extend(step)
+        longer = counts != 1
+        num_single = int(longer.argmax()) if longer.any() else len(counts)
+        input_ids = np.concatenate(
+            [
+                self._slots[slot].token_ids[start:end]
+                for slot, start, end in zip(step.slots, step.starts, step.ends, strict=True)
+            ]
+        )
+        offsets = np.cumsum(counts) - counts
+        positions = np.arange(len(input_ids)) + np.repeat(starts - offsets, counts)
+        width = int((starts + counts - 1).max()) // self._block_size + 1
+        tables = self._tables.blocks[slots, :width]
+        return PackedRows(starts, counts, tables, positions, num_single), input_ids
+
+    def _wanted(self, step: Step, packed: PackedRows) -> _Wanted:
+        ends = np.cumsum(packed.counts)
+        sampled: Sequence[int] = range(len(step.slots))
+        if step.partial:
+            sampled = [index for index in sampled if index not in step.partial]
+        positions = step.ends if len(sampled) == len(step.slots) else [step.ends[i] for i in sampled]
+        last = ends[sampled] - 1
+        if step.drafts:
+            lengths = [len(step.drafts.get(index, ())) for index in sampled]
+            before = [back for length in lengths for back in range(length, -1, -1)]
+            copies = [length + 1 for length in lengths]
+            last = np.repeat(last, copies) - before
+            positions = (np.repeat(positions, copies) - before).tolist()
+            sampled = np.repeat(sampled, copies).tolist()
+        prompt_rows = []
+        for index, (slot, start, end) in enumerate(zip(step.slots, step.starts, step.ends, strict=True)):
+            admit = self._slots[slot].admit
+            if admit.params.prompt_logprobs is not None:
+                count = min(end, admit.num_prompt - 1) - start
+                if count > 0:
+                    prompt_rows.append((index, start + 1, count))
+        tokens = [last]
+        for index, _, count in prompt_rows:
+            first = ends[index] - packed.counts[index]
+            tokens.append(np.arange(first, first + count))
+        return _Wanted(np.concatenate(tokens), sampled, positions, prompt_rows)
+
+    def _forward(
+        self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [wanted, vocabulary of this rank]; before the last stage, hidden [1, tokens, hidden]."""
+        if self._program is not None:
+            return self._program.forward(packed, input_ids, wanted, hidden)
+        assert self._cache is not None
+        device = self._model.device
+        if self._graphs is not None:
+            logits = self._graphs.forward(packed, input_ids)
+            if logits is not None:
+                every = len(wanted) == len(logits) and bool((wanted == np.arange(len(wanted))).all())
+                return logits if every else logits.index_select(0, upload(wanted, device))
+        return self._model.stage.forward(
+            self._model.module,
+            hidden,
+            input_ids=upload(input_ids, device).unsqueeze(0),
+            position_ids=upload(packed.positions, device).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=upload(wanted, device),
+            **{PLAN_KEYWORD: self._cache.plan(packed)},
+        )
+
+    def _receive(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before this one gives for this step."""
+        if self._shard.is_first:
+            return None
+        assert self._shard.stages is not None
+        like = torch.empty(1, num_tokens, self._model.hidden_size, dtype=self._model.dtype)
+        return self._shard.stages.receive(like, self._shard.stage - 1).to(self._model.device)
+
+    def _send(self, hidden: torch.Tensor) -> None:
+        assert self._shard.stages is not None
+        self._shard.stages.send(hidden.to(self._model.dtype).cpu(), self._shard.stage + 1)
+
+    def _finish(self, step: Step, wanted: _Wanted, logits: torch.Tensor) -> StepResult:
+        """Sample, fetch everything from the device at once, and keep the new tokens."""
+        masks = _masks_by_row(step)
+        num_sampled = len(wanted.sampled)
+        sample_rows = [
+            self._sample_row(step.slots[index], end, masks.get(index))
+            for index, end in zip(wanted.sampled, wanted.ends, strict=True)
+        ]
+        chosen = self._sample(logits[:num_sampled], sample_rows)
+        with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
+        if not with_logprobs and not wanted.prompt_rows:
+            return self._result(step, wanted, fetch(chosen).tolist(), {}, {})
+        table = self._logprob_table(step, wanted, logits, chosen, with_logprobs)
+        fetched = fetch(torch.cat([chosen.double(), table.flatten()]))
+        tokens = [int(token) for token in fetched[:num_sampled]]
+        lines = fetched[num_sampled:].reshape(table.shape)
+        logprobs = {}
+        for line, place in zip(lines, with_logprobs, strict=False):
+            logprobs[place] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
+        prompt_logprobs, begin = {}, len(with_logprobs)
+        for index, _, count in wanted.prompt_rows:
+            num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
+            prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
+            begin += count
+        return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
+
+    def _sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        if not rows:
+            return logits.new_empty(0).long()
+        if self._vocabulary is None:
+            return sample(logits, rows)
+        return sample_shard(logits, rows, self._vocabulary)
+
+    def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
+        """For the token that is to stand at a position."""
+        held = self._slots[slot]
+        admit = held.admit
+        return SampleRow(
+            admit.params, admit.seed, end, held.token_ids[:end], admit.num_prompt, held.rules, mask
+        )
+
+    def _logprob_table(
+        self,
+        step: Step,
+        wanted: _Wanted,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        with_logprobs: list[int],
+    ) -> torch.Tensor:
+        """Lines for the sampled rows that want log-probabilities, then for the prompt tokens."""
+        num_sampled, device = len(wanted.sampled), logits.device
+        num_top, targets = 0, []
+        for place in with_logprobs:
+            slot = self._slots[step.slots[wanted.sampled[place]]]
+            num_top = max(num_top, slot.admit.params.logprobs or 0)
+        for index, first, count in wanted.prompt_rows:
+            slot = self._slots[step.slots[index]]
+            num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
+            targets.append(slot.token_ids[first : first + count])
+        places = upload(np.array(with_logprobs, dtype=np.int64), device)
+        parts = []
+        if with_logprobs:
+            lines = self._whole(logits.index_select(0, places))
+            parts.append(logprob_table(lines, chosen.index_select(0, places), num_top))
+        if targets:
+            expected = upload(np.concatenate(targets), device)
+            parts.append(logprob_table(self._whole(logits[num_sampled:]), expected, num_top))
+        return torch.cat(parts)
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
+
+    def _result(
+        self,
+        step: Step,
+        wanted: _Wanted,
+        tokens: list[int],
+        logprobs: dict[int, TokenLogprobs],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+    ) -> StepResult:
+        """``logprobs`` by place among ``tokens``, which are those that were sampled."""
+        by_row: list[int | None] = [None] * len(step.slots)
+        if step.drafts:
+            return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
+        for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
+            by_row[index] = token
+            self._slots[step.slots[index]].put(end, token)
+        told = {wanted.sampled[place]: each for place, each in logprobs.items()}
+        return StepResult(by_row, told, prompt_logprobs)
+
+    def _result_with_drafts(
+        self,
+        step: Step,
+        wanted: _Wanted,
+        tokens: list[int],
+        logprobs: dict[int, TokenLogprobs],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        by_row: list[int | None],
+    ) -> StepResult:
+        told, further = {}, {}
+        place = 0
+        while place < len(tokens):
+            index = wanted.sampled[place]
+            draft = step.drafts.get(index, [])
+            end = place + 1 + num_taken(draft, tokens[place : place + 1 + len(draft)])
+            by_row[index] = tokens[place]
+            self._slots[step.slots[index]].put(wanted.ends[place], *tokens[place:end])
+            if place in logprobs:
+                told[index] = logprobs[place]
+            if end > place + 1:
+                behind = range(place + 1, end)
+                further[index] = Further(
+                    tokens[place + 1 : end], [logprobs[each] for each in behind if each in logprobs]
+                )
+            place += len(draft) + 1
+        return StepResult(by_row, told, prompt_logprobs, further)
+
+
+def vocabulary_of(model: LoadedModel) -> VocabularyShard | None:
+    """The tokens of a tensor-parallel rank; None if it has all."""
+    shard = model.stage.shard
+    if shard.size == 1:
+        return None
+    return VocabularyShard(TensorRank(shard.rank, shard.size, shard.ranks), model.vocab_size)
+
+
+def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
+    """The masks of a step, by index of the row."""
+    if step.masks is None:
+        return {}
+    bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)
+    return dict(zip(step.masks.rows, bits, strict=True))

@@ -1,0 +1,286 @@
+"""``python -m engine.executor.worker FD [FD]``: one shard of a model in a process of its own.
+
+It is at the end of a channel. Where experts are spread, a second channel is for the groups of an epoch
+(:mod:`engine.executor.worker_groups`).
+
+Started by :mod:`engine.executor.mp`, never by hand. The worker does what it is told, in order, and knows
+nothing of requests. It ends with its engine: the kernel kills it when the engine dies (PR_SET_PDEATHSIG),
+and the channel's end tells it that nobody is there any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from coordinator.process import process
+from engine.executor.channel import Channel, ChannelClosed
+from engine.executor.messages import (
+    Allocate,
+    Allocated,
+    Begin,
+    Broken,
+    Computed,
+    Execute,
+    Failed,
+    FirstRun,
+    Free,
+    FreeMemory,
+    FromWorker,
+    Hosting,
+    Join,
+    Joined,
+    Loaded,
+    Meet,
+    Phase,
+    Read,
+    SetThreads,
+    Spans,
+    TellSpans,
+    ToWorker,
+)
+from engine.host import deferred
+from engine.model.checkpoint import CheckpointError
+from parallel.communicators.base import CollectiveError
+
+if TYPE_CHECKING:
+    from engine.executor.uni import UniExecutor
+    from engine.executor.worker_groups import WorkerGroups
+    from engine.model.shard import Shard
+    from parallel.communicators import Backend
+    from parallel.communicators.base import Communicator
+
+logger = logging.getLogger("engine.executor.worker")
+
+LOOK_SECONDS = 1e-3
+"""How long a worker looks for the next step before it sleeps: about the time between two steps."""
+
+
+class Worker:
+    """One worker, from its first message to the end of its engine."""
+
+    def __init__(self, channel: Channel, control: Channel | None = None) -> None:
+        self._channel = channel
+        self._control = control
+        self._spread: WorkerGroups | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+        self._groups: list[Communicator] = []
+
+    def run(self) -> None:
+        """Serve until the engine is gone.
+
+        Raises:
+            ChannelClosed: it is.
+        """
+        begin = self._receive()
+        assert isinstance(begin, Begin)
+        self._channel.send_timeout = begin.config.device.lockstep_timeout  # the engine may wait for others
+        process.set_up(begin.name, logging.getLevelName(begin.log_level), begin.log_format)
+        pin(begin.cores)
+        try:
+            executor = self._load(begin)
+            while True:
+                self._serve(executor, begin, self._receive())
+        except ChannelClosed:
+            raise
+        except Exception as error:
+            self._send(Failed(type(error).__name__, str(error)))
+            if not isinstance(error, CheckpointError | MemoryError | CollectiveError):
+                logger.exception("the worker fails")
+            raise
+        finally:
+            for group in self._groups:
+                group.abort()
+            if self._spread is not None:
+                self._spread.close()
+
+    # ---- start
+
+    def _load(self, begin: Begin) -> UniExecutor:
+        self._send(Phase("loading libraries"))
+        with deferred.no_garbage():
+            from engine.executor.uni import UniExecutor
+
+        shard = self._meet(begin)
+        executor = UniExecutor(
+            begin.config,
+            begin.info,
+            begin.threads,
+            self._place(begin),
+            shard=shard,
+            before_first_run=self._wait_for_others,
+        )
+        with deferred.no_garbage(leaves=True):
+            facts = executor.load(lambda text: self._send(Phase(text)))
+        layers = executor.layers
+        if self._spread is not None:
+            self._spread.serve(executor)
+        self._send(Loaded(facts, (layers.start, layers.stop), executor.expert_bytes))
+        return executor
+
+    def _place(self, begin: Begin) -> tuple[int, int] | None:
+        """Among the workers of a stage, over all instances."""
+        if begin.place is None:
+            return None
+        (place, size), ranks = begin.place, begin.config.device.tensor_parallel_size
+        return place * ranks + begin.rank, size * ranks
+
+    def _meet(self, begin: Begin) -> Shard:
+        """Form this worker's two groups: the ranks of its stage, and the stages of its rank."""
+        from engine.model.shard import Shard
+        from parallel import groups
+
+        device = begin.config.device
+        forming = device.forming_timeout  # the others may still load libraries
+        meet = self._receive()
+        assert isinstance(meet, Meet)
+        store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
+        if not meet.port:
+            self._send(Hosting(store.port))
+        self._hosted = store  # whoever hosts it keeps it while others may still ask
+        formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
+        tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
+        for axis, rank, size, other, hosts in (
+            ("tp", begin.rank, tp, begin.stage, begin.hosts[begin.stage * tp : (begin.stage + 1) * tp]),
+            ("pp", begin.stage, pp, begin.rank, begin.hosts[begin.rank :: tp]),
+        ):
+            if size > 1:
+                group = groups.form(
+                    store, 0, rank, size, choose_transport(hosts), device.collective_timeout,
+                    group=f"{axis}/{other}", host=begin.address, forming_timeout=forming,
+                )  # fmt: skip
+                self._groups.append(group)
+                formed[axis] = group
+        if self._control is not None:
+            self._renew(begin, self._control, formed)
+        return Shard(
+            stage=begin.stage,
+            num_stages=device.pipeline_parallel_size,
+            rank=begin.rank,
+            size=device.tensor_parallel_size,
+            split=device.split,
+            ranks=formed["tp"],
+            stages=formed["pp"],
+            device=begin.number,
+            neighbours=begin.hosts.count(begin.hosts[begin.stage * tp + begin.rank]),
+        )
+
+    def _renew(self, begin: Begin, control: Channel, formed: dict[str, Communicator | None]) -> None:
+        """The groups change with every epoch, and the layers keep what they get now."""
+        from engine.executor.worker_groups import Axis, WorkerGroups
+        from parallel.communicators.renewable import RenewableCommunicator
+
+        axes: tuple[Axis, ...] = ("tp", "pp")
+        inside = {
+            axis: RenewableCommunicator(group, blames=False)
+            for axis in axes
+            if (group := formed[axis]) is not None
+        }
+        for axis, renewable in inside.items():
+            formed[axis] = renewable
+        self._spread = WorkerGroups(control, begin, inside, choose_transport(begin.hosts))
+
+    def _wait_for_others(self) -> None:
+        """Reading takes one worker longer than another; only what follows is under the groups' deadlines."""
+        self._send(Read())
+        message = self._receive()
+        assert isinstance(message, FirstRun)
+
+    # ---- steps
+
+    def _serve(self, executor: UniExecutor, begin: Begin, message: ToWorker) -> None:
+        match message:
+            case Execute():
+                self._execute(executor, message)
+            case Join(epoch):
+                assert self._spread is not None
+                joined = self._spread.join(epoch)
+                self._send(Joined(epoch))
+                if not joined:
+                    self._send(Broken(epoch, None, "aborted", "the groups of this epoch were given up"))
+            case FreeMemory():
+                self._send(Free(executor.free_kv_memory()))
+            case Allocate(num_blocks):
+                executor.allocate(num_blocks)
+                self._send(Allocated(executor.expert_bytes))
+            case TellSpans():
+                (spans,) = executor.spans().values()
+                self._send(Spans(spans))
+            case SetThreads(threads, cores):
+                pin(cores)
+                executor.set_threads(threads)
+            case _:
+                raise AssertionError(f"{begin.name} was told {message!r} while it serves")
+
+    def _execute(self, executor: UniExecutor, message: Execute) -> None:
+        spread = self._spread
+        if spread is not None and (spread.is_broken or spread.epoch != message.epoch):
+            return  # the engine knows, or is about to: this step comes again
+        try:
+            result = executor.execute(message.step, message.sizes)
+        except CollectiveError as error:
+            if spread is None or not spread.epoch:
+                raise
+            suspect, evidence = spread.fail(error)
+            self._send(Broken(spread.epoch, suspect, evidence, str(error)))
+            return
+        if executor.answers:
+            self._send(Computed(result, executor.expert_times() if spread is not None else None))
+
+    def _receive(self) -> ToWorker:
+        return self._decoder.decode(self._channel.receive(LOOK_SECONDS))
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.send(self._encoder.encode(message))
+
+
+def choose_transport(hosts: Sequence[str]) -> Backend:
+    """Of a group whose members run on these hosts: shared memory where it can be had."""
+    has_order = platform.machine() in ("x86_64", "AMD64")
+    return "shared_memory" if has_order and len(set(hosts)) == 1 else "gloo"
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Keep all threads of this process, later ones included, on these cores; empty: any that it may use."""
+    wanted = set(cores) or ALL_CORES
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), wanted)
+
+
+ALL_CORES = os.sched_getaffinity(0)
+
+
+def main() -> NoReturn:
+    status = _work()
+    logging.shutdown()
+    os._exit(status)  # no destructor of a library may keep a worker whose engine is gone
+
+
+def _work() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the engine, which may still need its workers
+        signal.signal(number, signal.SIG_IGN)
+    process.die_with_parent()
+    channels = [Channel(socket.socket(fileno=int(descriptor))) for descriptor in sys.argv[1:]]
+    try:
+        Worker(*channels).run()
+    except ChannelClosed:
+        return 0
+    except Exception:  # noqa: BLE001 (said already, to the engine and in the log)
+        return process.EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    deferred.trim()
+    main()

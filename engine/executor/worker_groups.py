@@ -1,0 +1,267 @@
+"""A worker's groups, epoch after epoch: with the workers of other instances, over which experts are spread,
+and with those of its own instance.
+
+All groups of an epoch are formed anew, those inside the instance, too: when a step is cut short, its workers
+are at different places of it, and what they exchange then would not belong together any more. They are
+prepared in the background and aborted from there, so that a step that waits for a lost peer comes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from coordinator.messages import Form
+from coordinator.process import process
+from engine.executor.channel import Channel, ChannelClosed
+from engine.executor.group_messages import (
+    AbandonGroups,
+    AbortGroups,
+    Counts,
+    ExpertsRead,
+    FromGroups,
+    GroupsFormed,
+    NotPrepared,
+    PrepareGroups,
+    TellCounts,
+    ToGroups,
+)
+from engine.groups.preparation import Preparation
+from parallel import groups
+from parallel.communicators import Backend
+from parallel.communicators.base import CollectiveError, Communicator
+from parallel.communicators.renewable import RenewableCommunicator
+from parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from engine.executor.messages import Begin
+    from engine.executor.uni import UniExecutor
+
+logger = logging.getLogger(__name__)
+
+Axis = Literal["tp", "pp"]
+
+
+class EpochGroups:
+    """One worker's ends of the groups of one epoch."""
+
+    def __init__(self, form: Form | None, place: int) -> None:
+        self.form = form
+        self.place = place
+        """Of this instance in the form."""
+        self.experts: Communicator | None = None
+        """The workers of all instances in this pipeline stage."""
+        self.inside: dict[Axis, Communicator] = {}
+
+    def __repr__(self) -> str:
+        return f"<EpochGroups {self.form.epoch if self.form else 0}>"
+
+    @property
+    def all(self) -> list[Communicator]:
+        return [*self.inside.values(), *([self.experts] if self.experts is not None else [])]
+
+    def abort(self) -> None:
+        for group in self.all:
+            group.abort()
+
+    def close(self) -> None:
+        for group in self.all:
+            group.close()
+
+
+class WorkerGroups:
+    """Prepares, enters and aborts the groups of a worker whose experts are spread."""
+
+    def __init__(
+        self,
+        control: Channel,
+        begin: Begin,
+        inside: dict[Axis, RenewableCommunicator],
+        backend_inside: Backend,
+    ) -> None:
+        """``inside``: what the model's layers use, with the groups that were formed for loading."""
+        self._control = control
+        self._begin = begin
+        self._inside = inside
+        self._backend_inside = backend_inside
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToGroups] = msgspec.msgpack.Decoder(ToGroups)
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._preparations: dict[int, Preparation[EpochGroups]] = {}
+        self._current = EpochGroups(None, 0)
+        self._current.inside = {axis: group.group for axis, group in inside.items()}
+        self.is_broken = False
+        """The current groups are of no use any more."""
+        self._executor: UniExecutor | None = None
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroups {self._current!r}{' broken' * self.is_broken}>"
+
+    @property
+    def epoch(self) -> int:
+        """Of the groups that steps use; 0: none yet."""
+        return self._current.form.epoch if self._current.form is not None else 0
+
+    def serve(self, executor: UniExecutor) -> None:
+        """From now on, do in a thread of its own what the engine says."""
+        self._executor = executor
+        threading.Thread(target=self._run, name="groups", daemon=True).start()
+
+    # ---- in the thread of the steps
+
+    def join(self, epoch: int) -> bool:
+        """Steps use the groups of this epoch from now on; False if they were given up meanwhile."""
+        assert self._executor is not None
+        with self._lock:
+            preparation = self._preparations.pop(epoch, None)
+            prepared = preparation.group if preparation is not None else None
+            if preparation is None or prepared is None:
+                self._current.abort()
+                self.is_broken = True
+                return False
+            before, self._current = self._current, prepared
+            self.is_broken = False
+        for axis, group in prepared.inside.items():
+            self._inside[axis].renew(group)
+        threading.Thread(target=before.close, name="closing", daemon=True).start()
+        form, experts = preparation.form, prepared.experts
+        assert experts is not None
+        self._executor.join(experts, Placement(form.owners, len(form.peers) * form.ranks))
+        return True
+
+    def fail(self, error: CollectiveError) -> tuple[int | None, str]:
+        """A step did not come to its end; the place of the instance to blame, if any, and how that is known.
+        Makes the other workers of this instance come out, too."""
+        self.is_broken = True
+        self._current.abort()
+        return self._suspect(error, self._current.form, self._current.place), error.evidence
+
+    def close(self) -> None:
+        with self._lock:
+            for preparation in self._preparations.values():
+                preparation.abandon()
+            self._current.abort()
+
+    # ---- in the thread of the channel
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._do(self._decoder.decode(self._control.receive(0.0)))
+        except ChannelClosed:
+            self.close()  # the engine is gone, and the steps have nothing to wait for
+        except Exception:
+            logger.exception("the worker fails: it cannot follow its instance any more")
+            logging.shutdown()
+            os._exit(process.EXIT_FAILED)  # noticed by the engine, whatever the thread of the steps does
+
+    def _do(self, message: ToGroups) -> None:
+        match message:
+            case PrepareGroups():
+                self._prepare(message)
+            case AbandonGroups(epoch):
+                self._abandon(epoch)
+            case AbortGroups(epoch):
+                with self._lock:
+                    if self.epoch == epoch:
+                        self._current.abort()
+            case TellCounts():
+                assert self._executor is not None
+                self._tell(Counts(self._executor.tokens_per_expert(), self._executor.spare_memory()))
+
+    def _prepare(self, message: PrepareGroups) -> None:
+        preparation: Preparation[EpochGroups] = Preparation(
+            message.form,
+            lambda form, should_stop: self._read(form, message.place, message.free_bytes, should_stop),
+            lambda form, should_stop: self._form(form, message.place, should_stop),
+            lambda ended: self._prepared(ended, message.place),
+        )
+        with self._lock:
+            self._preparations[message.form.epoch] = preparation
+        preparation.start()
+
+    def _abandon(self, epoch: int) -> None:
+        with self._lock:
+            abandoned = self._preparations.pop(epoch, None)
+        if abandoned is not None:
+            abandoned.abandon()
+
+    # ---- in the thread of a preparation
+
+    def _read(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+        assert self._executor is not None
+        num_read = self._executor.prepare(form, place, free_bytes, should_stop)
+        self._tell(ExpertsRead(form.epoch, num_read))
+        return num_read
+
+    def _form(self, form: Form, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
+        """One after the other, in the same order everywhere."""
+        begin, device = self._begin, self._begin.config.device
+        store = groups.join_store(form.store)
+        backend = groups.choose_backend(device.all2all_backend, [peer.host for peer in form.peers])
+        stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
+
+        def connect(name: str, rank: int, size: int, backend: Backend) -> Communicator:
+            return groups.form(
+                store, form.epoch, rank, size, backend, device.collective_timeout,
+                group=f"{name}/{form.token}", host=_host_of(form.peers[place].address),
+                should_stop=should_stop, forming_timeout=device.forming_timeout,
+            )  # fmt: skip
+
+        def connect_inside(name: str, rank: int, size: int) -> Communicator:
+            try:
+                return connect(name, rank, size, self._backend_inside)
+            except CollectiveError as error:
+                error.rank = None  # a member of it means nothing to others
+                raise
+
+        formed = EpochGroups(form, place)
+        try:
+            if ranks > 1:
+                formed.inside["tp"] = connect_inside(f"{place}/tp/{begin.stage}", begin.rank, ranks)
+            if stages > 1:
+                formed.inside["pp"] = connect_inside(f"{place}/pp/{begin.rank}", begin.stage, stages)
+            rank, size = place * ranks + begin.rank, len(form.peers) * ranks
+            formed.experts = connect(f"experts/{begin.stage}", rank, size, backend)
+        except BaseException:
+            formed.abort()
+            formed.close()
+            raise
+        return formed
+
+    def _prepared(self, preparation: Preparation[EpochGroups], place: int) -> None:
+        form, error = preparation.form, preparation.error
+        if error is None:
+            self._tell(GroupsFormed(form.epoch))
+            return
+        with self._lock:
+            self._preparations.pop(form.epoch, None)
+        suspect, evidence = None, "closed"
+        if isinstance(error, CollectiveError):
+            suspect, evidence = self._suspect(error, form, place), error.evidence
+        self._tell(NotPrepared(form.epoch, type(error).__name__, str(error), suspect, evidence))
+
+    # ----
+
+    def _suspect(self, error: CollectiveError, form: Form | None, place: int) -> int | None:
+        """The instance whose worker is to blame, if it is another one."""
+        if form is None or error.rank is None:
+            return None
+        suspect = error.rank // form.ranks
+        return suspect if suspect != place else None
+
+    def _tell(self, message: FromGroups) -> None:
+        with self._sending, contextlib.suppress(ChannelClosed):  # then this process ends, too
+            self._control.send(self._encoder.encode(message))
+
+
+def _host_of(address: str) -> str:
+    """Of tcp://host:port."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

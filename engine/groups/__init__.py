@@ -1,0 +1,1 @@
+"""Groups of instances in lockstep: forming, agreeing, recovering."""

@@ -1,0 +1,378 @@
+"""The pace of an instance whose experts are spread: one group after another, as members come, go and die.
+
+:class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
+as its :class:`engine.groups.stepping.Pace`. The membership's thread brings Forms, background threads prepare
+them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds the group
+broken aborts it, so that the step loop comes out of a collective at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from coordinator.messages import Evidence, Form, Lost
+from coordinator.rpc.keys import MeshKeys
+from engine.groups.preparation import Preparation
+from engine.groups.recovery import (
+    Abandon,
+    AbortGroup,
+    DropRequests,
+    Enter,
+    Instruction,
+    Prepare,
+    Recovery,
+    Report,
+    Turn,
+    Wait,
+    names,
+)
+from engine.groups.recovery_times import Change, RecoveryTimes
+from engine.groups.stepping import Agreement, InLockstep, NoGroup
+from parallel.communicators.base import CollectiveError
+from parallel.communicators.renewable import RenewableCommunicator
+from parallel.communicators.segments import Watch
+from parallel.lockstep import Wake
+from parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from engine.executor_contract import SpreadExecutor
+    from parallel.communicators.base import Communicator
+
+logger = logging.getLogger(__name__)
+
+PENDING_PAUSE = 0.003
+"""Seconds between two steps in which nobody has tokens, while not all are ready for a change."""
+WATCH_INTERVAL = 1.0
+"""Seconds after which the watch of the others' processes looks whether it is still wanted."""
+
+
+class Mesh(Protocol):
+    """What is told to the coordinator."""
+
+    def report(self, lost: Lost) -> None: ...
+
+    def entered(self, form: Form) -> None:
+        """The group of this form is the one that this instance steps in."""
+        ...
+
+    def changed(self) -> None:
+        """``ready_epoch`` or what fits has changed."""
+        ...
+
+    def waits(self) -> None:
+        """There is no group to step in now."""
+        ...
+
+    def drained(self) -> None: ...
+
+
+class Elastic:
+    """See :class:`engine.groups.stepping.Pace`."""
+
+    def __init__(
+        self,
+        instance: str,
+        executor: SpreadExecutor,
+        mesh: Mesh,
+        *,
+        connect: Callable[[Form, Callable[[], bool]], Communicator],
+        free_bytes: Callable[[], int],
+        wake_loop: Callable[[], None],
+        keys: MeshKeys | None = None,
+    ) -> None:
+        """
+        Args:
+            connect: forms the group of a form.
+            free_bytes: memory that more experts may use now.
+            wake_loop: ends the step loop's sleep; called from any thread.
+        """
+        self._instance = instance
+        self._executor = executor
+        self._mesh = mesh
+        self._connect = connect
+        self._free_bytes = free_bytes
+        self._wake_loop = wake_loop
+        self._keys = keys
+        self._lock = threading.RLock()
+        self._recovery = Recovery(instance)
+        self._preparations: dict[int, Preparation[Communicator]] = {}
+        self._form_at: dict[int, float] = {}
+        self._current: Preparation[Communicator] | None = None
+        self._pace: InLockstep | None = None
+        self._problem: str | None = None
+        self._fenced = False
+        self._drained = False
+        self._waits = False
+        self.times = RecoveryTimes()
+
+    def __repr__(self) -> str:
+        return f"<Elastic {self._recovery!r} {self._pace!r}>"
+
+    # ---- for headers and heartbeats
+
+    @property
+    def ready_epoch(self) -> int:
+        with self._lock:
+            return self._recovery.ready_epoch
+
+    # ---- in the membership's thread
+
+    def on_form(self, form: Form) -> None:
+        """The coordinator wants the group of a new epoch."""
+        with self._lock:
+            instructions = self._recovery.on_form(form)
+            if any(isinstance(each, AbortGroup) for each in instructions):
+                self._notice("the coordinator")
+            if self._recovery.target is form:
+                self._form_at = {form.epoch: time.monotonic()}
+                logger.info("epoch %d comes: %s", form.epoch, _what_for(form, self._recovery))
+            self._carry_out(instructions)
+        self._mesh.changed()
+        self._wake_loop()
+
+    def on_fenced(self) -> None:
+        """The others go on without this instance."""
+        with self._lock:
+            self._carry_out(self._recovery.on_fenced())
+        self._wake_loop()
+
+    # ---- in the step loop
+
+    def turn(self) -> Turn:
+        if self._problem is not None:
+            raise NoGroup(self._problem)
+        with self._lock:
+            turn = self._recovery.turn(time.monotonic())
+            if isinstance(turn, Enter):
+                self._current = self._preparations.pop(turn.form.epoch)
+        match turn:
+            case Enter(form):
+                self._enter(form)
+            case Wait():
+                self._wait()
+        if self._recovery.switch_pending:
+            self.notice_work()
+        return turn
+
+    @property
+    def must_step(self) -> bool:
+        return self._pace is not None and self._pace.must_step
+
+    def notice_work(self) -> None:
+        if self._pace is not None:
+            self._pace.notice_work()
+
+    def on_wake(self, wake: Wake) -> None:
+        if self._pace is not None:
+            self._pace.on_wake(wake)
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        assert self._pace is not None, "turn() says whether there is a group"
+        agreement = self._pace.agree(num_tokens, queued_prefill, longest, in_flight, self.ready_epoch)
+        self.times.stepped(time.monotonic())
+        if agreement.switches_to:
+            with self._lock:
+                self._carry_out(self._recovery.switched(agreement.switches_to))
+        elif agreement.waits_for_change:
+            time.sleep(PENDING_PAUSE)
+        return agreement
+
+    def failed(self, error: CollectiveError) -> None:
+        with self._lock:
+            current = self._current
+            if current is not None:
+                self._lose(current.form, [error.rank], error.evidence, "a collective", str(error))
+
+    def drained(self) -> bool:
+        with self._lock:
+            self._recovery.drained(time.monotonic())
+        if not self._drained:
+            self._drained = True
+            self._mesh.drained()
+        return False
+
+    def is_fenced(self) -> bool:
+        fenced, self._fenced = self._fenced, False
+        return fenced
+
+    def close(self) -> None:
+        with self._lock:
+            for preparation in self._preparations.values():
+                preparation.abandon()
+            self._preparations.clear()
+            self._current = None
+        if self._pace is not None:
+            self._pace.close()
+            self._pace = None
+
+    # ---- helpers of the step loop
+
+    def _enter(self, form: Form) -> None:
+        preparation = self._current
+        assert preparation is not None
+        group = preparation.group
+        if group is None:  # broken again in this very moment
+            return
+        self._retire()
+        self._executor.join(group, Placement(form.owners, len(form.peers) * form.ranks))
+        others = [peer.address for peer in form.peers if peer.instance != self._instance]
+        self._pace = InLockstep(group, form.epoch, others, self._keys)
+        self._waits = False
+        self.times.entered(
+            Change(
+                form.epoch,
+                self._form_at.get(form.epoch, 0.0),
+                num_read=preparation.num_read,
+                read_at=preparation.read_at,
+                formed_at=preparation.formed_at,
+            )
+        )
+        logger.info("epoch %d: %d instances in lockstep over %s", form.epoch, group.size, _transport(group))
+        threading.Thread(target=self._watch, args=(preparation, group), name="watch", daemon=True).start()
+        self._mesh.entered(form)
+
+    def _wait(self) -> None:
+        self._retire()
+        if not self._waits:
+            self._waits = True
+            self._mesh.waits()
+
+    def _retire(self) -> None:
+        """Close the group before, in another thread: saying farewell takes a while."""
+        pace, self._pace = self._pace, None
+        if pace is not None:
+            threading.Thread(target=pace.close, name="closing", daemon=True).start()
+
+    # ---- losses
+
+    def _watch(self, preparation: Preparation[Communicator], group: Communicator) -> None:
+        """Until the group is replaced: notice at once when a process of it ends, also while all sleep."""
+        group.on_broken = lambda error: self._lost(
+            preparation, [error.rank], error.evidence, "a connection", str(error)
+        )
+        watch = Watch()
+        try:
+            for rank, pid in group.processes.items():
+                with contextlib.suppress(OSError):  # it has ended: the next collective will tell
+                    watch.add(rank, pid)
+            while self._current is preparation:
+                dead = watch.dead(WATCH_INTERVAL)
+                if dead:
+                    self._lost(preparation, dead, "exited", "its process", f"rank {dead[0]} has died")
+                    return
+        finally:
+            watch.close()
+
+    def _lost(
+        self,
+        preparation: Preparation[Communicator],
+        ranks: Iterable[int | None],
+        evidence: str,
+        by: str,
+        reason: str,
+    ) -> None:
+        with self._lock:
+            if self._current is preparation:
+                self._lose(preparation.form, ranks, evidence, by, reason)
+        self._wake_loop()
+
+    def _lose(self, form: Form, ranks: Iterable[int | None], evidence: str, by: str, reason: str) -> None:
+        """With the lock held. ``ranks``: places in the group, None where nobody is known."""
+        suspects = [form.peers[rank] for rank in ranks if rank is not None]
+        instructions = self._recovery.group_failed(
+            form.epoch, [peer.instance for peer in suspects], _EVIDENCE[evidence]
+        )
+        if instructions:
+            self._notice(by)
+            told = "".join(f" (instance {peer.rank})" for peer in suspects)
+            logger.warning("the group of epoch %d is broken: %s%s", form.epoch, reason, told)
+        self._carry_out(instructions)
+
+    def _notice(self, by: str) -> None:
+        self.times.noticed(by, time.monotonic())
+
+    # ---- instructions, with the lock held
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Prepare(form):
+                    preparation = Preparation(form, self._read_experts, self._connect, self._on_prepared)
+                    self._preparations[form.epoch] = preparation
+                    preparation.start()
+                case Abandon(epoch):
+                    abandoned = self._preparations.pop(epoch, None)
+                    if abandoned is not None:
+                        abandoned.abandon()
+                case AbortGroup(epoch):
+                    current = self._current
+                    if current is not None and current.form.epoch == epoch and current.group is not None:
+                        current.group.abort()
+                case Report(lost):
+                    self._mesh.report(lost)
+                case DropRequests():
+                    self._fenced = True
+
+    # ---- in the background
+
+    def _read_experts(self, form: Form, should_stop: Callable[[], bool]) -> int:
+        place = names(form).index(self._instance)
+        return self._executor.prepare(form, place, self._free_bytes(), should_stop)
+
+    def _on_prepared(self, preparation: Preparation[Communicator]) -> None:
+        epoch, error = preparation.form.epoch, preparation.error
+        if error is None:
+            with self._lock:
+                self._carry_out(self._recovery.prepared(epoch))
+        else:
+            self._on_not_prepared(preparation, error)
+        self._mesh.changed()
+        self._wake_loop()
+
+    def _on_not_prepared(self, preparation: Preparation[Communicator], error: Exception) -> None:
+        """Report it. An instance that has no group yet ends if it can be in none; the others try again,
+        as often as the coordinator says."""
+        form = preparation.form
+        rank = error.rank if isinstance(error, CollectiveError) and error.evidence != "deadline" else None
+        suspects = [] if rank is None else [form.peers[rank].instance]
+        why = str(error) or type(error).__name__  # a MemoryError says nothing
+        logger.warning("the group of epoch %d cannot form: %s", form.epoch, why)
+        if isinstance(error, ValueError) and self._current is None:
+            self._problem = f"the group of epoch {form.epoch} cannot form: {error}"
+            return
+        with self._lock:
+            self._carry_out(self._recovery.failed(form.epoch, suspects))
+
+
+_EVIDENCE = {
+    "exited": Evidence.EXITED,
+    "closed": Evidence.CLOSED,
+    "deadline": Evidence.DEADLINE,
+    "aborted": Evidence.CLOSED,
+}
+
+
+def _what_for(form: Form, recovery: Recovery) -> str:
+    """For the log: who will be in a group, and why it follows another."""
+    who = f"{len(form.peers)} instances, ranks {', '.join(str(peer.rank) for peer in form.peers)}"
+    current = recovery.current
+    if current is None or not form.peers:
+        return who if form.peers else "nobody is left"
+    if recovery.broken:
+        return f"{who}, after a loss in epoch {current.epoch}"
+    before = {peer.instance for peer in current.peers}
+    come, leave = len({peer.instance for peer in form.peers} - before), len(form.leavers)
+    return f"{who}; {come} come, {leave} leave"
+
+
+def _transport(group: Communicator) -> str:
+    if isinstance(group, RenewableCommunicator):
+        group = group.group
+    return {"GlooCommunicator": "gloo", "SharedMemoryCommunicator": "shared_memory"}.get(
+        type(group).__name__, type(group).__name__
+    )

@@ -1,0 +1,116 @@
+"""One epoch made ready in the background: the experts read that are missing here, then its group formed."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from safetensors import SafetensorError
+
+from coordinator.messages import Form
+from engine.model.checkpoint import ReadingStopped
+
+
+class Closable(Protocol):
+    """What a group can do, or several in one."""
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Group = TypeVar("Group", bound=Closable)
+
+logger = logging.getLogger(__name__)
+
+FORESEEN = (RuntimeError, ValueError, KeyError, OSError, MemoryError, SafetensorError)
+"""What a file, a peer or too little memory may bring about."""
+LONG_READ = 0.5
+"""Seconds of reading experts after which the log says what they were spent on."""
+
+ReadExperts = Callable[[Form, Callable[[], bool]], int]
+"""Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
+Connect = Callable[[Form, Callable[[], bool]], Group]
+"""Form a form's group."""
+
+
+class Preparation(Generic[Group]):
+    """The work for one :class:`coordinator.messages.Form`, in a thread of its own. :meth:`abandon` ends it
+    soon; a thread that hangs in a store whose host is stopped stays behind, and disturbs nobody."""
+
+    def __init__(
+        self,
+        form: Form,
+        read_experts: ReadExperts,
+        connect: Connect[Group],
+        on_end: Callable[[Preparation[Group]], None],
+    ) -> None:
+        """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`); not if
+        the preparation was abandoned before."""
+        self.form = form
+        self.group: Group | None = None
+        self.error: Exception | None = None
+        self.num_read = 0
+        self.read_at = self.formed_at = 0.0
+        """time.monotonic() when the experts were there, and the group."""
+        self._read_experts = read_experts
+        self._connect = connect
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"epoch-{form.epoch}", daemon=True)
+
+    def __repr__(self) -> str:
+        state = "abandoned" if self._stopped.is_set() else "formed" if self.group is not None else "runs"
+        return f"<Preparation of epoch {self.form.epoch}, {state}>"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Not wanted any more; what is formed is aborted at once and closed soon."""
+        with self._lock:
+            self._stopped.set()
+            group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+            threading.Thread(target=group.close, name="closing", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+            group = self._connect(self.form, self._stopped.is_set)
+        except ReadingStopped:
+            return
+        except Exception as error:  # whatever it is, others wait for word of it
+            if not isinstance(error, FORESEEN):
+                logger.exception("epoch %d cannot be prepared", self.form.epoch)
+            self.error = error
+        else:
+            self.formed_at = time.monotonic()
+            with self._lock:
+                if not self._stopped.is_set():
+                    self.group = group
+            if self.group is None:
+                group.abort()
+                group.close()
+                return
+        if not self._stopped.is_set():
+            self._on_end(self)
+
+    def _read(self) -> None:
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        self.num_read = self._read_experts(self.form, self._stopped.is_set)
+        self.read_at, after = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        if self.read_at - began > LONG_READ:
+            logger.info(
+                "epoch %d: %d experts took %.1f s, of which %.1f s computing; %d page faults read the disk, "
+                "the core was taken away %d times",
+                self.form.epoch, self.num_read, self.read_at - began,
+                after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+                after.ru_majflt - before.ru_majflt, after.ru_nivcsw - before.ru_nivcsw,
+            )  # fmt: skip

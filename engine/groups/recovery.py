@@ -1,0 +1,235 @@
+"""One instance's side of the epochs (pure: what happened in, what to do out).
+
+An instance steps in one group, its *current* one, and prepares at most one other, the *target*: the one
+of the newest :class:`coordinator.messages.Form`. There are two ways from one to the other:
+
+- *By agreement*, when nobody was lost. The instance goes on in the current group, tells the others in its
+  headers that it is ready (:attr:`Recovery.ready_epoch`), and at the step where all say so
+  (:class:`parallel.lockstep.Switch`) all enter. Who leaves goes at this step.
+- *After a loss*. The current group is broken: a collective failed, or the Form says or implies it. The
+  step thread comes out of it, waits until the target is ready, enters it at once, and runs the
+  interrupted step again. Who joins, having no group, enters in the same way, and finds the others there at
+  their first step.
+
+Nobody has to know which of the two the others take: who breaks a group closes its end, so all others
+break it too, and whoever enters the target finds the same group at step 0, awake.
+
+Threads, sockets and torch are around this class (:mod:`engine.groups.stepping`); its caller calls it from one
+thread at a time, and carries out what it returns in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from coordinator.messages import Evidence, Form, Lost
+
+LEAVE_TIMEOUT = 10.0
+"""Seconds that an instance without requests waits for a group without it; then it goes all the same."""
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """In the background: read the experts that are missing here, form the group. Then say ``prepared``, or
+    ``failed``. A call of ``Abandon`` for this epoch ends it."""
+
+    form: Form
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    """Stop preparing this epoch; close its group if it is formed already. Harmless if neither is so."""
+
+    epoch: int
+
+
+class AbortGroup(msgspec.Struct, frozen=True):
+    """Abort the group of this epoch, so that the step thread comes out of it, here and on all others."""
+
+    epoch: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Tell the coordinator, again and again until a Form of a later epoch comes."""
+
+    lost: Lost
+
+
+class DropRequests(msgspec.Struct, frozen=True):
+    """Refuse all requests, to be resumed elsewhere: most have been. This is a newcomer now."""
+
+
+Instruction = Prepare | Abandon | AbortGroup | Report | DropRequests
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Go on in the current group."""
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """Replace group, placement and agreement by those prepared for this form: step 0, awake. Close the group
+    before it. A step that was interrupted is scheduled again."""
+
+    form: Form
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """There is no group to step in now."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """All is done: leave the mesh."""
+
+
+Turn = Step | Enter | Wait | End
+
+
+class Recovery:
+    """Where one instance stands between its groups."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self.current: Form | None = None
+        """The group it steps in, broken or not."""
+        self.broken = False
+        """The current group is of no use any more."""
+        self.target: Form | None = None
+        """The group to enter next."""
+        self._ready = False
+        self._newest = 0
+        self._switched = False
+        self._drained_at: float | None = None
+        self._ended = False
+
+    def __repr__(self) -> str:
+        current = "none" if self.current is None else f"{self.current.epoch}{' broken' * self.broken}"
+        target = "none" if self.target is None else f"{self.target.epoch}{' ready' * self._ready}"
+        return f"<Recovery {self._instance} group {current}, next {target}{' ended' * self._ended}>"
+
+    # ---- for headers and heartbeats
+
+    @property
+    def epoch(self) -> int:
+        """Of the group it steps in; 0: none."""
+        return 0 if self.current is None or self.broken else self.current.epoch
+
+    @property
+    def ready_epoch(self) -> int:
+        """Of the newest group that it can enter, or has entered: for the next header."""
+        if self.target is not None and self._ready:
+            return self.target.epoch
+        return self.epoch
+
+    @property
+    def switch_pending(self) -> bool:
+        """Ready to leave the current group by agreement: this counts as work, and wakes the sleepers."""
+        return self.epoch > 0 and self.ready_epoch > self.epoch
+
+    # ---- what the coordinator says
+
+    def on_form(self, form: Form) -> list[Instruction]:
+        """A group is to be prepared. Repetitions and older ones do nothing."""
+        meant = self._instance in (*names(form), *form.leavers)
+        if form.epoch <= self._newest or not meant or self._ended:
+            return []
+        self._newest = form.epoch
+        instructions: list[Instruction] = self._abandon_target()
+        if self.current is not None and not self.broken and _ends(form, self.current):
+            self.broken = True
+            instructions.append(AbortGroup(self.current.epoch))
+        self.target = form
+        if self._instance in names(form):
+            instructions.append(Prepare(form))
+        else:  # it leaves, with nothing to prepare
+            self._ready = True
+        return instructions
+
+    def on_fenced(self) -> list[Instruction]:
+        """The others go on without this instance, which was taken for dead."""
+        instructions = self._abandon_target()
+        if self.current is not None:
+            instructions.append(AbortGroup(self.current.epoch))
+        self.current, self.broken = None, False
+        return [*instructions, DropRequests()]
+
+    # ---- what the background says
+
+    def prepared(self, epoch: int) -> list[Instruction]:
+        """The experts of this epoch are here and its group is formed."""
+        if self.target is None or self.target.epoch != epoch:
+            return [Abandon(epoch)]
+        self._ready = True
+        return []
+
+    def failed(self, epoch: int, suspects: Iterable[str] = ()) -> list[Instruction]:
+        """The group of this epoch cannot be formed; ``suspects`` are known to be gone. The current group
+        goes on if it can, until the coordinator says what comes next."""
+        if self.target is None or self.target.epoch != epoch:
+            return []
+        return [Abandon(epoch), self._report(epoch, suspects, Evidence.CLOSED)]
+
+    # ---- what the step loop says
+
+    def group_failed(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> list[Instruction]:
+        """A collective of this epoch failed, or members of it are gone. Once is enough."""
+        if self.current is None or self.current.epoch != epoch or self.broken:
+            return []
+        self.broken = True
+        return [AbortGroup(epoch), self._report(epoch, suspects, evidence)]
+
+    def switched(self, epoch: int) -> list[Instruction]:
+        """All have agreed to enter this epoch (:class:`parallel.lockstep.Switch`); :meth:`turn` says how.
+
+        When a Form took its place in the very step of the agreement, because somebody is lost, there is no
+        way to follow the others; they will hear of it."""
+        leaves = self.target is not None and self._instance not in names(self.target)
+        if self.target is not None and self._ready and (self.target.epoch == epoch or leaves):
+            self._switched = True
+            return []
+        self.broken = True
+        return [] if self.current is None else [AbortGroup(self.current.epoch)]
+
+    def drained(self, now: float) -> None:
+        """No request is left here, and none will come: leave at the next occasion."""
+        if self._drained_at is None:
+            self._drained_at = now
+
+    def turn(self, now: float) -> Turn:
+        """What the step loop does next; called at the top of each turn, and after every decided step."""
+        if self._ended:
+            return End()
+        if self._drained_at is not None and self._may_go(now):
+            self._ended = True
+            return End()
+        if self.target is not None and self._ready and (self.epoch == 0 or self._switched):
+            self.current, self.target = self.target, None
+            self.broken = self._ready = self._switched = False
+            return Enter(self.current)
+        return Step() if self.epoch else Wait()
+
+    # ----
+
+    def _may_go(self, now: float) -> bool:
+        """Whether a drained instance disturbs nobody by its end, or has waited for too long."""
+        assert self._drained_at is not None
+        leaves = self._switched and self.target is not None and self._instance not in names(self.target)
+        is_alone = self.current is not None and len(self.current.peers) == 1 and self.target is None
+        return leaves or is_alone or self.epoch == 0 or now - self._drained_at >= LEAVE_TIMEOUT
+
+    def _abandon_target(self) -> list[Instruction]:
+        target, self.target = self.target, None
+        self._ready = self._switched = False
+        return [] if target is None or self._instance not in names(target) else [Abandon(target.epoch)]
+
+    def _report(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> Report:
+        return Report(Lost(instance=self._instance, epoch=epoch, suspects=tuple(suspects), evidence=evidence))
+
+
+def names(form: Form) -> list[str]:
+    """The members of a group, in group order."""
+    return [peer.instance for peer in form.peers]
+
+
+def _ends(form: Form, group: Form) -> bool:
+    """Whether a Form means that an earlier group is dead: it says so, or somebody is gone without leave."""
+    return group.epoch <= form.broken or not set(names(group)) <= {*names(form), *form.leavers}

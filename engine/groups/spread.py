@@ -1,0 +1,147 @@
+"""An instance whose experts are spread over the mesh, as the coordinator sees it: what it holds, in which
+group it steps, what it waits for. Between the membership and :class:`engine.groups.elastic.Elastic`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from coordinator.client import COMPLAINT_INTERVAL, Membership
+from coordinator.messages import Form, Lost, Settings, State
+from coordinator.rpc.keys import MeshKeys
+from engine.config import DeviceConfig
+from engine.executor_contract import SpreadExecutor
+from engine.groups.elastic import Elastic
+from engine.groups.rendezvous import Rendezvous
+from engine.groups.stepping import NoGroup
+from parallel.communicators.base import Communicator
+
+logger = logging.getLogger(__name__)
+
+
+def first_share(rank: int, settings: Settings) -> tuple[int, int]:
+    """(place, of how many): the experts to load before the first group is known. Of the instances that the
+    mesh starts with, those of its first epoch; of a newcomer, about as many as it will get."""
+    size = settings.data_parallel_size
+    if rank < size:
+        return rank, size
+    most = settings.num_experts // settings.tensor_parallel_size
+    return rank % most, min(rank + 1, most)
+
+
+class Spread:
+    """See :class:`engine.groups.elastic.Mesh`. Reports its load, then follows the coordinator."""
+
+    def __init__(
+        self,
+        name: str,
+        membership: Membership,
+        executor: SpreadExecutor,
+        *,
+        endpoint: str,
+        wake_loop: Callable[[], None],
+        host: str,
+        device: DeviceConfig,
+        startup_timeout: float,
+        keys: MeshKeys | None = None,
+    ) -> None:
+        """``endpoint``, ``host``: where routers and the other instances reach this one."""
+        self._name = name
+        self._membership = membership
+        self._executor = executor
+        self._endpoint = endpoint
+        self._startup_timeout = startup_timeout
+        self._began = self._complained_at = time.monotonic()
+        self._was_ready = False
+        self.drains = False
+        """Takes nothing new: not to be called ready any more."""
+        self._meeting = Rendezvous(host, device)
+        self.pace = Elastic(
+            name,
+            executor,
+            self,
+            connect=self._connect,
+            free_bytes=self._free_bytes,
+            wake_loop=wake_loop,
+            keys=keys,
+        )
+        membership.follow(self.pace.on_form, self.pace.on_fenced)
+        membership.update(
+            state=State.LOADED,
+            phase="waits for the other instances",
+            address=endpoint,
+            store=self._meeting.address,
+            experts=executor.experts_held(),
+            max_experts=self._max_experts(),
+        )
+
+    def _connect(self, form: Form, should_stop: Callable[[], bool]) -> Communicator:
+        """First the instances, then what else the workers need."""
+        group = self._meeting.connect(form, self._name, should_stop)
+        return self._executor.connect(form, group, should_stop)
+
+    def look(self) -> None:
+        """Once a turn: whether the others come in time.
+
+        Raises:
+            NoGroup: they do not.
+        """
+        now = time.monotonic()
+        if self._was_ready or now - self._complained_at < COMPLAINT_INTERVAL:
+            return
+        self._complained_at = now
+        waited = now - self._began
+        if waited > self._startup_timeout:
+            raise NoGroup(f"gave up after {waited:.0f} s of waiting for the other instances")
+        logger.info("waiting for the other instances of the mesh (%.0f s)", waited)
+
+    def close(self) -> None:
+        self.pace.close()
+        self._meeting.close()
+
+    # ---- what the pace says
+
+    def report(self, lost: Lost) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        self._membership.report(lost)
+
+    def entered(self, form: Form) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        if form.peers[0].instance == self._name:
+            self._meeting.renew()
+        if not self._was_ready:
+            self._was_ready = True
+            waited = time.monotonic() - self._began
+            logger.info("ready on %s after %.1f s of waiting for others", self._endpoint, waited)
+        self._membership.enter(form)
+        self._membership.update(
+            state=None if self.drains else State.READY,
+            phase=None if self.drains else "serving",
+            store=self._meeting.address,
+            experts=self._executor.experts_held(),
+            max_experts=self._max_experts(),
+            ready_epoch=self.pace.ready_epoch,
+        )
+
+    def changed(self) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        self._membership.update(ready_epoch=self.pace.ready_epoch, max_experts=self._max_experts())
+
+    def waits(self) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        if self._was_ready:
+            self._membership.update(phase="recovering")
+
+    def drained(self) -> None:
+        """See :class:`engine.groups.elastic.Mesh`."""
+        self._membership.update(state=State.DRAINED, phase="drained")
+
+    # ----
+
+    def _max_experts(self) -> int:
+        return self._executor.max_experts(self._free_bytes())
+
+    def _free_bytes(self) -> int:
+        """Neighbours share a host's memory, and may all need more at the same time."""
+        return self._executor.spare_memory() // max(1, self._membership.neighbours)

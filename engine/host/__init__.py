@@ -1,0 +1,1 @@
+"""The machine an instance runs on: memory, cores, forked processes."""

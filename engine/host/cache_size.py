@@ -1,0 +1,115 @@
+"""How large the KV cache of an instance is, and which context it allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.config import CacheConfig, EngineConfig
+from engine.host.memory import available_memory, most_memory
+from engine.step import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+
+class TooLittleMemory(RuntimeError):
+    """For the KV cache that was asked for, or for any; says what to do."""
+
+
+def size_cache(
+    config: EngineConfig, facts: ModelFacts, free_memory: Callable[[], int], neighbours: int
+) -> tuple[int, int]:
+    """Number of KV blocks, and the longest context in tokens; logs both.
+
+    Args:
+        config: of the instance, with a known ``max_model_len``.
+        facts: what the loaded model costs per token.
+        free_memory: bytes that the cache may take where nothing was asked for.
+        neighbours: instances on this host, this one included: they share its memory.
+
+    Raises:
+        TooLittleMemory: not even one block fits, or more was asked for than there is at all.
+    """
+    cache = config.cache
+    block_bytes = facts.kv.bytes_per_token * cache.block_size
+    asked_len = config.model.max_model_len
+    assert asked_len is not None
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    else:
+        sharers = neighbours if facts.device == "cpu" else 1
+        memory = cache.kv_cache_memory_bytes or free_memory() // sharers
+        useful = -(-asked_len // cache.block_size) * config.scheduler.max_num_seqs
+        num_blocks = min(memory // block_bytes, useful)
+        if num_blocks < 1:
+            utilization = "" if facts.device == "cpu" else " or --gpu-memory-utilization"
+            raise TooLittleMemory(
+                f"{_bytes(memory)} for the KV cache is too little for one block of "
+                f"{cache.block_size} tokens ({_bytes(block_bytes)}): raise "
+                f"--kv-cache-memory-bytes{utilization}, or lower --block-size"
+            )
+    if facts.device == "cpu" and not config.workers_elsewhere:
+        _check_memory(num_blocks, cache, num_blocks * block_bytes * config.num_local_workers, neighbours)
+    if facts.device == "cpu" and cache.gpu_memory_utilization != CacheConfig().gpu_memory_utilization:
+        logger.warning("--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes")
+    capacity = num_blocks * cache.block_size
+    asked_blocks = (cache.kv_cache_memory_bytes or 0) // block_bytes
+    less = cache.num_gpu_blocks_override is None and num_blocks < asked_blocks
+    logger.info(
+        "%s, %.1f M parameters, %.1f MiB of weights in %s on %s",
+        facts.architecture, facts.num_parameters / 1e6, facts.weight_bytes / 2**20, facts.dtype, facts.device,
+    )  # fmt: skip
+    logger.info(
+        "# KV blocks: %d, %d tokens (%.1f MiB); %.2fx the context of %d tokens%s",
+        num_blocks, capacity, num_blocks * block_bytes / 2**20, capacity / asked_len, asked_len,
+        ", as many as --max-num-seqs requests can use: not all of --kv-cache-memory-bytes" * less,
+    )  # fmt: skip
+    if capacity < asked_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than the context of %d: requests for more are refused, those "
+            "that name no max_tokens end there; raise --kv-cache-memory-bytes or lower --max-model-len",
+            capacity, asked_len,
+        )  # fmt: skip
+    return num_blocks, min(asked_len, capacity)
+
+
+def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbours: int) -> None:
+    """``num_bytes`` are those of one instance.
+
+    Raises:
+        TooLittleMemory: so much as ``neighbours`` of them take is not there at all.
+    """
+    blocks = f"{num_blocks} KV blocks of {cache.block_size} tokens would take {_bytes(num_bytes)}"
+    each = f" for each of {neighbours} instances" * (neighbours > 1)
+    if num_bytes * neighbours > most_memory():
+        raise TooLittleMemory(
+            f"{blocks}{each}, and all memory here is {_bytes(most_memory())}: lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes, or leave them out"
+        )
+    if num_bytes > (free := available_memory()):
+        logger.warning(
+            "%s, and %s are free: the kernel ends processes when memory runs out; lower "
+            "--num-gpu-blocks-override or --kv-cache-memory-bytes", blocks, _bytes(free),
+        )  # fmt: skip
+
+
+def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
+    """Bytes of a CUDA device for the KV cache of one worker: what is left of its share of the device after
+    its largest step, or of what others leave it, if that is less.
+
+    Args:
+        total: bytes of the device.
+        free: those that nobody has now.
+        reserved: those that this process's allocator has now.
+        peak: the most that it has had.
+        utilization: the share, ``--gpu-memory-utilization``.
+    """
+    return max(0, min(int(total * utilization), free + reserved) - peak)
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

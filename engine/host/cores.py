@@ -1,0 +1,61 @@
+"""Which cores of a host an instance computes on, and with how many threads.
+
+More threads than cores would make every step tens of times slower, so the instances of a host share its cores
+out anew whenever one comes or goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+from engine.config import DeviceConfig, EngineConfig
+from parallel.topology import threads_per_worker, usable_cores, visible_cuda_devices
+
+logger = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """What an instance computes with on one host."""
+
+    threads: int = 0
+    """Of each of its workers."""
+    cores: tuple[int, ...] = ()
+    """Those that no other instance computes on, if there are any."""
+
+
+def has_gpu(device: DeviceConfig) -> bool:
+    return device.device == "cuda" or (device.device == "auto" and visible_cuda_devices() > 0)
+
+
+def share_of_cores(workers: int, given: int, sharers: int) -> Share:
+    """Of an instance with so many workers here, where ``sharers`` instances are: an equal part, or the
+    ``given`` number of cores (``--cpu-threads``), 0 for none."""
+    threads = threads_per_worker(workers if given else sharers * workers, given or usable_cores())
+    return Share(threads, tuple(sorted(os.sched_getaffinity(0))) if sharers == 1 else ())
+
+
+def tell_threads(config: EngineConfig, share: Share, sharers: int) -> None:
+    """Log with how many threads an instance computes, and whether that will be slow."""
+    workers, cores = config.num_local_workers, usable_cores()
+    each = f" in each of {workers} workers" if workers > 1 else ""
+    logger.info("computes with %d thread%s%s", share.threads, "s" * (share.threads > 1), each)
+    if config.device.cpu_threads > cores and config.device.device != "cuda":
+        logger.warning(
+            "--cpu-threads %d is more than the %d core%s of this host: each step will take many times longer",
+            config.device.cpu_threads, cores, "s" * (cores > 1),
+        )  # fmt: skip
+    if workers > 1 and sharers * workers > cores and config.device.device != "cuda":
+        logger.warning(
+            "%d workers share the %d core%s of this host: expect each step to take longer than with "
+            "fewer (lower -tp or -pp, or run fewer instances here)",
+            sharers * workers, cores, "s" * (cores > 1),
+        )  # fmt: skip
+
+
+def instances_at_once(config: EngineConfig) -> float | None:
+    """Instances like this one for which this host's cores suffice; None if it has devices of its own."""
+    if not config.num_local_workers or has_gpu(config.device):
+        return None
+    return usable_cores() / max(config.num_local_workers, config.device.cpu_threads)

@@ -1,0 +1,239 @@
+"""Loads torch and transformers without what an instance never uses (no torch itself).
+
+Both import, when they are loaded, compilers, tracers, optimisers and ways to train. Three things spare that:
+
+- The code of modules named in :data:`DEFERRED` waits. They are found and put in their places as ever; when
+  somebody asks one of them for something, all run, in this order. Submodules can be imported before.
+- transformers is told that torch lacks what is named in :data:`LACKING`. It supports such builds of torch,
+  and then leaves out what stands on it. (Lockstep shards models in its own way.)
+- What transformers finds by reading the files of all its models, twice, is kept in a cache.
+
+Only processes that compute do this, before they load anything: :mod:`engine.host.fork_server`,
+:mod:`engine.__main__`, :mod:`engine.executor.worker`. A program that imports Lockstep gets its libraries as
+they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from parallel.caches import cache_directory, is_trusted, own_directory
+
+OFF = "LOCKSTEP_WHOLE_LIBRARIES"
+"""Environment variable: 1 loads all of them at once."""
+
+DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch._dynamo")
+"""How operators without a kernel for the meta device compute shapes there, exporting, the compiler. A model
+that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`)."""
+MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
+"""Decorators that only tell the compiler about a function; until that is loaded they change nothing."""
+LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")
+"""Functions of ``transformers.utils.import_utils`` that say no."""
+SCAN = "create_import_structure_from_path"
+"""The function there that reads the files of a directory."""
+
+_waiting: dict[str, _Deferred] = {}
+_lock = threading.RLock()
+
+
+class _Deferred(Loader):
+    """Stands before the real loader of one module."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._module: ModuleType | None = None
+        self._stand_in: Callable[[str], Any] | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def wanted(name: str) -> Any:
+            """The module's ``__getattr__`` (PEP 562) until its code has run."""
+            if name.startswith("__") and name.endswith("__"):
+                raise AttributeError(name)  # the import system and inspect ask any module for these
+            if module.__name__ in _waiting and name in MARKS.get(module.__name__, ()):
+                return _unchanged
+            run_deferred()
+            if name in module.__dict__:
+                return module.__dict__[name]
+            own = module.__dict__.get("__getattr__")
+            if own is None or own is wanted:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return own(name)
+
+        self._module, self._stand_in = module, wanted
+        module.__dict__["__getattr__"] = wanted
+        _waiting[module.__name__] = self
+
+    def run(self) -> None:
+        assert self._module is not None
+        self._loader.exec_module(self._module)
+        if self._module.__dict__.get("__getattr__") is self._stand_in:
+            del self._module.__dict__["__getattr__"]
+
+
+def run_deferred() -> bool:
+    """Run the code of all modules that wait; False if none did. While it runs, other threads that ask one of
+    them for something wait, and it finds of itself what it has said so far."""
+    with _lock:
+        ran = False
+        for name in DEFERRED:
+            waits = _waiting.pop(name, None)
+            if waits is not None:
+                waits.run()
+                ran = True
+        return ran
+
+
+class _Changed(Loader):
+    """Loads transformers' module of what there is to import, and changes it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        for name in LACKING:
+            setattr(module, name, _no)
+        if hasattr(module, SCAN):
+            setattr(module, SCAN, _Scan(getattr(module, SCAN)))
+
+
+def _no() -> bool:
+    return False
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    """In place of a decorator, with or without arguments."""
+    return _unchanged if function is None else function
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What there is to import from a directory. transformers has dictionaries with keys of two kinds."""
+
+    files: list[tuple[list[str], dict[str, list[str]]]]
+    """What a name needs to be installed, and the names of each file that need it."""
+    directories: dict[str, _Found]
+
+    @classmethod
+    def fold(cls, found: dict[Any, Any]) -> _Found:
+        return cls(
+            [
+                (sorted(needs), {file: sorted(names) for file, names in files.items()})
+                for needs, files in found.items()
+                if not isinstance(needs, str)
+            ],
+            {name: cls.fold(below) for name, below in found.items() if isinstance(name, str)},
+        )
+
+    def unfold(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {name: below.unfold() for name, below in self.directories.items()}
+        for needs, files in self.files:
+            found[frozenset(needs)] = {file: set(names) for file, names in files.items()}
+        return found
+
+
+class _Scan:
+    """transformers' function of this name, whose answer for the directory of all models is kept in a file."""
+
+    def __init__(self, scan: Callable[[str], Any]) -> None:
+        self._scan = scan
+        self._kept: dict[Path, _Found] = {}
+
+    def __call__(self, module_path: str | Path) -> Any:
+        path = Path(module_path)
+        directory = path.parent if path.is_file() else path
+        if directory.name != "models":
+            return self._scan(str(module_path))
+        try:
+            file = cache_directory("libraries") / f"models-{_state(directory)}.json"
+        except OSError:
+            return self._scan(str(module_path))
+        kept = self._kept.get(file)
+        if kept is None:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                if is_trusted(file.parent) and is_trusted(file):  # it names what is imported
+                    kept = self._kept[file] = msgspec.json.decode(file.read_bytes(), type=_Found)
+        if kept is not None:
+            return kept.unfold()  # anew each time: whoever asked may change what it got
+        found = self._scan(str(module_path))
+        with contextlib.suppress(AttributeError, TypeError):  # of another kind: it is not kept
+            kept = _Found.fold(found)
+            if kept.unfold() == found:
+                self._keep(file, kept)
+        return found
+
+    def _keep(self, file: Path, kept: _Found) -> None:
+        self._kept[file] = kept
+        fresh = file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            own_directory("libraries")
+            try:
+                fresh.write_bytes(msgspec.json.encode(kept))
+                fresh.chmod(0o644)  # whatever the umask
+                fresh.rename(file)
+            finally:
+                fresh.unlink(missing_ok=True)  # half of it, on a disk that is full
+
+
+def _state(directory: Path) -> str:
+    """Another one if any file below has changed."""
+    digest = hashlib.sha256(str(directory).encode())
+    for path, directories, files in os.walk(directory):
+        directories.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                status = os.stat(os.path.join(path, name))
+                digest.update(f"{name} {status.st_mtime_ns} {status.st_size}".encode())
+    return digest.hexdigest()[:16]
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in DEFERRED and name != "transformers.utils.import_utils":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Deferred(spec.loader) if name in DEFERRED else _Changed(spec.loader)
+        return spec
+
+
+def trim() -> None:
+    """From now on load less. What is loaded already stays as it is."""
+    if os.environ.get(OFF) != "1" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+@contextlib.contextmanager
+def no_garbage(leaves: bool = False) -> Iterator[None]:
+    """Libraries are loaded meanwhile, or a model: nobody looks for garbage among the million objects that are
+    made and kept, neither now nor later. ``leaves``: it makes others, which are looked for at its end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if leaves:
+            gc.collect()
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,107 @@
+"""How much memory this process may still take: of the machine, or of its container (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+from engine.step import Step
+from parallel.control_groups import memory_limits
+
+logger = logging.getLogger(__name__)
+
+TURN_TIMEOUT = 120.0
+"""Seconds: laying out the weights of a large model takes a while."""
+
+MARGIN = 0.1
+"""Of the memory that is free, what is left alone when more experts are loaded."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short: Python's own, the system's (ulimit -v, vm.overcommit), or
+    torch's, which are RuntimeErrors."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and is_torchs
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: what the machine has, or what the limits of its container
+    leave. File pages that can be dropped count as free."""
+    available = int(psutil.virtual_memory().available)
+    left = [limit.most - limit.used + limit.files for limit in memory_limits()]
+    return max(0, min([available, *left]))
+
+
+def return_freed_memory() -> None:
+    """Make the allocator return freed pages to the system instead of keeping them in each arena."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
+    """One process of this host at a time looks at what is free and takes it: instances that start together
+    would see the same memory. Who has waited for ``patience`` seconds goes on all the same."""
+    with Path(__file__).open("rb") as file:  # of this installation; the kernel lets go of it with the process
+        until = time.monotonic() + patience
+        while not _locks(file):
+            if time.monotonic() > until:
+                logger.warning(
+                    "another instance of this host has taken memory for %.0f s; going on", patience
+                )
+                break
+            time.sleep(0.02)
+        yield
+
+
+def _locks(file: BinaryIO) -> bool:
+    """Whether this process has the lock now, or there can be none (some network file systems)."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+class Untouched:
+    """The part of a KV cache on a CPU that was never written to: its pages take no memory yet, but will. A
+    new cache is used in the order of its blocks' numbers (:class:`engine.scheduling.blocks.BlockPool`)."""
+
+    def __init__(self, num_blocks: int = 0, block_bytes: int = 0) -> None:
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self._num_used = 0
+        """Blocks that were ever given out."""
+
+    def __repr__(self) -> str:
+        return f"<Untouched {self._num_blocks - self._num_used} of {self._num_blocks} blocks>"
+
+    def note(self, step: Step) -> None:
+        """A step is computed."""
+        for blocks in step.new_blocks.values():
+            self._num_used = max(self._num_used, max(blocks, default=-1) + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self._num_blocks - self._num_used) * self._block_bytes
+
+
+def spare_memory(cache: Untouched) -> int:
+    """Bytes that more experts may take. What a KV cache will still take counts as taken."""
+    return int((available_memory() - cache.num_bytes) * (1 - MARGIN))
+
+
+def most_memory() -> int:
+    """Bytes that there are in all, free or not."""
+    return min([int(psutil.virtual_memory().total), *(limit.most for limit in memory_limits())])

@@ -1,0 +1,1 @@
+"""A model from its checkpoint: reading, sharding, checking."""

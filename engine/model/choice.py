@@ -1,0 +1,184 @@
+"""Which backend serves a loaded model: what the flag names, or what proves itself on a few steps.
+
+The steps run on the model itself. In each attention layer both backends compute, the layer gets torch's
+result, and the other's is compared; so models with shards, windows, sinks or soft caps are all tested as they
+are, and ranks that compute together stay together whatever happens to one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from engine.attention import Backend, make_attention, why_not_triton
+from engine.attention.base import PLAN_KEYWORD, AttentionPlan, AttentionUse, PackedRows, PagedAttention
+from engine.attention.splits import SPLIT_KEYS
+from engine.model.checkpoint import CheckpointError
+from engine.model.probe import run_stage
+
+if TYPE_CHECKING:
+    from engine.model.weights import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Greatest difference of a token, relative to the mean size of a layer's output: what rounding makes, not
+what another formula makes."""
+PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
+"""Tokens of the two requests: enough for several tiles, and for a context that is cut into three."""
+PROGRAMS = 1 << 16
+"""For the kernels to suppose, so that contexts are cut in the check where they might be on this device."""
+
+
+def choose_backend(
+    wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, block_size: int
+) -> Backend:
+    """The backend for this model. Says in the log what was chosen where there was a choice.
+
+    Raises:
+        CheckpointError: the one that is wanted cannot run here, or computes something else.
+    """
+    if wanted == "TORCH_SDPA" or (wanted == "auto" and model.device.type != "cuda"):
+        return "TORCH_SDPA"
+    began = time.monotonic()
+    problem = why_not_triton(model.device)
+    if problem is None:
+        problem = _compare(model, block_size)
+    if problem is None:
+        logger.info("attention: TRITON_ATTN, checked in %.1f s", time.monotonic() - began)
+        return "TRITON_ATTN"
+    if wanted == "TRITON_ATTN":
+        raise CheckpointError(
+            f"--attention-backend TRITON_ATTN cannot serve: {problem}. Leave the flag out, or use TORCH_SDPA"
+        )
+    logger.warning("attention: TORCH_SDPA, since TRITON_ATTN cannot serve: %s", problem)
+    return "TORCH_SDPA"
+
+
+def _compare(model: LoadedModel, block_size: int) -> str | None:
+    """What keeps the Triton kernels from serving this model, None if nothing does."""
+    context = getattr(model.module.config.get_text_config(), "max_position_embeddings", None) or PROMPT
+    longest = min(PROMPT, int(context))
+    pages = -(-longest // block_size), -(-OTHER_PROMPT // block_size)
+    tables = np.zeros((2, pages[0]), dtype=np.int32)
+    order = np.arange(sum(pages), dtype=np.int32)[::-1]
+    tables[0], tables[1, : pages[1]] = order[: pages[0]], order[pages[0] :]
+    both = _Both(model, len(order), block_size)
+    steps = [  # [(request, start, count)]: prompts in pieces, then decode beside a prompt
+        [(1, 0, OTHER_PROMPT - 3), (0, 0, longest // 8)],
+        [(1, OTHER_PROMPT - 3, 1), (0, longest // 8, longest - 2 - longest // 8)],
+        [(1, OTHER_PROMPT - 2, 1), (0, longest - 2, 1)],
+        [(0, longest - 1, 1)],
+    ]
+    with torch.inference_mode():
+        for rows in steps:
+            requests = [request for request, _, _ in rows]
+            starts = np.array([start for _, start, _ in rows])
+            counts = np.array([count for _, _, count in rows])
+            positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+            packed = PackedRows(starts, counts, tables[requests], positions, int((counts == 1).sum()))
+            ids = (positions * 7919 + np.repeat(requests, counts) * 13) % model.vocab_size
+            run_stage(
+                model.module,
+                model.stage,
+                torch.from_numpy(ids).to(model.device),
+                torch.from_numpy(positions).to(model.device),
+                logits_to_keep=torch.zeros(1, dtype=torch.int64, device=model.device),
+                **{PLAN_KEYWORD: both.plan(packed)},
+            )
+    return both.verdict(TOLERANCE.get(model.dtype, 3e-2))
+
+
+class _Both:
+    """Two caches, written alike; results are the first one's. Implements ``base.PagedAttention``."""
+
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self._failure: str | None = None
+        self._differences: list[torch.Tensor] = []
+        self.use = AttentionUse()
+
+        def make(backend: Backend) -> PagedAttention:
+            return make_attention(
+                model.layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=model.dtype,
+                device=model.device,
+                backend=backend,
+                programs=PROGRAMS,
+            )
+
+        self._first = make("TORCH_SDPA")
+        self._second: PagedAttention | None = None
+        try:
+            self._second = make("TRITON_ATTN")
+        except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
+            self.fail(error)
+
+    def plan(self, rows: PackedRows) -> AttentionPlan:
+        """See ``base.PagedAttention``."""
+        second = None
+        if self._second is not None:
+            try:
+                second = self._second.plan(rows)
+            except Exception as error:  # noqa: BLE001
+                self.fail(error)
+        return _BothPlans(self, self._first.plan(rows), second)
+
+    def fail(self, error: Exception) -> None:
+        """The second backend cannot do it."""
+        if self._failure is None:
+            lines = str(error).strip().splitlines()
+            self._failure = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
+        self._second = None
+
+    def note(self, difference: torch.Tensor) -> None:
+        """Of one layer of one step."""
+        self._differences.append(difference)
+
+    def verdict(self, tolerance: float) -> str | None:
+        """What is wrong with the second one, None if nothing is."""
+        if self._failure is not None:
+            return f"its kernels fail: {self._failure}"
+        worst = float(torch.stack(self._differences).max())
+        if not worst <= tolerance:
+            return f"on a few steps of this model it differs from TORCH_SDPA by {worst:.2g}"
+        return None
+
+
+class _BothPlans:
+    """A step of both. Implements ``base.AttentionPlan``."""
+
+    def __init__(self, both: _Both, first: AttentionPlan, second: AttentionPlan | None) -> None:
+        self.use = both.use
+        self._both = both
+        self._first = first
+        self._second = second
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``base.AttentionPlan.attend``."""
+        expected = self._first.attend(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+        if self._second is None:
+            return expected
+        try:
+            found = self._second.attend(layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks)
+            difference = (found.double() - expected.double()).flatten(1).norm(dim=1).max()
+            self._both.note(difference / expected.double().flatten(1).norm(dim=1).mean().clamp(min=1e-6))
+        except Exception as error:  # noqa: BLE001 (a compiler of kernels may raise anything)
+            self._second = None
+            self._both.fail(error)
+        return expected

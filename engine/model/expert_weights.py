@@ -1,0 +1,230 @@
+"""Reading a part of a mixture-of-experts checkpoint: a rank's share (its experts and all that is not an
+expert), or some more experts for a model that serves already.
+
+transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, fused
+in memory). That conversion works on whatever experts it is given, so a rank gives it only its own, numbered
+anew, read one tensor or slice at a time; the bytes of the others are never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+from engine.model.checkpoint import CheckpointError, ReadingStopped, weight_files
+from engine.model.text_parts import NAMES, OTHER_MODALITIES
+from parallel.placement import Placement
+
+ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+class ExpertShare(msgspec.Struct, frozen=True):
+    """Which experts one rank holds."""
+
+    placement: Placement
+    rank: int
+
+    @property
+    def experts(self) -> list[int]:
+        return self.placement.experts_of(self.rank)
+
+
+def expert_modules(model: Any) -> dict[str, Any]:
+    """The modules that hold the fused experts of a layer, by path, in the order of layers."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if hasattr(module, "num_experts") and hasattr(module, "_is_expert_parallel")
+    }
+
+
+def spread_modules(model: Any) -> dict[str, Any]:
+    """:func:`expert_modules` of a model whose experts are to be spread.
+
+    Raises:
+        CheckpointError: this family has none that could be.
+    """
+    layers = expert_modules(model)
+    if not layers:
+        raise CheckpointError(
+            f"{type(model).__name__}: its experts do not go through transformers' experts interface, so they "
+            "cannot be spread over instances: use --no-enable-expert-parallel"
+        )
+    return layers
+
+
+def keep_experts(module: Any, count: int) -> None:
+    """Leave an experts module with room for so many experts."""
+    for name, parameter in expert_parameters(module):
+        local = parameter.new_empty(count, *parameter.shape[1:])
+        setattr(module, name, torch.nn.Parameter(local, requires_grad=False))
+    module.num_experts = count
+
+
+def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those of an experts module that have a row per expert, by name."""
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.shape[0] == module.num_experts
+    ]
+
+
+def read_experts(
+    model: Any, directory: Path, experts: Sequence[int], should_stop: Callable[[], bool] = lambda: False
+) -> dict[str, torch.Tensor]:
+    """Some experts of all layers from the checkpoint of a model: parameter -> [len(experts), ...], in their
+    order. Only their bytes are read; the model, which may hold other ones, is not changed.
+
+    Raises:
+        CheckpointError: the checkpoint lacks some of them (any more).
+        ReadingStopped: ``should_stop``, which is asked before each tensor, said so.
+    """
+    layers = expert_modules(model)
+    wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
+    found = ExpertReader(model, layers, experts).read_experts(directory, should_stop)
+    for name in wanted:
+        if name not in found or found[name].shape[0] != len(experts):
+            raise CheckpointError(f"{directory} lacks experts of {name}: has it changed since the start?")
+    return {name: found[name] for name in wanted}
+
+
+@contextmanager
+def only_experts_of(
+    model_class: Any, config: Any, share: ExpertShare, directory: Path
+) -> Iterator[dict[str, torch.Tensor]]:
+    """While it lasts, models of this class are made with the share's experts only; gives their weights.
+
+    Raises:
+        CheckpointError: this family has no expert layers that could be spread.
+    """
+    with torch.device("meta"):
+        whole = model_class(config)
+    layers = spread_modules(whole)
+    kinds = {type(module) for module in layers.values()}
+    originals = {kind: kind.__init__ for kind in kinds}
+    try:
+        for kind in kinds:
+            kind.__init__ = _smaller(originals[kind], share)
+        yield ExpertReader(whole, layers, share.experts).read(directory)
+    finally:
+        for kind, original in originals.items():
+            kind.__init__ = original
+
+
+def _smaller(original: Any, share: ExpertShare) -> Any:
+    """An initialiser that leaves a module with the share's experts."""
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        keep_experts(self, len(share.experts))
+
+    return initialise
+
+
+class _Shapes:
+    """Stands for a model with ``count`` experts when a conversion asks for parameter shapes."""
+
+    def __init__(self, known: Mapping[str, torch.Tensor], of_experts: set[str], count: int) -> None:
+        self._known = known
+        self._of_experts = of_experts
+        self._count = count
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Shape and nothing else, as :meth:`torch.nn.Module.get_parameter` would give it."""
+        rows, *rest = self._known[name].shape
+        return torch.empty(self._count if name in self._of_experts else rows, *rest, device="meta")
+
+
+class ExpertReader:
+    """Decides tensor by tensor what of a checkpoint is needed for some experts of a model, which may hold
+    any number of them itself."""
+
+    def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[int]) -> None:
+        transforms = get_model_conversion_mapping(model, NAMES)  # names that only language parts have
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._known = model.state_dict()
+        self._expert_parameters = {
+            f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)
+        }
+        self._local = {expert: number for number, expert in enumerate(experts)}
+
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The experts and all that is no expert, under the names that transformers expects on disk."""
+        tensors: dict[str, torch.Tensor] = {}
+        for file in weight_files(directory):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+                    target = self._target(name)[0]
+                    if target in self._expert_parameters:
+                        self.take(opened, name, tensors)
+                    elif target in self._known or not OTHER_MODALITIES.search(name):
+                        tensors[name] = opened.get_tensor(name)
+        return tensors
+
+    def read_experts(self, directory: Path, should_stop: Callable[[], bool]) -> dict[str, torch.Tensor]:
+        """The experts alone, converted: parameter -> [experts, ...]."""
+        tensors: dict[str, torch.Tensor] = {}
+        for file in weight_files(directory):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+                    if should_stop():
+                        raise ReadingStopped
+                    if self._target(name)[0] in self._expert_parameters:
+                        self.take(opened, name, tensors)
+        return self._convert(tensors)
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """The parameter that a tensor on disk is for, and the pattern of its converter if it has one."""
+        target: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._known
+        )
+        return target
+
+    def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As transformers' ``convert_and_load_state_dict_in_model`` does it, without a model to fill."""
+        by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        converted: dict[str, torch.Tensor] = {}
+        running: dict[str, WeightConverter] = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            target, pattern = self._target(name)
+            if pattern is None:
+                converted[target] = tensors[name]
+                continue
+            converter = running.setdefault(target, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(target, name, pattern, lambda name=name: tensors[name])
+        shapes = _Shapes(self._known, self._expert_parameters, len(self._local))
+        for target, converter in running.items():
+            for name, value in converter.convert(target, model=shapes).items():
+                converted[name] = value[0] if isinstance(value, list) else value
+        return converted
+
+    def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Read the experts' part of one tensor of a file, which is of an experts module's parameter."""
+        match = ONE_EXPERT.search(name)
+        if match is None:
+            tensors[name] = self._slices(opened.get_slice(name))
+            return
+        local = self._local.get(int(match[1]))
+        if local is not None:
+            tensors[f"{name[: match.start(1)]}{local}{name[match.end(1) :]}"] = opened.get_tensor(name)
+
+    def _slices(self, fused: Any) -> torch.Tensor:
+        """The share's rows of a tensor that holds all experts; neighbours are read together."""
+        experts = list(self._local)
+        if experts == list(range(experts[0], experts[-1] + 1)):
+            neighbours: torch.Tensor = fused[experts[0] : experts[-1] + 1]
+            return neighbours
+        return torch.cat([fused[expert : expert + 1] for expert in experts])

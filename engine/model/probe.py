@@ -1,0 +1,322 @@
+"""Asks a loaded transformers model about its attention layers, and checks our attention against its own.
+
+``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes. It
+notes what each layer would cache, and which mask transformers would have built for it. ``verify`` runs a
+short scenario (prefill in chunks, decode, two requests packed) through the paged attention and compares with
+transformers' eager attention. So a model whose layers mix tokens in a way that we do not know of is refused
+rather than served wrong.
+
+The scenario is short. Both sides compute far positions by the same code from the same ``position_ids``, so
+they would agree there. They do not show a layer that counts the tokens of a call instead. Such layers are
+looked for when the model is probed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention import make_attention
+from engine.attention.base import (
+    IMPLEMENTATION,
+    LAYER_ATTRIBUTE,
+    PLAN_KEYWORD,
+    LayerShape,
+    PackedRows,
+)
+from engine.model.checkpoint import CheckpointError
+from engine.model.shard import PassThrough, Stage
+from parallel.communicators.base import CollectiveError
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, head, query position, key position) -> whether the query sees the key."""
+
+PROBE_IMPLEMENTATION = "lockstep-probe"
+PROBE_TOKENS = 3
+OTHER = -1
+MASK_CODE = 64
+"""Masks of the probe are filled with this number and those after it (exact in bfloat16 too)."""
+
+NOT_THROUGH_INTERFACE = (
+    "its attention does not go through transformers' attention interface (AttentionInterface), "
+    "so it cannot be paged"
+)
+COUNTS = (
+    "counts the tokens of a call instead of using position_ids, so tokens of several requests, or of a later "
+    "chunk, would be computed as if they stood elsewhere"
+)
+NOT_CAUSAL = "uses a mask that is neither causal nor a causal sliding window, or builds it in its own way"
+
+BLOCK_SIZE = 4
+FIRST, SECOND = 11, 6
+"""Lengths of the two requests of ``verify``."""
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.3}
+"""Relative difference of a token's logits, median over tokens. Coarse: a wrong mask or a lost position
+gives 1; in 16 bits, a near-tie between experts may give a few tenths on some tokens."""
+
+
+def probe_layers(
+    module: Any, name: str, context_length: int, stage: Stage
+) -> tuple[int, tuple[LayerShape, ...]]:
+    """The width of what the stage gives, and what each attention layer caches, in the order of calls.
+
+    Numbers the attention modules (``LAYER_ATTRIBUTE``) and leaves the model on our implementation.
+
+    Raises:
+        CheckpointError: a layer does something that the paged attention does not do.
+        CollectiveError: another worker of the stage does not follow.
+    """
+    probe, outputs = _run_probe(module, name, context_length, stage)
+    if not probe.shapes:
+        raise CheckpointError(f"{name}: {NOT_THROUGH_INTERFACE}")
+    _check_all_layers_attend(module, name, set(probe.seen))
+    if any(_may_count(attention) for attention in probe.seen.values()):
+        _check_none_counts(probe, lambda: _run_probe(module, name, context_length, stage)[0])
+    return outputs.shape[-1], tuple(probe.shapes)
+
+
+def _check_none_counts(probe: _Probe, run_again: Callable[[], _Probe]) -> None:
+    """Refuses layers whose queries and keys depend on where a range of numbers begins."""
+    attentions = list(probe.seen.values())
+    try:
+        with _Renumbered(probe.far, attentions):
+            again = run_again()
+    except CheckpointError:  # numbers that index something: positions do not
+        return
+    for attention, before, now in zip(attentions, probe.given, again.given, strict=True):
+        if not torch.allclose(before, now, equal_nan=True):
+            raise probe.refuse(attention, COUNTS)
+
+
+def _run_probe(module: Any, name: str, context_length: int, stage: Stage) -> tuple[_Probe, torch.Tensor]:
+    """The notes of one run, and what the stage gave."""
+    probe = _Probe(module, name, far=2 * max(context_length, 1 << 14))
+    implementation = f"{PROBE_IMPLEMENTATION}-{threading.get_ident()}"  # workers may be threads
+    AttentionInterface.register(implementation, probe.attention)
+    AttentionMaskInterface.register(implementation, probe.mask)
+    module.set_attn_implementation(implementation)
+    try:
+        tokens = torch.arange(PROBE_TOKENS, device=module.device)
+        return probe, run_stage(module, stage, tokens, tokens, **{PLAN_KEYWORD: None})
+    except (CheckpointError, CollectiveError):  # another worker has failed, not this one
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{name}: a first run on {PROBE_TOKENS} tokens failed: {error}") from error
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+
+
+def _may_count(attention: Any) -> bool:
+    """Whether an attention module's code makes a range of numbers, for positions or otherwise."""
+    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
+    return code is not None and "arange" in code.co_names
+
+
+class _Renumbered(TorchFunctionMode):  # type: ignore[misc]
+    """While it lasts, ranges of numbers made inside attention modules begin far away."""
+
+    def __init__(self, far: int, attentions: Iterable[Any]) -> None:
+        super().__init__()
+        self._far = far
+        self._attentions = list(attentions)
+        self._inside = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Renumbered:
+        for attention in self._attentions:
+            self._hooks.append(attention.register_forward_pre_hook(lambda *_: self._step(1)))
+            self._hooks.append(attention.register_forward_hook(lambda *_: self._step(-1), always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _step(self, change: int) -> None:
+        self._inside += change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + self._far if func is torch.arange and self._inside else result
+
+
+class _Probe:
+    """Attention and mask functions that take notes instead of computing."""
+
+    def __init__(self, module: Any, name: str, far: int) -> None:
+        self.name = name
+        self.device = module.device
+        self.far = far
+        self.paths = {id(part): path for path, part in module.named_modules()}
+        self.windows: list[int | None] = []
+        """Of each mask built so far: None for plain causal, OTHER for what is neither."""
+        self.shapes: list[LayerShape] = []
+        self.seen: dict[int, Any] = {}
+        """Attention modules by identity, in the order of calls."""
+        self.given: list[torch.Tensor] = []
+        """The queries and the keys of each, one behind the other."""
+
+    def refuse(self, attention: Any, problem: str) -> CheckpointError:
+        path = self.paths.get(id(attention), type(attention).__name__)
+        return CheckpointError(f"{self.name}: {path} {problem}")
+
+    def mask(self, *, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+        """Called by transformers in place of building a mask; what it returns goes to the layers."""
+        self.windows.append(_window(mask_function, self.far))
+        code = MASK_CODE + len(self.windows) - 1
+        return torch.full((1, 1, q_length, kv_length), code, device=self.device)
+
+    def attention(
+        self,
+        attention: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if PLAN_KEYWORD not in options:
+            raise self.refuse(attention, "does not get the keyword arguments of the model's call")
+        if options.get("position_bias") is not None:
+            raise self.refuse(attention, "adds a position bias, which is not built")
+        if id(attention) in self.seen:
+            raise self.refuse(attention, "attends more than once per token, which is not built")
+        window = self._window_of(attention, attention_mask)
+        self.seen[id(attention)] = attention
+        self.given.append(torch.cat([query.flatten(), key.flatten()]))
+        setattr(attention, LAYER_ATTRIBUTE, len(self.shapes))
+        self.shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], window))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _window_of(self, attention: Any, mask: torch.Tensor | None) -> int | None:
+        if mask is None:
+            raise self.refuse(attention, NOT_CAUSAL)
+        first = float(mask.flatten()[0])
+        index = int(first) - MASK_CODE if abs(first) < 2 * MASK_CODE else -1
+        if not 0 <= index < len(self.windows) or not bool((mask == mask.flatten()[0]).all()):
+            raise self.refuse(attention, NOT_CAUSAL)  # a mask that is not, or not only, one of ours
+        if self.windows[index] == OTHER:
+            raise self.refuse(attention, NOT_CAUSAL)
+        return self.windows[index]
+
+
+def _window(mask_function: MaskFunction, far: int) -> int | None:
+    """The window of a mask function, None if it is plain causal, OTHER if it is neither.
+
+    Mask functions work on indices, so they can be asked about positions far beyond the probe.
+    """
+    zero = torch.zeros((), dtype=torch.int64)
+    windows: set[int | None] = set()
+    for query in (far, far - far // 3 - 1):
+        keys = torch.arange(query + 2)
+        visible = mask_function(zero, zero, torch.tensor(query), keys).expand(len(keys))
+        count = int(visible.sum())
+        if not bool(visible[query - count + 1 : query + 1].all()):
+            return OTHER
+        windows.add(None if count == query + 1 else count)
+    return windows.pop() if len(windows) == 1 else OTHER
+
+
+def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:
+    """Every element of the list of decoder layers must contain a module that attended."""
+    for path, stack in module.named_modules():
+        if not isinstance(stack, torch.nn.ModuleList):
+            continue
+        own = [layer for layer in stack if not isinstance(layer, PassThrough)]
+        attends = [any(id(part) in attention_ids for part in layer.modules()) for layer in own]
+        if any(attends) and not all(attends):
+            idle = [index for index, does in enumerate(attends) if not does]
+            raise CheckpointError(
+                f"{name}: {len(idle)} of {len(attends)} layers did not call the attention function, first "
+                f"{path}.{idle[0]} ({type(own[idle[0]]).__name__}): what it keeps between tokens is unknown"
+            )
+
+
+def verify(
+    module: Any,
+    name: str,
+    layers: tuple[LayerShape, ...],
+    vocab_size: int,
+    dtype: torch.dtype,
+    stage: Stage,
+) -> None:
+    """Compare packed, chunked, paged steps with transformers' eager attention on whole sequences.
+
+    Raises:
+        CheckpointError: they disagree.
+    """
+    ids = (torch.arange(FIRST + SECOND, device=module.device) * 7919 + 13) % vocab_size
+    module.set_attn_implementation("eager")
+    try:
+        expected = torch.cat([_alone(module, stage, ids[:FIRST]), _alone(module, stage, ids[FIRST:])])
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(
+            f"{name}: on a few tokens its output is not finite in {dtype}: broken weights, or a data type "
+            "too small for it (try --dtype bfloat16 or float32)"
+        )
+    cache = make_attention(layers, num_blocks=8, block_size=BLOCK_SIZE, dtype=dtype, device=module.device)
+    tables = np.array([[5, 1, 6, 0], [2, 7, 3, 0]], dtype=np.int32)
+    found = torch.empty_like(expected)
+    first, second = 0, FIRST  # where each request's tokens begin in ids
+    steps = [  # [(request, start, count)]: chunked prefill, then decode beside prefill
+        [(1, 0, 2), (0, 0, 5)],
+        [(1, 2, 1), (0, 5, 5)],
+        [(0, 10, 1), (1, 3, 3)],
+    ]
+    for rows in steps:
+        places = np.concatenate(
+            [np.arange(start, start + count) + (first, second)[request] for request, start, count in rows]
+        )
+        starts = np.array([start for _, start, _ in rows])
+        counts = np.array([count for _, _, count in rows])
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in rows])
+        packed = PackedRows(
+            starts, counts, tables[[request for request, _, _ in rows]], positions, int(counts[0] == 1)
+        )
+        indices = torch.from_numpy(places).to(module.device)
+        places_in_request = torch.from_numpy(positions).to(module.device)
+        plan = {PLAN_KEYWORD: cache.plan(packed)}
+        found[indices] = run_stage(module, stage, ids[indices], places_in_request, **plan).float()
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    difference = float(((found - expected).norm(dim=-1) / spread.clamp(min=1e-6)).median())
+    if not difference <= TOLERANCE.get(dtype, 0.3):
+        raise CheckpointError(
+            f"{name}: with paged attention its output differs from transformers' own by {difference:.0%}. It "
+            "seems to mix tokens in a way that is not built; it would be served wrong"
+        )
+
+
+def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:
+    return run_stage(module, stage, ids, torch.arange(len(ids), device=ids.device)).float()
+
+
+def run_stage(
+    module: Any, stage: Stage, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any
+) -> torch.Tensor:
+    """Tokens and positions [tokens] -> [tokens, width of what the stage gives]. A later stage gets a made-up
+    hidden state for each token id."""
+    hidden = None
+    if not stage.shard.is_first:
+        config = module.config.get_text_config()
+        places = torch.arange(int(config.hidden_size), device=ids.device, dtype=torch.float32)
+        hidden = torch.sin((ids[:, None] + 1) * (places + 1) * 0.61803).to(module.dtype).unsqueeze(0) * 2**0.5
+    output = stage.forward(
+        module,
+        hidden,
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        **arguments,
+    )
+    return output if output.dim() == 2 else output[0]

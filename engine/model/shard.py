@@ -1,0 +1,334 @@
+"""The part of a model that one worker holds: a stage of its layers, and a rank's cut of each of them.
+
+The transformers class is made whole on the meta device and then cut: layers of other stages become
+pass-throughs, the rest goes through :mod:`parallel.tensor_plan`. transformers loads such a model like
+any other, from the tensors that :mod:`engine.model.shard_weights` reads for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.model.checkpoint import CheckpointError
+from engine.model.expert_weights import ExpertShare, expert_modules, keep_experts, spread_modules
+from parallel.communicators.base import Communicator
+from parallel.pipeline_parallel import balanced_split, check_split, layers_of
+from parallel.tensor_parallel import TensorRank
+from parallel.tensor_plan import CutModel, cut_model
+from parallel.topology import CannotCut
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_LATENT_ATTENTION = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_MLP = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+GAPS: dict[str, dict[str, str]] = {
+    "granitemoe": _ATTENTION,
+    "qwen3_vl_text": _ATTENTION | _MLP,
+    "deepseek_v3": _LATENT_ATTENTION,
+    "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": "heads", "layers.*.mlp.experts": "whole_experts"},
+    "qwen2_moe": {
+        "layers.*.mlp.shared_expert.gate_proj": "colwise",
+        "layers.*.mlp.shared_expert.up_proj": "colwise",
+        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    },
+}
+"""What transformers' plans leave out, by model type. GPT-OSS's experts have biases and are kept whole, as in
+its expert-parallel plan: each rank holds some, and the sum over ranks is that over a token's experts."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One worker's place in its instance."""
+
+    stage: int = 0
+    num_stages: int = 1
+    rank: int = 0
+    """Among the tensor-parallel ranks of its stage."""
+    size: int = 1
+    split: tuple[int, ...] | None = None
+    """Layers of each stage; None: balanced by bytes."""
+    ranks: Communicator | None = None
+    """The ranks of this stage; None if there is one."""
+    stages: Communicator | None = None
+    """The workers of this rank in all stages; None if there is one stage."""
+    device: int = 0
+    """Number of its CUDA device among those of its host."""
+    neighbours: int = 1
+    """Workers of this instance on this host, this one included."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_stages == 1 and self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def __str__(self) -> str:
+        return f"PP{self.stage}_TP{self.rank}"
+
+
+WHOLE = Shard()
+
+
+class PassThrough(torch.nn.Module):  # type: ignore[misc]
+    """Stands where a module of another stage would."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+    def looks_like(self, module: Any) -> PassThrough:
+        """Take over the plain attributes of the replaced module: some models look them up."""
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor):
+                self.__dict__.setdefault(name, value)
+        return self
+
+
+class StageInput(PassThrough):
+    """Stands in place of the last layer of the stage before: gives what came from there. Whatever the model
+    does to its input before the first layer (scaling, for one) was done on the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden if self.received is None else self.received
+
+
+class StageOutput(PassThrough):
+    """Stands in place of the first layer of the next stage: keeps what goes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.hidden = hidden
+        return hidden
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The ends of a stage in a model that has been cut."""
+
+    shard: Shard
+    layers: range
+    input: StageInput | None = None
+    output: StageOutput | None = None
+
+    def forward(self, module: Any, hidden: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
+        """One pass over this stage: [1, tokens, hidden] from the stage before (None on the first one) to
+        logits [wanted, vocabulary of this rank], or to [1, tokens, hidden] for the next stage."""
+        if self.input is not None:
+            assert hidden is not None, "a later stage computes what came from the one before"
+            self.input.received = hidden
+            arguments.pop("input_ids", None)
+            arguments["inputs_embeds"] = hidden
+        if self.output is None:
+            logits: torch.Tensor = module(**arguments).logits[0]
+            return logits
+        arguments.pop("logits_to_keep", None)
+        module.base_model(**arguments)
+        assert self.output.hidden is not None
+        result, self.output.hidden = self.output.hidden, None
+        return result
+
+
+@dataclass
+class ShardedClass:
+    """A model class whose models come out cut. What was cut is known once one has been made."""
+
+    whole: Any
+    """The model on the meta device, as it would be without sharding."""
+    model_class: Any
+    shard: Shard
+    layers: range
+    plan: dict[str, str]
+    share: ExpertShare | None = None
+    """The experts that are held here, whole, where they are spread over instances."""
+    done: CutModel = field(default_factory=CutModel)
+    ties_head: bool = False
+    """Whether this worker's output layer is the embedding of another stage."""
+    targets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    """By a tensor's name on disk: its parameter in the whole model, and its converter's pattern.
+    The reader fills it; working the names out takes seconds for tens of thousands of experts."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits, over all ranks."""
+        return int(self.whole.get_output_embeddings().weight.shape[0])
+
+    def stage_of(self, module: Any) -> Stage:
+        """The ends of a model of this class."""
+        parts = list(module.base_model.layers)
+        first = next((part for part in parts if isinstance(part, StageInput)), None)
+        last = next((part for part in parts if isinstance(part, StageOutput)), None)
+        return Stage(self.shard, self.layers, first, last)
+
+
+def sharded_class(
+    model_class: Any, config: Any, shard: Shard, share: ExpertShare | None = None
+) -> ShardedClass:
+    """Prepare to make the shard of a model. With ``share``, its experts are not cut: those of the share are
+    kept whole, of the layers of this stage.
+
+    Raises:
+        CheckpointError: this family cannot be cut so; the message says why and what to do.
+    """
+    if not hasattr(model_class, "base_model_prefix"):
+        raise CheckpointError(
+            "a model that brings its own code (--trust-remote-code) is not cut: use -tp 1 -pp 1"
+        )
+    with torch.device("meta"):
+        whole = model_class(config)
+    name = model_class.__name__
+    layers = _layers_of_stage(name, whole, shard)
+    plan = tensor_plan(name, whole) if shard.size > 1 else {}
+    if share is not None:
+        plan = _without_experts(plan, whole)
+    result = ShardedClass(whole, None, shard, layers, plan, share)
+    tied = whole.get_output_embeddings() is not None and bool(whole.all_tied_weights_keys)
+    result.ties_head = tied and shard.is_last and not shard.is_first
+
+    result.model_class = class_leaving(model_class, lambda model: _cut(model, result))
+    try:
+        with torch.device("meta"):
+            result.model_class(config)  # says what does not divide before anything is read
+    except CannotCut as error:
+        raise CheckpointError(f"{name} with --tensor-parallel-size {shard.size}: {error}") from error
+    return result
+
+
+def class_leaving(model_class: Any, leave: Callable[[Any], None]) -> Any:
+    """A class like ``model_class`` whose new models ``leave`` has rid of what is not held."""
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        leave(self)
+
+    return type(
+        model_class.__name__,
+        (model_class,),
+        {"__init__": initialise, "__module__": model_class.__module__},
+    )
+
+
+def tensor_plan(name: str, whole: Any) -> dict[str, str]:
+    """Style by path, from the model's own plan and ours for its gaps.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    config = whole.config.get_text_config()
+    own = dict(getattr(config, "base_model_tp_plan", None) or {})
+    plan = own | GAPS.get(config.model_type, {})
+    if not plan:
+        raise CheckpointError(
+            f"{name} has no tensor-parallel plan (base_model_tp_plan in transformers), and none is built "
+            "here: use -tp 1, and -pp to spread its layers"
+        )
+    prefix = f"{whole.base_model_prefix}."
+    plan = {prefix + path: style for path, style in plan.items()}
+    if not any(".self_attn." in path for path in plan):
+        logger.warning("%s: its tensor-parallel plan leaves attention whole on every worker", name)
+    return plan
+
+
+def _without_experts(plan: dict[str, str], whole: Any) -> dict[str, str]:
+    """A plan that leaves experts alone."""
+    experts = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in spread_modules(whole)}
+    return {
+        path: style
+        for path, style in plan.items()
+        if path not in experts and path.rpartition(".")[0] not in experts
+    }
+
+
+def _layers_of_stage(name: str, whole: Any, shard: Shard) -> range:
+    base = whole.base_model
+    stack = getattr(base, "layers", None)
+    if shard.num_stages == 1:
+        return range(len(stack)) if isinstance(stack, torch.nn.ModuleList) else range(0)
+    if not isinstance(stack, torch.nn.ModuleList):
+        raise CheckpointError(f"{name} has no list of layers that could be split into stages: use -pp 1")
+    extra = [
+        path
+        for path, child in base.named_children()
+        if path not in ("embed_tokens", "layers", "norm") and next(child.parameters(), None) is not None
+    ]
+    if extra:
+        raise CheckpointError(
+            f"{name} has {', '.join(extra)} beside its layers, which no stage takes: use -pp 1"
+        )
+    sizes = [_bytes(layer) for layer in stack]
+    ends = _bytes(base.get_input_embeddings()), _bytes(getattr(base, "norm", None))
+    head = _bytes(whole.get_output_embeddings())
+    try:
+        check_split(shard.split, len(sizes), shard.num_stages)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    split = shard.split or balanced_split(sizes, ends[0], ends[1] + head, shard.num_stages)
+    return layers_of(split, shard.stage)
+
+
+def _bytes(module: Any) -> int:
+    return 0 if module is None else sum(each.numel() * each.element_size() for each in module.parameters())
+
+
+def _cut(model: Any, sharded: ShardedClass) -> None:
+    """Leave of a new model what this worker holds."""
+    shard = sharded.shard
+    if shard.num_stages > 1:
+        _keep_stage(model, shard, sharded.layers)
+    if shard.size > 1:
+        sharded.done = cut_model(model, sharded.plan, TensorRank(shard.rank, shard.size, shard.ranks))
+    if sharded.share is not None:
+        for module in expert_modules(model).values():
+            keep_experts(module, len(sharded.share.experts))
+
+
+def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
+    """The stage's layers keep their places and numbers, by which models look things up. The final norm
+    stays on all stages: it is small, and some models use it before their first layer, too."""
+    base = model.base_model
+    for index, layer in enumerate(list(base.layers)):
+        if index == layers.start - 1:
+            base.layers[index] = StageInput().looks_like(layer)
+        elif index == layers.stop:
+            base.layers[index] = StageOutput().looks_like(layer)
+        elif index not in layers:
+            base.layers[index] = PassThrough().looks_like(layer)
+    if not shard.is_last:
+        model.set_output_embeddings(PassThrough())
+    if not shard.is_first:
+        base.embed_tokens = PassThrough()
+    # The two may be on different workers now: each is read, nothing is tied.
+    model.all_tied_weights_keys = {}
+    base.all_tied_weights_keys = {}

@@ -1,0 +1,160 @@
+"""Reading one worker's share of a checkpoint: of each file only the tensors, and of those only the ranges,
+that its shard keeps.
+
+transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, stacked
+in memory, gate and up packed). The conversion works on whatever it is given, so a worker gives it its own
+parts under the names on disk.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from engine.model.checkpoint import INDEX_FILE, CheckpointError, weight_files
+from engine.model.expert_weights import ExpertReader, expert_modules, expert_parameters
+from engine.model.shard import ShardedClass
+
+PACKED_SUFFIX = re.compile(r"_(blocks|scales)$")
+"""MXFP4 stores a matrix as two tensors of these names."""
+LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
+"""Conversions that commute with cutting."""
+
+
+@contextmanager
+def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """All tensors of a checkpoint by name, as slices of which nothing is read yet. They are for files that
+    transformers does not find by itself.
+
+    Raises:
+        CheckpointError: two files have a tensor of the same name.
+    """
+    tensors: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    with ExitStack() as opened:
+        for path in weight_files(directory):
+            file = opened.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                if name in homes:
+                    raise CheckpointError(
+                        f"{directory} has {name} in both {homes[name].name} and {path.name}: leave the files "
+                        f"of one model there, or add a {INDEX_FILE}"
+                    )
+                tensors[name], homes[name] = file.get_slice(name), path
+        yield tensors
+
+
+def read_shard(
+    sharded: ShardedClass, directory: Path, key_mapping: dict[str, str] | None
+) -> dict[str, torch.Tensor]:
+    """All tensors that the shard needs, under the names that transformers expects on disk.
+
+    Raises:
+        CheckpointError: the checkpoint's layout cannot be cut.
+    """
+    reader = _Reader(sharded, key_mapping)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (safe_open is no dict)
+                reader.take(opened, name, tensors)
+    return tensors
+
+
+class _Reader:
+    """Decides tensor by tensor what of a checkpoint a shard needs."""
+
+    def __init__(self, sharded: ShardedClass, key_mapping: dict[str, str] | None) -> None:
+        whole = sharded.whole
+        transforms = get_model_conversion_mapping(whole, key_mapping)
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._renamings = [item for item in transforms if not isinstance(item, WeightConverter)]
+        self._prefix = whole.base_model_prefix
+        self._known = whole.state_dict()
+        self._targets = sharded.targets
+        with torch.device("meta"):
+            kept = sharded.model_class(whole.config)
+        self._kept = set(kept.state_dict())
+        self._cuts = sharded.done.cuts
+        layers = expert_modules(whole)
+        self._experts: ExpertReader | None = None
+        self._spread: set[str] = set()
+        if sharded.share is not None:
+            self._experts = ExpertReader(whole, layers, sharded.share.experts)
+            self._spread = {
+                f"{path}.{name}" for path, each in layers.items() for name, _ in expert_parameters(each)
+            }
+        self._ignored = [re.compile(each) for each in whole._keys_to_ignore_on_load_unexpected or ()]
+        self._head = _name_of(whole, whole.get_output_embeddings()) if sharded.ties_head else None
+        self._embedding = _name_of(whole, whole.get_input_embeddings())
+
+    def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Read what is needed of one tensor of a file."""
+        target, pattern = self._target(name)
+        if PACKED_SUFFIX.sub("", target) in self._known:
+            target = PACKED_SUFFIX.sub("", target)
+        if target == self._embedding and self._head is not None:
+            tensors.setdefault(self._head, self._part(opened, name, self._head))
+        if target in self._spread:
+            if target in self._kept and self._experts is not None:
+                self._experts.take(opened, name, tensors)
+        elif target in self._kept:
+            if pattern is not None and target in self._cuts:
+                self._check_conversion(name, pattern)
+            tensors[name] = self._part(opened, name, target)
+        elif target not in self._known and not any(each.search(target) for each in self._ignored):
+            tensors[name] = opened.get_tensor(name)  # unknown: transformers will say so
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        if name not in self._targets:
+            self._targets[name] = rename_source_key(
+                name, self._renamings, self._converters, self._prefix, self._known
+            )
+        return self._targets[name]
+
+    def _part(self, opened: Any, name: str, target: str) -> torch.Tensor:
+        cut = self._cuts.get(target)
+        if cut is None:
+            whole: torch.Tensor = opened.get_tensor(name)
+            return whole
+        source = opened.get_slice(name)
+        return cut.take(source, tuple(source.get_shape()))
+
+    def _check_conversion(self, name: str, pattern: str) -> None:
+        for converter in self._converters:
+            if pattern in converter.source_patterns:
+                kinds = {type(operation).__name__ for operation in converter.operations}
+                if not kinds <= LAYOUT_KEEPING:
+                    raise CheckpointError(
+                        f"{name} is stored in a layout that is not cut ({', '.join(sorted(kinds))}): save "
+                        "the checkpoint with this version of transformers, or use -tp 1"
+                    )
+
+
+def _name_of(model: Any, module: Any) -> str:
+    """Of a module's weight."""
+    return next(f"{path}.weight" for path, each in model.named_modules() if each is module)
+
+
+def random_shard(sharded: ShardedClass) -> dict[str, torch.Tensor]:
+    """Random matrices in place of a checkpoint's; those that every rank holds are equal on all of them.
+    What is no matrix is left to the model's own initialisation."""
+    with torch.device("meta"):
+        model = sharded.model_class(sharded.whole.config)
+    scale = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            rank = sharded.shard.rank if name in sharded.done.cuts else 0
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}".encode()))
+            tensors[name] = torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)
+    return tensors

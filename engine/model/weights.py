@@ -1,0 +1,475 @@
+"""A transformers causal language model, read from a local directory and checked before it serves.
+
+The model code is transformers' own; what is ours is that its attention goes through
+``engine.attention`` and that a model which would not be computed correctly is refused here, by name
+of what is missing, instead of served wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from engine.attention.base import IMPLEMENTATION, LayerShape, paged_attention
+from engine.config import ModelConfig
+from engine.host.deferred import run_deferred
+from engine.model.checkpoint import CheckpointError, ModelInfo, is_laid_out_as_usual
+from engine.model.cut_check import check, share_run
+from engine.model.expert_weights import ExpertShare, expert_modules, only_experts_of
+from engine.model.model_sources import (
+    ENCODER,
+    LAYER_TYPES,
+    READ_QUANTISATION,
+    is_known,
+    why_another_head,
+    why_layers_unsupported,
+    why_no_language_model,
+    why_quantised,
+)
+from engine.model.probe import NOT_THROUGH_INTERFACE, probe_layers, verify
+from engine.model.shard import WHOLE, Shard, ShardedClass, Stage, sharded_class
+from engine.model.shard_weights import all_tensors, random_shard, read_shard
+from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
+from engine.model.uncut import UncutRun, uncut_run
+from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
+from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
+from parallel.placement import place
+from parallel.sliced_experts import SlicedExpertParallel
+from parallel.tensor_parallel import TensorRank
+
+logger = logging.getLogger(__name__)
+
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""How transformers' MoE layers multiply: tokens sorted by expert, one product per expert that has any.
+Measured on CPU (16 experts, 4 per token; batch 1, 8, 32): 12, 28, 48 ms a step, against 13, 38, 55 with
+``eager`` (a Python loop) and 20, 164, 777 with ``batched_mm`` (copies the weights for each token)."""
+
+HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+"""Buffers that old versions of transformers saved and the model computes by itself."""
+_LOADING = threading.Lock()
+"""transformers changes global state while it makes a model, so workers in one process load one by one."""
+
+WHOLE_STAGE = Stage(WHOLE, range(0))
+
+Loaded = TypeVar("Loaded")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run packed steps."""
+
+    module: Any
+    """The transformers model, in evaluation mode."""
+    layers: tuple[LayerShape, ...]
+    vocab_size: int
+    """Width of the logits, over all tensor-parallel ranks."""
+    dtype: torch.dtype
+    device: torch.device
+    experts: ExpertParallel | None = None
+    """The expert layers' common part, when they are spread over instances."""
+    expert_layers: tuple[Any, ...] = ()
+    """Their modules, in the order in which a step passes them."""
+    stage: Stage = WHOLE_STAGE
+    """Which part of the model this is."""
+    context_length: int = 1 << 14
+    """Positions of the longest request that is served."""
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.module.config.get_text_config().hidden_size)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that the router chooses for each token."""
+        config = self.module.config.get_text_config()
+        names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "top_k")
+        return next(int(getattr(config, name)) for name in names if getattr(config, name, None) is not None)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+
+
+def load_model(
+    info: ModelInfo,
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: ExpertShare | None = None,
+    dispatch: Dispatch = "allgather_reducescatter",
+    shard: Shard = WHOLE,
+    before_first_run: Callable[[], None] = lambda: None,
+) -> LoadedModel:
+    """Read a checkpoint, or make random weights of its shape, and find out what its layers cache.
+    With ``share``, only those experts are read, and the others are reached by ``dispatch``. With ``shard``,
+    only that part of the model is; then all workers of a stage must run the model for the first time
+    together: ``before_first_run`` returns when they do.
+
+    Raises:
+        CheckpointError: it cannot be served; the message names what is missing.
+    """
+    read = _twice(lambda: _read_model(info, settings, dtype, device, share, dispatch, shard))
+    before_first_run()
+    if shard.is_whole:
+        return _twice(lambda: _run_first(read, info, settings, dtype, device))
+    return _run_first(read, info, settings, dtype, device)  # the others, who run with it, do not begin again
+
+
+def _twice(load: Callable[[], Loaded]) -> Loaded:
+    """Again if it fails: maybe it lacked a part of the libraries that was left out."""
+    try:
+        return load()
+    except (CheckpointError, RuntimeError):
+        if not run_deferred():
+            raise
+        return load()
+
+
+@dataclass(frozen=True)
+class _ReadModel:
+    """A model that has its weights and has not run yet."""
+
+    module: Any
+    experts: ExpertParallel | None
+    expert_layers: tuple[Any, ...]
+    stage: Stage
+    vocab_size: int | None
+    """Of a shard, over all ranks; None: as wide as what the model gives."""
+    sharded: ShardedClass | None = None
+    uncut: UncutRun | None = None
+    """Results of a few uncut layers, on the worker of a cut model that reads them."""
+
+
+def _read_model(
+    info: ModelInfo,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: ExpertShare | None,
+    dispatch: Dispatch,
+    shard: Shard,
+) -> _ReadModel:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    config = _read_config(info, settings)
+    model_class, config, is_part = _model_class(info, config, settings.trust_remote_code)
+    _check_supported(info, config, model_class)
+    dummy = settings.load_format == "dummy"
+    if dummy and share is not None:
+        raise CheckpointError("--load-format dummy with -ep is not built: random experts would not be shared")
+    sharded = None if shard.is_whole else sharded_class(model_class, config, shard, share)
+    try:
+        if sharded is not None:
+            with _LOADING:
+                module = _read_shard(info, settings, sharded, config, dtype, is_part)
+        elif dummy:
+            module = _make_dummy(model_class, config, dtype, device)
+        else:
+            module = _read_weights(info, settings, model_class, config, dtype, is_part, share)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # whatever the checkpoint may do to transformers' code
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise CheckpointError(f"{info.architecture}: {NOT_THROUGH_INTERFACE}") from error
+        raise CheckpointError(
+            f"{info.architecture}: transformers cannot load {info.directory}: {_first_line(error)}"
+        ) from error
+    module = module.to(device).eval().requires_grad_(False)
+    experts, expert_layers = None, ()
+    if share is not None:
+        experts, expert_layers = _spread_experts(module, share, dispatch, shard)
+    elif sharded is not None and sharded.done.whole_experts:
+        placement = place(info.num_experts, shard.size, "linear")
+        _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
+    elif module._can_set_experts_implementation():
+        module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+    _fix_rope_scaling(module, _longest(info, settings))
+    if sharded is None:
+        return _ReadModel(module, experts, expert_layers, WHOLE_STAGE, None)
+    uncut = None
+    if shard.is_last and shard.rank == 0 and not dummy:
+        with _LOADING:
+            uncut = _run_uncut(info, settings, sharded, config, dtype, device, is_part)
+    stage = sharded.stage_of(module)
+    return _ReadModel(module, experts, expert_layers, stage, sharded.vocab_size, sharded, uncut)
+
+
+def _longest(info: ModelInfo, settings: ModelConfig) -> int:
+    """Tokens of the longest request that is served."""
+    wanted = settings.max_model_len or -1
+    return wanted if wanted > 0 else info.context_length
+
+
+def _run_uncut(
+    info: ModelInfo,
+    settings: ModelConfig,
+    sharded: ShardedClass,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_part: bool,
+) -> UncutRun:
+    """What the cut model is checked against.
+
+    Raises:
+        CheckpointError: its layers cannot be computed one by one.
+    """
+
+    def load(part: ShardedClass) -> Any:
+        module = _read_shard(info, settings, part, config, dtype, is_part)
+        module = module.to(device).eval().requires_grad_(False)
+        if module._can_set_experts_implementation():
+            module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        _fix_rope_scaling(module, _longest(info, settings))
+        return module
+
+    try:
+        return uncut_run(sharded, load, device)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # whatever layers of some family need that a few of them lack
+        raise CheckpointError(
+            f"{info.architecture}: a few of its layers cannot be computed without the others, so that -tp "
+            f"and -pp cannot be checked: use -tp 1 -pp 1. {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _run_first(
+    read: _ReadModel, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> LoadedModel:
+    """Find out what the layers cache, and see that they compute what they should."""
+    module, stage, name = read.module, read.stage, info.architecture
+    with torch.inference_mode():
+        width, layers = probe_layers(module, name, info.context_length, stage)
+        vocab_size = width if read.vocab_size is None else read.vocab_size
+        if settings.load_format != "dummy":
+            verify(module, name, layers, vocab_size, dtype, stage)
+            if read.sharded is not None:
+                uncut = share_run(read.uncut, stage.shard)
+                check(module, name, read.sharded, stage, uncut)
+    return LoadedModel(
+        module,
+        layers,
+        vocab_size,
+        dtype,
+        device,
+        read.experts,
+        read.expert_layers,
+        stage,
+        _longest(info, settings),
+    )
+
+
+def _spread_experts(
+    module: Any, share: ExpertShare, dispatch: Dispatch, shard: Shard
+) -> tuple[ExpertParallel, tuple[Any, ...]]:
+    """Let the expert layers go through one :class:`ExpertParallel`, of which each tensor-parallel rank of
+    the shard dispatches its slice of the tokens."""
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
+    local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
+    if shard.size > 1:
+        ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+        experts: ExpertParallel = SlicedExpertParallel(
+            share.placement, share.rank, dispatch, local_experts, ranks
+        )
+    else:
+        experts = ExpertParallel(share.placement, share.rank, dispatch, local_experts)
+    layers = tuple(expert_modules(module).values())
+    for layer in layers:
+        setattr(layer, EXPERTS_ATTRIBUTE, experts)
+    module.set_experts_implementation(IMPLEMENTATION)
+    return experts, layers
+
+
+def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
+    own_code = settings.trust_remote_code and not is_known(info.model_type)
+    try:
+        return AutoConfig.from_pretrained(info.directory, trust_remote_code=own_code, local_files_only=True)
+    except Exception as error:  # whatever its config.json may do to transformers' code
+        raise CheckpointError(
+            f"{info.architecture}: this version of transformers has no model type {info.model_type!r} "
+            f"(or cannot read its config.json). Upgrade transformers, or pass --trust-remote-code if the "
+            f"checkpoint brings its own code. transformers says: {_first_line(error)}"
+        ) from error
+
+
+def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple[Any, Any, bool]:
+    """The class to load, its config, and whether it is a larger model's language part. The
+    code of a checkpoint is run only where transformers has none for its family."""
+    text_config = config.get_text_config(decoder=True)
+    is_part = text_config is not config
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+    if found is None and is_part:
+        found = class_with_head(text_config, config.model_type)
+    brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if found is None and brings_code and trust_remote_code:
+        return AutoModelForCausalLM, config, False
+    if found is None:
+        raise CheckpointError(f"{info.architecture} {why_no_language_model(text_config.model_type)}")
+    if brings_code and trust_remote_code:
+        logger.info(
+            "--trust-remote-code: %s is transformers' own, the checkpoint's is not run", found.__name__
+        )
+    if is_part:
+        text_config.tie_word_embeddings = config.tie_word_embeddings
+    elif problem := why_another_head(info.architecture, found.__name__):
+        raise CheckpointError(f"{info.architecture} {problem}")
+    return found, text_config, is_part
+
+
+def _check_supported(info: ModelInfo, config: Any, model_class: Any) -> None:
+    name = info.architecture
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name} {ENCODER}")
+    types = {each for field in LAYER_TYPES for each in getattr(config, field, None) or ()}
+    is_stateful = getattr(model_class, "_is_stateful", False)
+    if problem := why_layers_unsupported(types, is_stateful) or why_quantised(_quantization_method(config)):
+        raise CheckpointError(f"{name} {problem}")
+
+
+def _quantization_method(config: Any) -> str | None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    if isinstance(quantization, dict):
+        return str(quantization.get("quant_method"))
+    return str(quantization.quant_method)
+
+
+def _make_dummy(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Drawn where they are to be: a host would take minutes for those of a large model, and hold them all."""
+    there = contextlib.nullcontext() if device.type == "cpu" else device
+    devices = [device] if device.type == "cuda" else []
+    with there, torch.random.fork_rng(devices=devices):  # all instances make the same weights
+        torch.manual_seed(0)
+        options = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+        if model_class is AutoModelForCausalLM:
+            return model_class.from_config(config, trust_remote_code=True, **options)
+        return model_class._from_config(config, **options)
+
+
+def _read_weights(
+    info: ModelInfo,
+    settings: ModelConfig,
+    model_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    is_part: bool,
+    share: ExpertShare | None,
+) -> Any:
+    options = _load_options(model_class, config, dtype, is_part) | {"output_loading_info": True}
+    directory = Path(info.directory)
+    if share is not None:
+        with only_experts_of(model_class, config, share, directory) as tensors:
+            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+    elif is_laid_out_as_usual(directory) or model_class is AutoModelForCausalLM:
+        module, report = model_class.from_pretrained(
+            info.directory, use_safetensors=True, local_files_only=True, **options
+        )
+    else:
+        with all_tensors(directory) as tensors:
+            module, report = model_class.from_pretrained(None, state_dict=tensors, **options)
+    _check_report(info, report, is_part)
+    return module
+
+
+def _read_shard(
+    info: ModelInfo,
+    settings: ModelConfig,
+    sharded: ShardedClass,
+    config: Any,
+    dtype: torch.dtype,
+    is_part: bool,
+) -> Any:
+    options = _load_options(sharded.model_class, config, dtype, is_part) | {"output_loading_info": True}
+    if settings.load_format == "dummy":
+        module, _ = sharded.model_class.from_pretrained(None, state_dict=random_shard(sharded), **options)
+        return module
+    tensors = read_shard(sharded, Path(info.directory), NAMES if is_part else None)
+    module, report = sharded.model_class.from_pretrained(None, state_dict=tensors, **options)
+    _check_report(info, report, is_part)
+    return module
+
+
+def _load_options(model_class: Any, config: Any, dtype: torch.dtype, is_part: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": True} if model_class is AutoModelForCausalLM else {}
+    if is_part:
+        options["key_mapping"] = NAMES
+    if _quantization_method(config) == READ_QUANTISATION:
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    options["ignore_mismatched_sizes"] = True  # _check_report names them; transformers would not
+    return options | {"config": config, "dtype": dtype, "attn_implementation": IMPLEMENTATION}
+
+
+def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> None:
+    """Refuse what is missing or of another shape, and what nobody asked for."""
+    if other := sorted(report["mismatched_keys"], key=str):
+        name, found, wanted = other[0]
+        raise CheckpointError(
+            f"{info.architecture}: {info.directory} has {len(other)} tensor(s) of another shape than its "
+            f"config.json says: {name} is {list(found)}, not {list(wanted)}"
+        )
+    unexpected = [key for key in report["unexpected_keys"] if not HARMLESS_TENSORS.search(key)]
+    if is_part:
+        unexpected = [key for key in unexpected if not OTHER_MODALITIES.search(key)]
+    for keys, problem in (
+        (report["missing_keys"], "lacks {} tensor(s) that this model needs"),
+        (unexpected, "has {} tensor(s) that this model does not know"),
+    ):
+        if keys:
+            names = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
+            raise CheckpointError(
+                f"{info.architecture}: {info.directory} {problem.format(len(keys))}: {names}"
+            )
+
+
+def _fix_rope_scaling(module: Any, longest: int) -> None:
+    """Choose length-dependent rotary frequencies once, for the longest request that is served.
+
+    transformers chooses them in each call from the largest position in the batch, so that a request's
+    numbers would depend on its neighbours. vLLM fixes them in the same way.
+    """
+    for rotary in module.modules():
+        rope_types = getattr(rotary, "rope_type", None)
+        if rope_types is None or not hasattr(rotary, "config"):
+            continue
+        by_layer_type = rope_types if isinstance(rope_types, dict) else {None: rope_types}
+        changing = {
+            key: kind for key, kind in by_layer_type.items() if kind == "longrope" or "dynamic" in kind
+        }
+        if not changing:
+            continue
+        device = next(rotary.buffers()).device
+        for key in changing:
+            options = {} if key is None else {"layer_type": key}
+            rotary(torch.zeros(1, device=device), torch.tensor([[longest - 1]], device=device), **options)
+        fixed = {key: "fixed" if key in changing else kind for key, kind in by_layer_type.items()}
+        rotary.rope_type = fixed if isinstance(rope_types, dict) else fixed[None]
+
+
+def _first_line(error: BaseException) -> str:
+    """The second one, too, where the first one promises it."""
+    text = re.sub(r":\n\s*", ": ", str(error).strip(), count=1)
+    return text.split("\n", 1)[0][:300] or type(error).__name__

@@ -1,0 +1,49 @@
+"""What requests that are here will put into the prefix cache (pure).
+
+A request that waits behind one with the same prefix will find it computed. So what a queue costs is less than
+its tokens, and routers are told how much.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.scheduling.blocks import BlockHash, BlockPool
+from engine.scheduling.request import Request
+
+
+class Promises:
+    """Blocks that will be known when the requests that wait or are in prefill have been computed."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._promised: Counter[BlockHash] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<Promises of {len(self._promised)} blocks>"
+
+    def make(self, request: Request) -> None:
+        """Estimate what a queued request will have to compute (``num_expected``), and let those behind it
+        count on its blocks."""
+        request.num_expected = len(request.token_ids)
+        if not self._pool.is_caching:
+            return
+        hashes = request.prefix_hashes(self._block_size)
+        missing = next(
+            (place for place, each in enumerate(hashes) if not self._is_expected(each)), len(hashes)
+        )
+        request.num_expected -= missing * self._block_size
+        request.promised = hashes[missing:]
+        self._promised.update(request.promised)
+
+    def keep(self, request: Request) -> None:
+        """Its blocks are known now, or will not be."""
+        for block_hash in request.promised:
+            self._promised[block_hash] -= 1
+            if not self._promised[block_hash]:
+                del self._promised[block_hash]
+        request.promised = []
+
+    def _is_expected(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._promised or self._pool.knows(block_hash)

@@ -1,0 +1,208 @@
+"""Grammars: which tokens may stand next in an answer whose form was asked for (no torch, no sockets).
+
+A grammar comes as text in llguidance's own form (JSON, see :mod:`router.turns.structured`), and is followed
+by one matcher per request. Looking at what may come next changes nothing; only :meth:`Grammar.take`, called
+when a step is over, moves on. So a step that is cut short and run again has the same mask and gives the same
+token, and an instance that goes on with a request of another one reads the tokens that the client already
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.model.tokenizer_files import TOKENIZER, TokenizerFilesError, tokenizer_directory
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Bits = npt.NDArray[np.uint8]
+"""One bit per token, the lowest bit of a byte first."""
+
+MAX_LEXER_STATES = 20_000
+"""States of one grammar: 1 to 3 kB each, held while a request with it runs."""
+
+
+class GrammarError(ValueError):
+    """A grammar, or a tokenizer, that cannot be used. The message is meant for the client."""
+
+
+class Vocabulary:
+    """The model's tokens as grammars see them."""
+
+    def __init__(self, tokenizer: LLTokenizer, size: int, eos_ids: Sequence[int]) -> None:
+        """``size``: of the model's vocabulary, which is what logits have."""
+        self.tokenizer = tokenizer
+        self.size = size
+        self.eos_ids = tuple(eos_ids)
+        self._words = -(-int(tokenizer.vocab_size) // 32)
+        self.num_bytes = -(-size // 8)
+        """Of a mask."""
+
+    def __repr__(self) -> str:
+        return f"<Vocabulary of {self.size} tokens, ends with {self.eos_ids}>"
+
+    def bits_of(self, ids: Iterable[int]) -> Bits:
+        """The mask that has these tokens only."""
+        flags = np.zeros(self.num_bytes * 8, dtype=np.uint8)
+        flags[list(ids)] = 1
+        return np.packbits(flags, bitorder="little")
+
+    def allowed(self, matcher: LLMatcher) -> Bits:
+        """The tokens that a matcher would take next; none if it has failed."""
+        bits = np.zeros(self._words * 4, dtype=np.uint8)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, len(bits))
+        if matcher.is_error():
+            bits[:] = 0  # the library would have the text end here, as if all were well
+        if len(bits) < self.num_bytes:
+            bits = np.pad(bits, (0, self.num_bytes - len(bits)))
+        bits = bits[: self.num_bytes]
+        if spare := -self.size % 8:
+            bits[-1] &= 0xFF >> spare
+        return bits
+
+
+def load_vocabulary(directory: Path, size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    """Read a model's tokenizer.json: about a second for 150,000 tokens, with the GIL held.
+
+    Raises:
+        GrammarError: there is none, or llguidance does not know its kind.
+    """
+    if not eos_ids:
+        raise GrammarError("the model has no end-of-sequence token to end a structured output with")
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise GrammarError(f"the package llguidance cannot be loaded ({error}): pip install it") from error
+    try:
+        text = (tokenizer_directory(directory) / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, TokenizerFilesError) as error:
+        raise GrammarError("the instance has no tokenizer.json beside the model's weights") from error
+    ends = list(eos_ids)
+    try:
+        try:
+            tokenizer = LLTokenizer(text, n_vocab=size, eos_token=ends)
+        except ValueError:  # it has more tokens than the model
+            tokenizer = LLTokenizer(text, eos_token=ends)
+    except Exception as error:  # the package raises nothing more special
+        raise GrammarError(
+            f"the model's tokenizer cannot be used for structured outputs: {first_line(error)}"
+        ) from error
+    return Vocabulary(tokenizer, size, eos_ids)
+
+
+def compile_grammar(text: str, vocabulary: Vocabulary) -> LLMatcher:
+    """A matcher at the beginning of a grammar, to be copied for each request.
+
+    Raises:
+        GrammarError: the grammar is wrong, too large, or lets no answer begin.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(first_line(matcher.get_error()))
+    if not vocabulary.allowed(matcher).any():
+        raise GrammarError(f"no answer can follow the grammar ({why_stopped(matcher)})")
+    return matcher
+
+
+class Grammar:
+    """How far the answer to one request has come in its grammar."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        stop_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        allowed_token_ids: Sequence[int] | None = None,
+        output_ids: Sequence[int] = (),
+        on_error: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``matcher``: at the beginning, this request's own. ``output_ids``: tokens that are there already.
+        ``on_error``: called when the library fails, not when an answer merely does not follow.
+
+        Raises:
+            GrammarError: they do not follow the grammar.
+        """
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._on_error = on_error
+        self._min_tokens = min_tokens
+        self._ends = vocabulary.bits_of(vocabulary.eos_ids) if ignore_eos else None
+        self._stops = vocabulary.bits_of(stop_ids) if min_tokens else None
+        self._within = None if allowed_token_ids is None else vocabulary.bits_of(allowed_token_ids)
+        self._problem: str | None = None
+        self.ended = False
+        """Whether its last token was the end of the sequence."""
+        for token_id in output_ids:
+            if (problem := self.take(token_id)) is not None:
+                raise GrammarError(problem)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else self._problem or "under way"
+        return f"<Grammar {state}>"
+
+    def mask(self, num_output: int) -> bytes | None:
+        """The tokens that may stand behind ``num_output`` ones; None if there are none: then
+        :meth:`take` fails, whatever it is given.
+
+        Stop tokens before ``min_tokens`` and an end that is to be ignored are left out, unless the grammar
+        lets nothing else follow.
+        """
+        bits = self._vocabulary.allowed(self._matcher)
+        if self._within is not None:
+            bits = bits & self._within
+        if not bits.any():
+            stopped = self._matcher.is_error()
+            self._fail(why_stopped(self._matcher) if stopped else "none of allowed_token_ids may follow")
+            return None
+        for unwanted in (self._stops if num_output < self._min_tokens else None, self._ends):
+            if unwanted is not None and (rest := bits & ~unwanted).any():
+                bits = rest
+        return bits.tobytes()
+
+    def take(self, token_id: int) -> str | None:
+        """Go on behind this token; what is wrong, if it cannot be."""
+        if self._problem is None and not self._matcher.consume_token(token_id):
+            self._fail(why_refused(self._matcher, token_id))
+        self.ended = token_id in self._vocabulary.eos_ids
+        return self._problem
+
+    def _fail(self, reason: str) -> None:
+        self._problem = f"the structured output cannot go on: {reason}"
+        if self._matcher.is_error():
+            self._on_error()
+
+
+def why_stopped(matcher: LLMatcher) -> str:
+    """For a matcher that takes nothing more, and should."""
+    reason = str(matcher.stop_reason())
+    return {
+        "NoExtension": "no token can follow",
+        "NoExtensionBias": "no token can follow",
+        "LexerTooComplex": "it is too complex",
+        "ParserTooComplex": "it is too complex",
+    }.get(reason, first_line(matcher.get_error() or reason))
+
+
+def why_refused(matcher: LLMatcher, token_id: int) -> str:
+    """For a matcher that has not taken a token: it does not fit, or what may follow is too much for it."""
+    error = first_line(matcher.get_error() or "")
+    if error.startswith("lexer error"):
+        return f"its grammar is too complex ({error.removeprefix('lexer error: ')})"
+    return f"token {token_id} does not follow its grammar"
+
+
+def first_line(error: object) -> str:
+    """What went wrong, without the library's picture of where."""
+    return (str(error).strip().splitlines() or ["unknown error"])[0]

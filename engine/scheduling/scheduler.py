@@ -1,0 +1,562 @@
+"""What goes into the next step (pure: no sockets, no clock, no torch).
+
+Iteration-level scheduling (Orca) with chunked prefill (Sarathi-Serve) over a paged KV cache: each step
+takes every running request's next token first, then chunks of prompts, within a budget of tokens.
+When blocks run out, the request that would go last gives its blocks back and is computed again later.
+Order is arrival, or (priority, arrival).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from itertools import takewhile
+
+import msgspec
+
+from engine.messages import Counters, FinishReason, TokenLogprobs
+from engine.scheduling.blocks import BlockPool
+from engine.scheduling.expected_prefix_blocks import Promises
+from engine.scheduling.prompt_share import PromptShare
+from engine.scheduling.request import Request, RequestKey, Status
+from engine.scheduling.speculation import Speculation
+from engine.scheduling.step_making import StepRows, UnderWay, admit_of, made_anew
+from engine.scheduling.totals import Totals
+from engine.scheduling.waiting_queue import WaitingQueue
+from engine.step import CRUMBS, Admit, Further, Step, StepResult
+
+PROMPT_LOGPROBS_CHUNK = 256
+"""Tokens per step of all prompts whose log-probabilities are wanted: each needs a row of logits. (Without
+chunked prefill, the last of these prompts may go beyond it.)"""
+NOTHING_TAKEN = Further([])
+DRAFTS_BESIDE_PROMPTS = 4
+"""Where prompts are there to be computed, drafts get this part of what is left of the budget."""
+PENALISED_DRAFTS = 1 << 14
+"""Tokens of a request with penalties, times those that are drafted for it."""
+MOST_PASSED_OVER = 64
+"""Waiting requests that lack room for these alone, before no more are looked at in a step."""
+
+
+class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one instance."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    prompt_tokens_beside_decodes: int | None = None
+    """Of a step, while requests decode, with chunked prefill: they wait for no more than so many tokens of
+    others' prompts. None: as many as the budget has."""
+    fewer_where_slow: bool = False
+    """Of these, as many as do not take long."""
+    micro_batches: int = 1
+    """Steps of different requests that are under way at once; each takes its share of the requests."""
+    tells_tokens: bool = False
+    """Whether a row of one token says which: some workers do not sample."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a step did to one request. ``request.finish_reason`` says whether it has ended."""
+
+    request: Request
+    token_ids: list[int]
+    """None of them if it failed; several where a draft brought some."""
+    logprobs: list[TokenLogprobs]
+    """One for each, when asked for."""
+
+
+class Scheduler:
+    """Owns the requests of an instance and the block pool."""
+
+    def __init__(
+        self, rules: SchedulerRules, pool: BlockPool, speculation: Speculation | None = None
+    ) -> None:
+        """``speculation`` drafts tokens for those that decode."""
+        self._rules = rules
+        self._speculation = speculation
+        self._pool = pool
+        self._requests: dict[RequestKey, Request] = {}
+        self._waiting = WaitingQueue(rules.block_size)
+        self._running: list[Request] = []
+        self._by_slot: dict[int, Request] = {}
+        self._free_slots = list(range(rules.max_num_seqs))[::-1]
+        self._in_flight: deque[UnderWay] = deque()
+        self._num_grammars = 0
+        self.others_run = False
+        """Whether other instances that step in lockstep with this one have rows: theirs wait for ours."""
+        self._blocks_for_drafts = 0
+        """Of the step in the making."""
+        self._promises = Promises(pool, rules.block_size)
+        self._totals = Totals()
+        self._prompt_share = PromptShare(
+            rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
+            is_bound=rules.fewer_where_slow,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
+
+    # ---- requests come and go
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens still to compute of requests that wait, and of prompts that are partly computed."""
+        return self._waiting.num_tokens + self._in_prefill()
+
+    @property
+    def num_tokens_ahead(self) -> tuple[int, int]:
+        """``num_waiting_tokens``, and the same without what waiting requests will find in the prefix cache,
+        or what those before them will have put there."""
+        in_prefill = self._in_prefill()
+        return self._waiting.num_tokens + in_prefill, self._waiting.num_uncached + in_prefill
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting requests for whom the next step has no slot, or maybe no blocks."""
+        return self._num_queued(len(self._waiting), self._waiting.num_blocks)
+
+    def num_queued_with(self, num_tokens: int) -> int:
+        """The same if a request of so many tokens came now."""
+        return self._num_queued(
+            len(self._waiting) + 1, self._waiting.num_blocks + self._blocks_for(num_tokens)
+        )
+
+    def _num_queued(self, num_waiting: int, blocks: int) -> int:
+        return num_waiting if blocks > self._pool.num_free else max(0, num_waiting - len(self._free_slots))
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        return self._requests.values()
+
+    def holder(self, slot: int) -> Request | None:
+        """The request in a slot."""
+        return self._by_slot.get(slot)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether the output of any request here must follow one."""
+        return self._num_grammars > 0
+
+    def knows(self, key: RequestKey) -> bool:
+        """Whether this request is here, waiting or running."""
+        return key in self._requests
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens since the start."""
+        return self._totals.generation_tokens
+
+    @property
+    def num_steps(self) -> int:
+        """Scheduled since the start."""
+        return self._totals.steps
+
+    def counters(self) -> Counters:
+        """Totals so far; ``bad_messages`` is the server's."""
+        return self._totals.counters()
+
+    def problem_with(self, request: Request) -> str | None:
+        """Why a request can never run here, None if it can."""
+        most_tokens = request.num_prompt + request.max_output
+        if request.max_output < 1:
+            return f"the prompt has {request.num_prompt} tokens, which leaves no room to generate"
+        capacity = self._pool.num_blocks * self._rules.block_size
+        if most_tokens > capacity:
+            return f"the request may need {most_tokens} tokens, but the KV cache holds only {capacity}"
+        budget = self._rules.max_num_batched_tokens
+        if not self._rules.enable_chunked_prefill and most_tokens > budget:
+            return (
+                f"the request may need {most_tokens} tokens in one step, more than the budget of {budget}, "
+                "and chunked prefill is off"
+            )
+        return None
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`problem_with` has nothing against."""
+        assert request.key not in self._requests, f"{request!r} was added twice"
+        self._requests[request.key] = request
+        self._num_grammars += request.grammar is not None
+        if self._speculation is not None and request.grammar is None:
+            request.drafter = self._speculation.drafter()
+        self._enqueue(request)
+
+    def abort(self, key: RequestKey) -> bool:
+        """Forget a request, wherever it is; False if it is not here (any more)."""
+        request = self._requests.get(key)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    def recall(self, key: RequestKey) -> bool:
+        """Forget a request that has not begun; False if it has, or is not here."""
+        request = self._requests.get(key)
+        if request is None or request.status is not Status.WAITING or request.was_admitted:
+            return False
+        return self.abort(key)
+
+    # ---- one step
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were scheduled and not yet answered."""
+        return len(self._in_flight)
+
+    def schedule(self) -> Step | None:
+        """Choose the rows of the next step; None if nothing can run. Steps may be under way: a request is not
+        in the next one before its token is there, but a prompt's next chunk may follow the one before."""
+        block_size = self._rules.block_size
+        most_rows = self._rows_per_step()
+        needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
+        rows = self._no_rows(somebody_decodes=not all(needs_more))
+        lacking = False  # blocks, somebody who runs: nobody who comes later gets any before
+        drafts = self._drafts(most_rows)
+        for request in self._decodes_then_prefills() if any(needs_more) else self._running[:]:
+            if len(rows) == most_rows or rows.budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # preempted by one before it
+            uncomputed = len(request.token_ids) - request.num_computed
+            count = uncomputed if uncomputed <= 1 else self._chunk(request, rows)
+            if count == 0:
+                continue
+            draft = drafts.get(request.key) if drafts else None
+            if draft is not None and self._fill_with_draft(rows, request, draft):
+                continue
+            new_blocks: list[int] | None = []
+            if request.num_computed + count > len(request.blocks) * block_size:
+                new_blocks, victims = self._grow(request, request.num_computed + count, rows)
+                lacking |= victims > 0 or new_blocks is None
+            if new_blocks is None:
+                continue
+            self._fill(rows, request, count, new_blocks)
+        admits = [] if lacking else self._admit_waiting(rows, most_rows)
+        if not rows:
+            return None
+        step = rows.step(admits, tells_tokens=self._rules.tells_tokens)
+        self._totals.on_step(step.num_tokens)
+        requests = rows.requests
+        self._in_flight.append(UnderWay(step, requests, [request.blocks for request in requests]))
+        return step
+
+    def restart(self) -> list[Step]:
+        """The steps under way, oldest first, to be run again by workers that may have done any part of them:
+        each row brings along all that is known of its request. (A slot may have another request by now, if
+        the row's was aborted; what the row fills may be a known prefix of others all the same.)"""
+        self._in_flight = deque(made_anew(each) for each in self._in_flight)
+        return [each.step for each in self._in_flight]
+
+    def update(self, step: Step, result: StepResult) -> list[Outcome]:
+        """Take in what the oldest step under way sampled; returns the requests that got a token."""
+        outcomes: list[Outcome] = []
+        if not step.slots:
+            return outcomes
+        oldest = self._in_flight.popleft()
+        assert oldest.step.slots is step.slots, "steps are answered in order"
+        if result.prompt_logprobs:
+            self._note_prompt_logprobs(oldest, result.prompt_logprobs)
+        logprobs, drafts = result.logprobs, step.drafts
+        for index, (slot, request, token_id) in enumerate(
+            zip(step.slots, oldest.requests, result.tokens, strict=True)
+        ):
+            request.num_in_flight -= 1
+            if token_id is None or request.slot != slot:  # it was aborted while the step ran
+                continue
+            told = [logprobs[index]] if index in logprobs else []
+            outcome = self._append(request, token_id, told)
+            outcomes.append(outcome)
+            if drafts and index in drafts:
+                self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
+        return outcomes
+
+    def timed(self, step: Step, seconds: float) -> None:
+        """A step took so long: by that drafts are made, and prompts cut."""
+        if not step.slots:
+            return
+        if not _only_decodes(step):
+            self._prompt_share.took(step.num_tokens, seconds)
+        elif self._speculation is not None:
+            self._speculation.took(step.num_tokens, bool(step.drafts), seconds)
+
+    def _note_prompt_logprobs(self, under_way: UnderWay, by_row: dict[int, list[TokenLogprobs]]) -> None:
+        for index, found in by_row.items():
+            request = under_way.requests[index]
+            if request.slot == under_way.step.slots[index] and request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(found)
+
+    # ---- helpers of schedule
+
+    def _rows_per_step(self) -> int:
+        """So many that every step under way gets its share of those that can run."""
+        if self._rules.micro_batches == 1:
+            return self._rules.max_num_seqs
+        could_run = len(self._running) + min(len(self._waiting), len(self._free_slots))
+        return -(-could_run // self._rules.micro_batches)
+
+    def _no_rows(self, *, somebody_decodes: bool) -> StepRows:
+        """An empty step."""
+        rules = self._rules
+        prompts = budget = rules.max_num_batched_tokens
+        if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
+            prompts = self._prompt_share.tokens
+        return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
+
+    def _decodes_then_prefills(self) -> list[Request]:
+        """Requests that need one token come before partly computed prompts, so that a long prompt never
+        starves them; in order otherwise."""
+        return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
+
+    def _chunk(self, request: Request, rows: StepRows) -> int:
+        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`. One whose
+        output has begun is waited for like those that decode: when it is its turn, it gets all of that."""
+        rules, uncomputed = self._rules, request.num_uncomputed
+        room = rows.budget if request.num_output else rows.prompt_budget
+        count = min(uncomputed, room)
+        if room <= 0 or rows.is_full_for(request):
+            return 0
+        if not rules.enable_chunked_prefill:
+            return count if count == uncomputed else 0
+        if uncomputed <= room + rules.max_num_batched_tokens // CRUMBS:
+            count = uncomputed
+        if rules.long_prefill_token_threshold:
+            count = min(count, rules.long_prefill_token_threshold)
+        if request.tells_prompt:
+            count = min(count, rows.prompt_logprobs)
+        return count
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._rules.block_size)
+
+    def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
+        """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
+        and are in no step if need be. None if it must wait; it may be preempted itself."""
+        needed = self._blocks_for(num_tokens) - len(request.blocks)
+        victims = 0
+        while (new_blocks := self._pool.take(needed)) is None:
+            later = takewhile(lambda other: other is not request, reversed(self._running))
+            victim = next((other for other in later if not other.num_in_flight), request)
+            if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
+                return None, victims  # those under way will end or give way; keep what is computed
+            self._preempt(victim)
+            victims += 1
+            if victim is request:
+                return None, victims
+        request.blocks += new_blocks
+        return new_blocks, victims
+
+    def _fill(self, rows: StepRows, request: Request, count: int, new_blocks: list[int]) -> None:
+        rows.add(request, count, new_blocks)
+        request.num_in_flight += 1
+        self._advance(request, count)
+
+    def _advance(self, request: Request, count: int) -> None:
+        request.num_computed += count
+        if request.num_computed >= (request.num_named + 1) * self._rules.block_size:
+            self._name_full_blocks(request)
+
+    def _drafts(self, most_rows: int) -> dict[RequestKey, list[int]]:
+        """What may come behind the newest tokens, by request. It gets what nobody else needs of the budget,
+        and of that little where prompts are there to be computed: it only hastens what comes anyway."""
+        running = len(self._running)
+        if self._speculation is None or self._speculation.is_off(running):
+            return {}
+        room = max(0, self._rules.max_num_batched_tokens - running)
+        self._blocks_for_drafts = max(0, self._pool.num_free - running)  # each may need one in this step
+        if self._waiting or self._in_prefill():
+            room = room // DRAFTS_BESIDE_PROMPTS if self._rules.enable_chunked_prefill else 0
+            self._blocks_for_drafts = 0
+        keys, texts = [], []
+        for request in self._running:
+            if request.drafter is not None and len(request.token_ids) - request.num_computed == 1:
+                keys.append(request.key)
+                texts.append((request.drafter, request.token_ids, _most_drafted(request)))
+                if len(keys) == most_rows:
+                    break
+        drafts = self._speculation.draft(texts, min(running, most_rows), room)
+        return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
+
+    def _fill_with_draft(self, rows: StepRows, request: Request, draft: list[int]) -> bool:
+        """The newest token of a request and its draft; False if there are no blocks for that: nobody waits or
+        is preempted for a draft."""
+        count = 1 + len(draft)
+        needed = self._blocks_for(request.num_computed + count) - len(request.blocks)
+        if needed > self._blocks_for_drafts:
+            return False
+        self._blocks_for_drafts -= needed
+        new_blocks = self._pool.take(needed)
+        assert new_blocks is not None
+        request.blocks += new_blocks
+        rows.add(request, count, new_blocks, draft)
+        request.num_in_flight += 1
+        self._advance(request, 1)  # of the drafted ones it is not known yet
+        self._totals.on_draft(len(draft))
+        return True
+
+    def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
+        """The tokens behind the first one that a row with a draft gave: as many as were taken of the draft.
+        Blocks for those that were not go back."""
+        request = outcome.request
+        for place, token_id in enumerate(further.tokens):
+            if request.status is not Status.RUNNING:
+                break  # what came before ended it
+            self._advance(request, 1)  # by the token before this one, which was drafted
+            outcome.token_ids.append(token_id)
+            outcome.logprobs.extend(further.logprobs[place : place + 1])
+            self._add_token(request, token_id)
+        self._totals.on_taken(len(further.tokens))
+        if request.drafter is not None and self._speculation is not None:
+            self._speculation.learn(request.drafter, len(draft), len(further.tokens))
+        if request.status is Status.RUNNING:
+            surplus = request.blocks[self._blocks_for(request.num_computed) :]
+            if surplus:
+                request.blocks = request.blocks[: -len(surplus)]
+                self._pool.release(surplus)
+
+    def _name_full_blocks(self, request: Request) -> None:
+        """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
+        before it reads any, so another row of the same step may already share them."""
+        num_full = request.num_computed // self._rules.block_size
+        hashes = request.hashes_up_to(num_full, self._rules.block_size)
+        for index in range(request.num_named, num_full):
+            self._pool.name(request.blocks[index], hashes[index])
+        request.num_named = num_full
+
+    def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
+        """Waiting requests that fit, in order; the first that does not fit ends it. Those who lack no more
+        than room for the log-probabilities of their prompts are passed over, and, if there are any whose
+        output has begun, also those who lack no more than a share of the step: their slots and blocks stay
+        for them."""
+        admits: list[Admit] = []
+        place = slots_kept = blocks_kept = 0
+        while len(self._waiting) > place and len(self._free_slots) > slots_kept:
+            if rows.budget <= 0 or len(rows) == most_rows:
+                break
+            request = self._waiting[place]
+            lacks_share = rows.prompt_budget <= 0 and not request.num_output
+            if lacks_share and not self._waiting.num_begun:
+                break
+            if lacks_share or rows.is_full_for(request):
+                if lacks_share:
+                    slots_kept += 1
+                    blocks_kept += self._blocks_for(len(request.token_ids))
+                place += 1
+                if place == MOST_PASSED_OVER:
+                    break
+                continue
+            known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
+            request.num_computed = len(known) * self._rules.block_size
+            count = self._chunk(request, rows)
+            in_all = self._blocks_for(len(request.token_ids))
+            if count == 0 or self._pool.num_free_beside(known) < in_all - len(known) + blocks_kept:
+                request.num_computed = 0
+                break
+            self._pool.hold(known)
+            taken = self._pool.take(self._blocks_for(request.num_computed + count) - len(known))
+            assert taken is not None
+            admits.append(self._admit(request, known, taken))
+            self._fill(rows, request, count, request.blocks[:])
+        return admits
+
+    def _admit(self, request: Request, known: list[int], taken: list[int]) -> Admit:
+        self._waiting.remove(request)
+        insort(self._running, request, key=lambda other: other.order)
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        self._by_slot[request.slot] = request
+        request.blocks = known + taken
+        request.num_named = len(known)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            self._totals.on_first_admission(request)
+        return admit_of(request, request.slot)
+
+    # ---- changes of state
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        self._promises.make(request)  # first: the queue counts what it expects of the prefix cache
+        self._waiting.add(request)
+
+    def _in_prefill(self) -> int:
+        """Tokens still to compute of prompts that are partly computed."""
+        left = [len(request.token_ids) - request.num_computed for request in self._running]
+        return sum(left) - left.count(1)  # a request that needs its next token is in no prefill
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, to be computed again; a known prefix may spare part of it."""
+        self._totals.preemptions += 1
+        self._vacate(request)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        self._enqueue(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back the slot and the blocks of a running request."""
+        assert request.slot is not None
+        self._running.remove(request)
+        del self._by_slot[request.slot]
+        self._free_slots.append(request.slot)
+        self._pool.release(request.blocks)
+        self._promises.keep(request)
+        request.slot, request.blocks = None, []
+        request.num_computed = request.num_named = 0
+
+    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs]) -> Outcome:
+        grammar = request.grammar
+        if grammar is not None and (problem := grammar.take(token_id)) is not None:
+            request.error = problem
+            self._finish(request, FinishReason.ERROR)
+            return Outcome(request, [], [])
+        self._add_token(request, token_id)
+        return Outcome(request, [token_id], logprobs)
+
+    def _add_token(self, request: Request, token_id: int) -> None:
+        grammar = request.grammar
+        request.token_ids.append(token_id)
+        if request.promised:
+            self._promises.keep(request)
+        self._totals.generation_tokens += 1
+        is_over = grammar is not None and grammar.ended  # also where its end was the only token left
+        if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
+            request.stop_reason = token_id if token_id in request.stop_ids else None
+            self._finish(request, FinishReason.STOP)
+        elif len(request.token_ids) - request.num_prompt >= request.max_output:
+            self._finish(request, FinishReason.LENGTH)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+        else:
+            self._waiting.remove(request)
+            self._promises.keep(request)
+        request.status, request.finish_reason = Status.FINISHED, reason
+        del self._requests[request.key]
+        self._num_grammars -= request.grammar is not None
+
+
+def _most_drafted(request: Request) -> int:
+    """Of its output one token comes in any case. Penalties look at the whole text for each token."""
+    left = request.max_output - request.num_output - 1
+    if request.params.shapes_logits_by_history:
+        left = min(left, PENALISED_DRAFTS // len(request.token_ids))
+    return left
+
+
+def _only_decodes(step: Step) -> bool:
+    """Whether no row is of a prompt: those come last."""
+    return step.counts[-1] == 1 or len(step.counts) - 1 in step.drafts

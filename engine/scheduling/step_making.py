@@ -1,0 +1,135 @@
+"""A step in the making, and what is kept of it while it is under way (pure)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.scheduling.request import Request
+from engine.step import Admit, Step
+
+
+class UnderWay(msgspec.Struct, frozen=True):
+    """A step that was scheduled and not yet answered."""
+
+    step: Step
+    requests: list[Request]
+    tables: list[list[int]]
+    """Their blocks: also of those that are aborted meanwhile."""
+
+
+class StepRows:
+    """The rows of a step in the making, and what there is room for besides, in tokens."""
+
+    def __init__(self, budget: int, prompts: int, prompt_logprobs: int) -> None:
+        self.budget = budget
+        self._prompts = prompts
+        self.prompt_logprobs = prompt_logprobs
+        """Of prompts whose log-probabilities are wanted."""
+        self.requests: list[Request] = []
+        self._slots: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._new_blocks: dict[int, list[int]] = {}
+        self._partial: list[int] = []
+        self._drafts: dict[int, list[int]] = {}
+        self._in_order = True
+        self._last_kind = 0
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def prompt_budget(self) -> int:
+        """What prompts may take of it."""
+        return min(self.budget, self._prompts)
+
+    def is_full_for(self, request: Request) -> bool:
+        """Whether it lacks room for the log-probabilities of its prompt."""
+        return self.prompt_logprobs <= 0 and request.tells_prompt
+
+    def add(
+        self, request: Request, count: int, new_blocks: list[int], draft: list[int] | None = None
+    ) -> None:
+        """The next ``count`` tokens of a request, the last of which are a draft if there is one."""
+        assert request.slot is not None
+        index, start = len(self.requests), request.num_computed
+        self.budget -= count
+        if request.tells_prompt:
+            self.prompt_logprobs -= count
+        if new_blocks:
+            self._new_blocks[index] = new_blocks
+        if draft:
+            self._drafts[index] = draft
+        is_partial = start + count < len(request.token_ids)
+        if is_partial:
+            self._partial.append(index)
+        kind = 0 if count == 1 else 1 if draft else 2
+        if kind == 2 or is_partial:
+            self._prompts -= count
+        self._in_order = self._in_order and kind >= self._last_kind
+        self._last_kind = kind
+        self.requests.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(start)
+        self._counts.append(count)
+
+    def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
+        """Those of one token come first, then those with drafts."""
+        if not self._in_order:
+            self._sort()
+        starts, counts = self._starts, self._counts
+        firsts: list[int] = []
+        if tells_tokens:
+            decoding = (index for index, count in enumerate(counts) if count == 1 or index in self._drafts)
+            firsts = [self.requests[index].token_ids[starts[index]] for index in decoding]
+        return Step(
+            admits,
+            self._slots,
+            starts,
+            counts,
+            self._new_blocks,
+            self._partial,
+            firsts,
+            None,
+            self._drafts,
+        )
+
+    def _sort(self) -> None:
+        order = sorted(
+            range(len(self)), key=lambda index: (self._counts[index] > 1, index not in self._drafts)
+        )
+        place = {index: new for new, index in enumerate(order)}
+        self.requests = [self.requests[index] for index in order]
+        self._slots = [self._slots[index] for index in order]
+        self._starts = [self._starts[index] for index in order]
+        self._counts = [self._counts[index] for index in order]
+        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
+        self._partial = sorted(place[index] for index in self._partial)
+        self._drafts = {place[index]: draft for index, draft in self._drafts.items()}
+
+
+def admit_of(request: Request, slot: int) -> Admit:
+    """What the workers are told of a request that takes a slot."""
+    params = request.params
+    if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # told by its first delta
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    return Admit(
+        slot=slot,
+        token_ids=request.token_ids[:],
+        num_prompt=request.num_prompt,
+        params=params,
+        seed=request.seed,
+        barred_ids=tuple(sorted(request.barred_ids)),
+    )
+
+
+def made_anew(under_way: UnderWay) -> UnderWay:
+    """The same step, as if all its requests were admitted by it."""
+    old = under_way.step
+    step = msgspec.structs.replace(
+        old,
+        admits=[admit_of(request, slot) for slot, request in zip(old.slots, under_way.requests, strict=True)],
+        new_blocks={index: table[:] for index, table in enumerate(under_way.tables)},
+        masks=None,
+    )
+    return msgspec.structs.replace(under_way, step=step)

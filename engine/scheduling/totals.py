@@ -1,0 +1,62 @@
+"""What an instance has done since it started (pure): the counts that its reports carry."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from engine.messages import ITERATION_BOUNDS, Counters
+from engine.scheduling.request import Request
+
+
+class Totals:
+    """Counts that only rise."""
+
+    def __init__(self) -> None:
+        self.generation_tokens = 0
+        self.preemptions = 0
+        self.steps = 0
+        self._prompt_tokens = 0
+        self._cache_hits = 0
+        self._scheduled_tokens = 0
+        self._step_sizes = [0] * (len(ITERATION_BOUNDS) + 1)
+        self._drafts = 0
+        self._drafted_tokens = 0
+        self._taken_by_place: list[int] = []
+
+    def on_first_admission(self, request: Request) -> None:
+        """A request got a slot for the first time; ``num_cached`` of its prompt was in the prefix cache."""
+        self._prompt_tokens += request.num_prompt
+        self._cache_hits += request.num_cached
+
+    def on_step(self, num_tokens: int) -> None:
+        """A step of so many tokens was scheduled."""
+        self.steps += 1
+        self._scheduled_tokens += num_tokens
+        self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
+
+    def on_draft(self, num_tokens: int) -> None:
+        """So many tokens were drafted for a request."""
+        self._drafts += 1
+        self._drafted_tokens += num_tokens
+
+    def on_taken(self, num_tokens: int) -> None:
+        """The first tokens of a draft, so many, were those that were sampled."""
+        self._taken_by_place += [0] * (num_tokens - len(self._taken_by_place))
+        for place in range(num_tokens):
+            self._taken_by_place[place] += 1
+
+    def counters(self) -> Counters:
+        """As reports tell them; ``bad_messages`` is the server's."""
+        return Counters(
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            preemptions=self.preemptions,
+            prefix_cache_queries=self._prompt_tokens,
+            prefix_cache_hits=self._cache_hits,
+            steps=self.steps,
+            scheduled_tokens=self._scheduled_tokens,
+            step_sizes=self._step_sizes[:],
+            drafts=self._drafts,
+            drafted_tokens=self._drafted_tokens,
+            taken_by_place=self._taken_by_place[:],
+        )

@@ -1,0 +1,50 @@
+"""The requests of an instance that wait for a slot, and what they will cost (pure).
+
+The sums stand for routers, who choose an instance by them: they are kept as requests come and go, since a
+queue may hold thousands.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from engine.scheduling.request import Request
+
+
+class WaitingQueue:
+    """Requests in the order in which they will be admitted. None changes its tokens while it is here."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._requests: list[Request] = []
+        self.num_tokens = 0
+        self.num_uncached = 0
+        """Tokens without those that the prefix cache is expected to have."""
+        self.num_blocks = 0
+        self.num_begun = 0
+        """Those that have some of their output: moved from another instance, or preempted."""
+
+    def __repr__(self) -> str:
+        return f"<WaitingQueue of {len(self._requests)}, {self.num_tokens} tokens>"
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, place: int) -> Request:
+        """0 is the first one."""
+        return self._requests[place]
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=lambda other: other.order)
+        self._count(request, 1)
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+        self._count(request, -1)
+
+    def _count(self, request: Request, sign: int) -> None:
+        num_tokens = len(request.token_ids)
+        self.num_tokens += sign * num_tokens
+        self.num_begun += sign * (request.num_output > 0)
+        self.num_uncached += sign * request.num_expected
+        self.num_blocks += sign * -(-num_tokens // self._block_size)

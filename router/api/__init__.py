@@ -1,0 +1,1 @@
+"""The endpoints that generate: completions, chat, responses, messages."""

@@ -1,0 +1,146 @@
+"""What the generating endpoints have in common: how pieces of samples become JSON."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from router.errors import ApiError, error_body
+from router.openai_api import PromptTokensDetails, StreamOptions, Usage
+from router.text.output_stream import Piece, Sample
+
+DONE = b"data: [DONE]\n\n"
+
+MARK = "\0"
+"""Stands for the text in a chunk that is made once and filled in for every token."""
+
+encode = msgspec.json.Encoder().encode
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def event(content: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(content) + b"\n\n"
+
+
+def named_event(content: msgspec.Struct) -> bytes:
+    """The same under the name of its type, which is the struct's tag."""
+    name = str(type(content).__struct_config__.tag)
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
+class Answer(ABC):
+    """The answer to one request: as a whole, or in chunks."""
+
+    def __init__(
+        self,
+        id: str,
+        created: int,
+        model: str,
+        samples: Sequence[Sample],
+        *,
+        tells_cached_tokens: bool,
+    ) -> None:
+        self.id = id
+        self.created = created
+        self.model = model
+        self.samples = samples
+        self._tells_cached_tokens = tells_cached_tokens
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
+
+    @abstractmethod
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        """The body of an answer that is not streamed: the pieces of each sample, in their order."""
+
+    @abstractmethod
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        """The events for one more piece of a sample; nothing if the client would see nothing."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that cannot go on."""
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text (as JSON) in all events of a sample but its first and its
+        last; None if they differ in more than that."""
+        return None
+
+    def whole_usage(self) -> Usage:
+        """:meth:`usage` in a whole answer, with null for details that are not known."""
+        usage = self.usage()
+        usage.prompt_tokens_details = usage.prompt_tokens_details or None
+        return usage
+
+    def usage(self) -> Usage:
+        """Of all samples; a prompt with several samples counts once."""
+        of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
+        prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
+        usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
+        if self._tells_cached_tokens:
+            usage.prompt_tokens_details = PromptTokensDetails(
+                sum(sample.num_cached_tokens for sample in of_prompts)
+            )
+        return usage
+
+
+class ChunkedAnswer(Answer):
+    """An answer with choices: what completions and chat have in common."""
+
+    def __init__(self, *, stream_options: StreamOptions | None, **common: Any) -> None:
+        super().__init__(**common)
+        options = stream_options or StreamOptions()
+        self._includes_usage = options.include_usage is True
+        self._usage_in_every_chunk = self._includes_usage and options.continuous_usage_stats is True
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """By sample: what stands before and after the text in chunks with nothing but text."""
+
+    @abstractmethod
+    def text_chunk(self, sample: Sample, text: str) -> bytes:
+        """A chunk with nothing but text."""
+
+    @abstractmethod
+    def usage_chunk(self) -> bytes:
+        """The event without choices that tells the usage."""
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        if self._usage_in_every_chunk:
+            return None
+        frame = self._frames.get(sample.index)
+        if frame is None:
+            before, _, after = self.text_chunk(sample, MARK).partition(encode(MARK))
+            frame = self._frames[sample.index] = (before, after)
+        return frame
+
+    def framed(self, sample: Sample, text: str) -> bytes:
+        """The same as :meth:`text_chunk`, for a fraction of the time."""
+        frame = ChunkedAnswer.frame(self, sample)
+        return self.text_chunk(sample, text) if frame is None else frame[0] + encode(text) + frame[1]
+
+    def closing(self) -> bytes:
+        return self.usage_chunk() + DONE if self._includes_usage else DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n" + DONE
+
+    def usage_so_far(self, sample: Sample, num_tokens: int) -> Usage | msgspec.UnsetType | None:
+        """What a chunk says of usage: that of its sample, null, or nothing."""
+        if self._usage_in_every_chunk:
+            return _usage(len(sample.prompt.prompt_ids), num_tokens)
+        return None if self._includes_usage else msgspec.UNSET
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)

@@ -1,0 +1,162 @@
+"""Answers of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from router.api.answers import ChunkedAnswer, encode, event
+from router.api.chat_deltas import DeltaWriter, finish_reason, message_of
+from router.api.logprobs import LogprobShapes
+from router.openai_api import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    CompletionTokensDetails,
+    Usage,
+)
+from router.text.output_stream import Piece, Sample, join
+from router.text.tokens import Tokenizer
+from router.turns.assistant_turns import TurnReader, turn_of
+from router.turns.turn_format import TurnFormat
+
+
+class ChatAnswer(ChunkedAnswer):
+    """Messages of the assistant."""
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        tokenizer: Tokenizer,
+        turn_format: TurnFormat,
+        response_role: str = "assistant",
+        **common: Any,
+    ) -> None:
+        super().__init__(stream_options=request.stream_options, **common)
+        self._role = _role_of_answer(request, response_role)
+        self._echoed = _echoed(request, self._role)
+        self._wants_logprobs = request.logprobs is True
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._returns_ids = request.return_token_ids is True
+        self._shapes = LogprobShapes(
+            tokenizer, request.top_logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
+        )
+        self._readers: list[TurnReader] = []
+        """One per sample, unless all text is content."""
+        if not turn_format.is_plain:
+            self._readers = [turn_format.reader(sample.prompt_text) for sample in self.samples]
+        self._writers = [DeltaWriter(reader) for reader in self._readers]
+
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        choices = []
+        for sample, pieces in zip(self.samples, said, strict=True):
+            piece = join(pieces)
+            choice = ChatChoice(
+                index=sample.index,
+                message=self._message(sample, pieces, piece),
+                logprobs=self._logprobs(piece),
+                finish_reason=self._finish_reason(sample, piece),
+                stop_reason=piece.stop_reason,
+                token_ids=piece.token_ids if self._returns_ids else None,
+            )
+            choices.append(choice)
+        first = self.samples[0]
+        answer = ChatCompletion(self.id, self.created, self.model, choices, self.whole_usage())
+        if self._num_prompt_logprobs is not None:
+            most = self._num_prompt_logprobs
+            answer.prompt_logprobs = self._shapes.prompt_encoded(first.prompt_logprobs, most)
+        if self._returns_ids:
+            answer.prompt_token_ids = first.prompt.prompt_ids
+        return encode(answer)
+
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
+        if is_plain and not (first or self._writers):
+            return self.framed(sample, piece.text) if piece.text else b""
+        opening = self._opening(sample) if first else b""
+        delta = self._delta(sample, piece, echoed=self._echoed if first else "")
+        if is_plain:
+            return opening + self._delta_chunk(sample, delta)
+        choice = ChatChunkChoice(
+            index=sample.index,
+            delta=delta,
+            logprobs=self._logprobs(piece),
+            finish_reason=self._finish_reason(sample, piece),
+            stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
+            token_ids=piece.token_ids if self._returns_ids else None,
+        )
+        return opening + event(self._chunk([choice], sample))
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)
+
+    def text_chunk(self, sample: Sample, text: str) -> bytes:
+        choice = ChatChunkChoice(sample.index, ChatDelta(text), token_ids=None)
+        return event(self._chunk([choice], sample))
+
+    def usage_chunk(self) -> bytes:
+        return event(ChatChunk(self.id, self.created, self.model, [], self.usage()))
+
+    def usage(self) -> Usage:
+        usage = super().usage()
+        if count := sum(reader.num_reasoning_tokens for reader in self._readers):
+            usage.completion_tokens_details = CompletionTokensDetails(count)
+        return usage
+
+    def _opening(self, sample: Sample) -> bytes:
+        """The first chunk of a choice: whose message it is. It stands before the first token."""
+        chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
+        chunk.usage = self.usage_so_far(sample, 0)
+        chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None
+        return event(chunk)
+
+    def _message(self, sample: Sample, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
+        if not self._readers:
+            return AssistantMessage(self._role, self._echoed + piece.text)
+        parts = [part for each in pieces for part in each.parts]
+        turn = turn_of(parts, self._readers[sample.index])
+        turn.content = self._echoed + turn.content
+        return message_of(turn, self._role)
+
+    def _delta(self, sample: Sample, piece: Piece, *, echoed: str) -> ChatDelta:
+        if not self._writers:
+            return ChatDelta(echoed + piece.text)
+        ended = piece.finish_reason is not None
+        return self._writers[sample.index].delta(piece.parts, echoed, ended=ended)
+
+    def _delta_chunk(self, sample: Sample, delta: ChatDelta) -> bytes:
+        """A chunk with nothing but a delta, nothing at all for an empty one."""
+        if delta.reasoning is UNSET and delta.tool_calls is UNSET:
+            return self.framed(sample, delta.content) if delta.content else b""
+        return event(self._chunk([ChatChunkChoice(sample.index, delta, token_ids=None)], sample))
+
+    def _chunk(self, choices: list[ChatChunkChoice], sample: Sample) -> ChatChunk:
+        return ChatChunk(
+            self.id, self.created, self.model, choices, self.usage_so_far(sample, sample.num_tokens)
+        )
+
+    def _finish_reason(self, sample: Sample, piece: Piece) -> str | None:
+        return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return self._shapes.chat(piece.logprobs) if self._wants_logprobs else None
+
+
+def _role_of_answer(request: ChatRequest, response_role: str) -> str:
+    """The assistant's turn, unless the client has the last message continued, whoever wrote it."""
+    continues = request.continue_final_message or request.add_generation_prompt is False
+    return str(request.messages[-1]["role"]) if continues else response_role
+
+
+def _echoed(request: ChatRequest, role: str) -> str:
+    """``echo`` in chat: the last message goes before the answer, if it is of the same role."""
+    last = request.messages[-1]
+    content = last.get("content")
+    return content if request.echo and last["role"] == role and isinstance(content, str) else ""

@@ -1,0 +1,85 @@
+"""Answers of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.api.answers import ChunkedAnswer, encode, event
+from router.api.logprobs import LogprobShapes, offsets_of
+from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from router.text.output_stream import Piece, Sample, join
+from router.text.tokens import Tokenizer
+
+
+class CompletionAnswer(ChunkedAnswer):
+    """Texts, with ``echo`` after their prompts."""
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, **common: Any) -> None:
+        super().__init__(stream_options=request.stream_options, **common)
+        self._tokenizer = tokenizer
+        self._echo = request.echo is True
+        self._num_logprobs = request.logprobs
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._returns_ids = request.return_token_ids is True
+        self._shapes = LogprobShapes(
+            tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
+        )
+
+    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+        choices = []
+        for sample, pieces in zip(self.samples, said, strict=True):
+            choice = self._choice(sample, join(pieces), first=True)
+            most = self._num_prompt_logprobs
+            told = None if most is None else self._shapes.prompt_encoded(sample.prompt_logprobs, most)
+            choice.prompt_logprobs = told
+            choices.append(choice)
+        answer = Completion(self.id, self.created, self.model, choices, self.whole_usage())
+        answer.service_tier = answer.system_fingerprint = answer.kv_transfer_params = None
+        return encode(answer)
+
+    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+        is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
+        if is_plain and not (first and self._echo):
+            return self.framed(sample, piece.text) if piece.text else b""
+        return self._chunk(sample, self._choice(sample, piece, first=first))
+
+    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+        return None if self._returns_ids or self._num_logprobs is not None else super().frame(sample)
+
+    def text_chunk(self, sample: Sample, text: str) -> bytes:
+        return self._chunk(sample, self._choice(sample, Piece(text), first=False))
+
+    def usage_chunk(self) -> bytes:
+        return event(Completion(self.id, self.created, self.model, [], self.usage()))
+
+    def _chunk(self, sample: Sample, choice: CompletionChoice) -> bytes:
+        usage = self.usage_so_far(sample, sample.num_tokens)
+        return event(Completion(self.id, self.created, self.model, [choice], usage))
+
+    def _choice(self, sample: Sample, piece: Piece, *, first: bool) -> CompletionChoice:
+        echoes = first and self._echo
+        return CompletionChoice(
+            index=sample.index,
+            text=sample.prompt_text + piece.text if echoes else piece.text,
+            logprobs=self._logprobs(sample, piece, echoes=echoes) if self._num_logprobs is not None else None,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            prompt_token_ids=sample.prompt.prompt_ids if first and self._returns_ids else None,
+            token_ids=piece.token_ids if self._returns_ids else None,
+        )
+
+    def _logprobs(self, sample: Sample, piece: Piece, *, echoes: bool) -> CompletionLogprobs:
+        start = len(sample.prompt_text) if self._echo else 0
+        token_ids = piece.token_ids
+        offsets = [start + offset for offset in piece.offsets]
+        if not echoes:
+            return self._shapes.completion(token_ids, piece.logprobs, offsets)
+        prompt_ids = sample.prompt.prompt_ids
+        of_prompt = sample.prompt_offsets
+        if of_prompt is None:
+            of_prompt = offsets_of(self._tokenizer, prompt_ids)
+        known = [*sample.prompt_logprobs, *[None] * (len(prompt_ids) - len(sample.prompt_logprobs))]
+        return self._shapes.completion(
+            [*prompt_ids, *token_ids], [*known, *piece.logprobs], [*of_prompt, *offsets]
+        )

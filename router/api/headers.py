@@ -1,0 +1,79 @@
+"""Headers of requests that change their treatment, and header values of answers (pure).
+
+A header without a value, as proxies and templates make them, is none.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from router.api.validation import MAX_ID_LENGTH, MAX_TIMEOUT, usable_id
+from router.errors import refuse
+from router.openai_api import GenerationRequest
+
+SESSION_HEADERS = ("x-session-affinity", "x-session-id")
+
+
+def key_of(request: Request) -> int:
+    """Number of the API key that was presented; 0 where there are none."""
+    key: int = getattr(request.state, "key", 0)
+    return key
+
+
+def request_id(request: Request, wanted: GenerationRequest) -> str:
+    """The client's own id, from the header or the body; else the one that the server gave."""
+    given = request.headers.get("x-request-id")
+    if not given:
+        at_door: str = request.state.request_id
+        return wanted.request_id or at_door
+    if not usable_id(given):
+        refuse(f"X-Request-Id must be printable ASCII of at most {MAX_ID_LENGTH} characters.", "X-Request-Id")
+    return given
+
+
+def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
+    """The instance that the client wants, by the header or by a field."""
+    given = request.headers.get("x-data-parallel-rank")
+    if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
+        refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
+    ranks = {int(given) if given else None, wanted.data_parallel_rank, wanted.routed_dp_rank} - {None}
+    if len(ranks) > 1:
+        refuse(
+            "X-data-parallel-rank, data_parallel_rank and routed_dp_rank name several instances.",
+            "data_parallel_rank",
+        )
+    return next(iter(ranks), None)
+
+
+def deadline(request: Request, wanted: GenerationRequest) -> float | None:
+    """Seconds that the answer may take: X-Request-Timeout, the field ``timeout``, or the shorter of both."""
+    given = request.headers.get("x-request-timeout")
+    if not given:
+        return wanted.timeout
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT:
+        refuse(
+            f"X-Request-Timeout must be seconds above 0 and at most {MAX_TIMEOUT:g}, got {given[:20]!r}.",
+            "X-Request-Timeout",
+        )
+    return seconds if wanted.timeout is None else min(seconds, wanted.timeout)
+
+
+def session(request: Request, wanted: GenerationRequest) -> str:
+    """What keeps the requests of one session together; empty if they are not to be."""
+    for name in SESSION_HEADERS:
+        given = request.headers.get(name, "")
+        if given and not usable_id(given):
+            refuse(f"{name} must be printable ASCII of at most {MAX_ID_LENGTH} characters.", name)
+        if given:
+            return given
+    return wanted.session_id or (wanted.prompt_cache_key or "")[:MAX_ID_LENGTH]
+
+
+def printable(text: str, most: int) -> str:
+    """A text as a header's value: printable ASCII, at most so many characters."""
+    shown = "".join(letter if letter.isprintable() and letter.isascii() else "?" for letter in text)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -1,0 +1,108 @@
+"""A turn as a sequence of items, each begun and ended: reasoning, text, calls (pure).
+
+/v1/responses and /v1/messages both answer with such items, and stream them one after another.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.turns.assistant_turns import TurnReader
+from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, Reasoning
+
+
+class Kind(enum.Enum):
+    REASONING = enum.auto()
+    TEXT = enum.auto()
+    CALL = enum.auto()
+
+
+@dataclass
+class Item:
+    """One item, as far as it has come."""
+
+    index: int
+    kind: Kind
+    name: str = ""
+    """Of the function that is called."""
+    call_id: str = ""
+    text: str = ""
+    """Reasoning, text, or the JSON text of arguments."""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    item: Item
+
+
+class More(msgspec.Struct, frozen=True):
+    item: Item
+    text: str
+
+
+class Closed(msgspec.Struct, frozen=True):
+    item: Item
+
+
+ItemEvent = Opened | More | Closed
+
+
+class ItemSequence:
+    """Makes items of the text of one turn."""
+
+    def __init__(self, reader: TurnReader) -> None:
+        self._reader = reader
+        self._is_open = False
+        self.items: list[Item] = []
+
+    def __repr__(self) -> str:
+        return f"<ItemSequence of {len(self.items)} items>"
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
+    @property
+    def calls_tools(self) -> bool:
+        return any(item.kind is Kind.CALL for item in self.items)
+
+    def read(self, parts: Sequence[tuple[str, int]], *, ended: bool) -> list[ItemEvent]:
+        """What the next texts, each with its number of tokens, do to the items; when ``ended``, all are
+        closed."""
+        events: list[ItemEvent] = []
+        for parsed in self._reader.read_parts(parts, ended=ended):
+            self._take(parsed, events)
+        if ended:
+            self._close(events)
+        return events
+
+    def _take(self, parsed: Parsed, events: list[ItemEvent]) -> None:
+        match parsed:
+            case CallBegin(name, id):
+                self._open(Kind.CALL, events, name, id or self._reader.new_call_id())
+                return
+            case Reasoning(text):
+                kind = Kind.REASONING
+            case Content(text):
+                kind = Kind.TEXT
+            case CallArguments(text):
+                kind = Kind.CALL
+        if not self._is_open or self.items[-1].kind is not kind:
+            self._open(kind, events)
+        item = self.items[-1]
+        item.text += text
+        events.append(More(item, text))
+
+    def _open(self, kind: Kind, events: list[ItemEvent], name: str = "", call_id: str = "") -> None:
+        self._close(events)
+        self._is_open = True
+        self.items.append(Item(len(self.items), kind, name, call_id))
+        events.append(Opened(self.items[-1]))
+
+    def _close(self, events: list[ItemEvent]) -> None:
+        if self._is_open:
+            self._is_open = False
+            events.append(Closed(self.items[-1]))

@@ -1,0 +1,117 @@
+"""From a request that has been understood to samples that the mesh can generate (pure but for the seeds)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.sampling import SamplingParams
+from router.api.parameters import room_for
+from router.api.prompts import PromptText
+from router.errors import refuse
+from router.mesh import Prompt
+from router.openai_api import CompletionRequest, GenerationRequest
+from router.text.output_stream import Sample
+from router.text.stops import StopStrings
+from router.text.text_model import TextModel
+
+UNPREDICTABLE = random.SystemRandom()
+
+MAX_SAMPLES = 1024
+"""Prompts times ``n`` of one request."""
+MAX_PROMPT_LOGPROBS = 1 << 22
+"""Told of the prompts of one request, times ``n``: most of a gigabyte while its answer is made."""
+
+
+def make_samples(
+    id: str,
+    request: GenerationRequest,
+    params: SamplingParams,
+    prompts: Sequence[PromptText],
+    model: TextModel,
+    rank: int | None,
+    chance: random.Random = UNPREDICTABLE,
+    session: str = "",
+    traceparent: str = "",
+    *,
+    may_be_cut: bool = False,
+) -> list[Sample]:
+    """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
+    requests that bring none. ``may_be_cut``: the end of an instance's context may end them before the tokens
+    that were asked for are there."""
+    if len(prompts) * params.n > MAX_SAMPLES:
+        refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
+    prompt_logprobs = _prompt_logprobs(request, params)
+    _check_prompt_logprobs(request, params.n, prompts, prompt_logprobs)
+    stops = StopStrings(params.stop) if params.stop else None
+    alone = len(prompts) * params.n == 1
+    samples: list[Sample] = []
+    for prompt in prompts:
+        seed = chance.getrandbits(63) if params.seed is None else params.seed
+        max_tokens = room_for(prompt, request, params, model)
+        instance_params = _for_instances(params, max_tokens, prompt_logprobs)
+        for sample_index in range(params.n):
+            index = len(samples)
+            wanted = Prompt(
+                request_id=id if alone else f"{id}-{index}",
+                prompt_ids=prompt.ids,
+                params=instance_params,
+                seed=seed,
+                asked=max_tokens if params.max_tokens and not may_be_cut else 0,
+                sample_index=sample_index,
+                rank=rank,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+                session=session,
+                traceparent=traceparent,
+            )
+            samples.append(
+                Sample(
+                    index,
+                    wanted,
+                    params,
+                    model.tokenizer,
+                    prompt_text=prompt.text,
+                    prompt_offsets=prompt.offsets,
+                    stops=stops,
+                )
+            )
+    return samples
+
+
+def _check_prompt_logprobs(
+    request: GenerationRequest, n: int, prompts: Sequence[PromptText], most: int | None
+) -> None:
+    """Refuse more log-probabilities of prompts than can be told in one answer; ``most`` for each token."""
+    if most is None:
+        return
+    num_tokens = sum(len(prompt.ids) for prompt in prompts) * n
+    if num_tokens * (1 + most) > MAX_PROMPT_LOGPROBS:
+        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        refuse(
+            f"{name} {most} for {num_tokens} tokens of prompts (n times each) are {num_tokens * (1 + most)} "
+            f"log-probabilities; one answer tells at most {MAX_PROMPT_LOGPROBS}: ask for fewer.",
+            name,
+        )
+
+
+def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
+    """What an instance needs to know: one sample, without the text side. At least one token is generated."""
+    return msgspec.structs.replace(
+        params,
+        n=1,
+        seed=None,
+        stop=(),
+        max_tokens=max(1, max_tokens),
+        logprobs=params.logprobs if max_tokens else None,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _prompt_logprobs(request: GenerationRequest, params: SamplingParams) -> int | None:
+    """Asked for by themselves, or as a part of the echoed prompt."""
+    echoed = isinstance(request, CompletionRequest) and request.echo
+    counts = [params.prompt_logprobs, params.logprobs if echoed else None]
+    return max((count for count in counts if count is not None), default=None)

@@ -1,0 +1,1 @@
+"""Routes of the HTTP application, and what stands around them."""

@@ -1,0 +1,263 @@
+"""The admin API: the world, its requests and faults, draining and scaling, as JSON under ``/admin``.
+
+It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or both; clients of
+the endpoint never get in by accident. What it does goes through the coordinator, like ``lockstep drain`` and
+``scale``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.config import MAX_INSTANCES
+from coordinator.messages import Answer, Drain, Load, Scale, View
+from coordinator.operations import ACCEPTED
+from router.app.app import exception_handlers
+from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
+from router.app.refusals import Refusals
+from router.config import HttpConfig
+from router.dispatch.ledger import Flight
+from router.dispatch.pool import Standing
+from router.errors import ApiError, error_response
+from router.faults import Event, Fault, Faults
+from router.http.body import decoder, read_body
+
+BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
+"""Of commands."""
+RETRY_AFTER = "1"
+MAX_REQUESTS = 1000
+"""Requests that are told of at most."""
+
+
+class Watched(Protocol):
+    """What the admin API tells of the mesh."""
+
+    @property
+    def view(self) -> View | None: ...
+    @property
+    def coordinator_silent_for(self) -> float | None:
+        """Seconds since the coordinator was heard; None if it never was."""
+        ...
+
+    def standing(self) -> Mapping[int, Standing]: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    def flights(self, most: int) -> Sequence[Flight]: ...
+
+
+Command = Callable[[Drain | Scale], Awaitable[Answer]]
+"""Has the coordinator do something; raises TimeoutError if no answer comes, which a launcher gives to a wish
+to scale when it has started all."""
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INSTANCES)]
+    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Seconds; None for the instance's own --drain-timeout."""
+    force: bool = False
+
+
+class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
+    force: bool = False
+
+
+class InstanceAnswer(msgspec.Struct, frozen=True):
+    """One instance; ``router`` is how the front end that answers stands with it."""
+
+    rank: int
+    state: str
+    phase: str
+    address: str
+    host: str
+    pid: int
+    load: Load
+    router: Standing | None
+
+
+class WorldAnswer(msgspec.Struct, frozen=True):
+    mesh: str
+    model: str | None
+    epoch: int
+    size: int | None
+    waiting_for: str
+    coordinator_silent_for: float | None
+    """Seconds; what stands here is at least so old."""
+    front_end: int
+    instances: list[InstanceAnswer]
+
+
+class RequestsAnswer(msgspec.Struct, frozen=True):
+    """What the front end that answers has in flight, oldest first."""
+
+    front_end: int
+    in_flight: int
+    requests: list[Flight]
+    """At most the first 1,000."""
+
+
+class CommandAnswer(msgspec.Struct, frozen=True):
+    accepted: bool
+    text: str
+
+
+class FaultsAnswer(msgspec.Struct, frozen=True):
+    """Counts by kind of all front ends and the launcher, and the latest events, oldest first."""
+
+    detections: dict[str, int]
+    restarts: dict[str, int]
+    resumes: dict[str, int]
+    recent: list[Fault]
+
+
+_read_drain = decoder(DrainRequest)
+_read_scale = decoder(ScaleRequest)
+
+
+def make_admin_app(
+    mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
+) -> Starlette:
+    """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
+
+    async def world(request: Request) -> Response:
+        view = mesh.view
+        if view is None:
+            raise _unavailable("the coordinator has not answered yet: is it running? see -dpa and -dpp")
+        return _json(_world(view, mesh, front_end))
+
+    async def requests(request: Request) -> Response:
+        return _json(RequestsAnswer(front_end, mesh.num_in_flight, list(mesh.flights(MAX_REQUESTS))))
+
+    async def told_faults(request: Request) -> Response:
+        total = faults()
+        counts = {event: total.counts.get(event, {}) for event in Event}
+        return _json(
+            FaultsAnswer(counts[Event.DETECTION], counts[Event.RESTART], counts[Event.RESUME], total.recent)
+        )
+
+    async def drain(request: Request) -> Response:
+        wanted = _read_drain(await read_body(request, BODY_LIMITS))
+        return await carry_out(
+            Drain(command=_name(), rank=wanted.rank, timeout=wanted.timeout, force=wanted.force)
+        )
+
+    async def scale(request: Request) -> Response:
+        wanted = _read_scale(await read_body(request, BODY_LIMITS))
+        return await carry_out(Scale(command=_name(), size=wanted.n, force=wanted.force))
+
+    async def carry_out(wish: Drain | Scale) -> Response:
+        try:
+            answer = await command(wish)
+        except TimeoutError as error:
+            text = "no answer yet, though it may have been done or begun: ask /admin/world, or once more"
+            raise _unavailable(text) from error
+        if answer.status == ACCEPTED:
+            return _json(CommandAnswer(True, answer.text), ACCEPTED)
+        headers = {"retry-after": RETRY_AFTER} if answer.status == 503 else None
+        raise ApiError(answer.status, answer.text, headers=headers)
+
+    app = Starlette(
+        routes=[
+            Route("/admin/world", world, methods=["GET"]),
+            Route("/admin/requests", requests, methods=["GET"]),
+            Route("/admin/faults", told_faults, methods=["GET"]),
+            Route("/admin/drain", drain, methods=["POST"]),
+            Route("/admin/scale", scale, methods=["POST"]),
+        ],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers=exception_handlers(),
+    )
+    app.state.refusals = Refusals()
+    app.state.prefix = prefix
+    app.router.redirect_slashes = False
+    return app
+
+
+class AdminGate:
+    """Leads ``/admin`` to the admin application and the rest to the endpoint's, and says who may enter.
+
+    On the admin port there is nothing but the admin API and what is open to all (health, metrics). On the
+    endpoint's port the admin API exists only if it has keys.
+    """
+
+    def __init__(self, endpoint: ASGIApp, admin: ASGIApp, *, port: int | None, keys: Sequence[str]) -> None:
+        self._endpoint = endpoint
+        self._admin = admin
+        self._port = port
+        self._refusals = Refusals()
+        self._checked = KeyCheck(admin, keys, self._refusals) if keys else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._choose(scope)(scope, receive, send)
+
+    def _choose(self, scope: Scope) -> ASGIApp:
+        if scope["type"] != "http":
+            return self._endpoint
+        path: str = scope["path"]
+        is_admin = path == "/admin" or path.startswith("/admin/")
+        on_admin_port = self._port is not None and (scope.get("server") or ("", 0))[1] == self._port
+        if not is_admin:
+            if on_admin_port and path not in OPEN_PATHS:
+                return self._refused(scope, ApiError(404, f"{path} is not on the admin port."))
+            return self._endpoint
+        if self._checked is not None:
+            return self._checked
+        if not on_admin_port:
+            return self._endpoint  # which knows no such path
+        # A page in the operator's browser can reach a loopback port, too; it cannot hide where it is from.
+        if any(name == b"origin" for name, _ in scope["headers"]) or foreign_host(scope) is not None:
+            message = "Web pages, and other sites, may use the admin API only with --admin-api-key."
+            return self._refused(scope, ApiError(403, message))
+        return self._admin
+
+    def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
+        self._refusals.add(scope["method"], scope["path"], error)
+        return error_response(error)
+
+
+def _world(view: View, mesh: Watched, front_end: int) -> WorldAnswer:
+    standing = mesh.standing()
+    return WorldAnswer(
+        mesh=view.mesh,
+        model=view.settings.served_model_name[0] if view.settings else None,
+        epoch=view.epoch,
+        size=view.size,
+        waiting_for=view.waiting_for,
+        coordinator_silent_for=mesh.coordinator_silent_for,
+        front_end=front_end,
+        instances=[
+            InstanceAnswer(
+                rank=member.rank,
+                state=member.state,
+                phase=member.phase,
+                address=member.address,
+                host=member.host,
+                pid=member.pid,
+                load=member.load,
+                router=standing.get(member.rank),
+            )
+            for member in view.members
+        ],
+    )
+
+
+def _name() -> str:
+    return uuid.uuid4().hex
+
+
+def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(503, message, headers={"retry-after": RETRY_AFTER})

@@ -1,0 +1,187 @@
+"""The HTTP door: which path leads where, and what becomes of errors.
+
+Knows the mesh as :class:`router.mesh.Mesh` only; :mod:`router.server` gives it the real one and a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from coordinator.messages import Settings
+from coordinator.process.process import shortage_of
+from coordinator.process.tracing import Tracing
+from router.api.answers import json_response
+from router.api.generating import Generating
+from router.app.dashboard.page import Dashboard
+from router.app.endpoints import Endpoints
+from router.app.middleware import error_response, middleware
+from router.app.openapi import document
+from router.app.paths import not_there
+from router.app.refusals import Refusals
+from router.app.server_info import Sleeping, server_info, version_of
+from router.config import HttpConfig
+from router.errors import ApiError, ClientGone, from_mesh, short_of, unexpected
+from router.http.quotas import Quotas
+from router.http.request_path import prefix_of
+from router.mesh import Mesh, MeshError
+from router.metrics.http_counts import Counting, Handlers
+from router.metrics.metrics import Metrics
+from router.text.text_models import TextModels
+
+
+def make_app(
+    mesh: Mesh,
+    config: HttpConfig,
+    metrics: Metrics | None = None,
+    quotas: Quotas | None = None,
+    dashboard: Dashboard | None = None,
+    tracing: Tracing | None = None,
+    settings: Callable[[], Settings | None] = lambda: None,
+) -> Starlette:
+    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
+    shared with other front ends; without a ``dashboard`` there is no page. ``settings`` are those of the
+    mesh, as far as they are known."""
+    metrics = metrics or Metrics(mesh)
+    models = TextModels(mesh, config)
+    quotas = quotas or Quotas(config.key_limits)
+    generating = Generating(mesh, config, metrics, models, quotas, tracing)
+    endpoints = Endpoints(config, metrics, models, quotas)
+    refusals = Refusals()
+    prefix = prefix_of(config.root_path)
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if mesh.healthy else 503)
+
+    async def alive(request: Request) -> Response:
+        """A request that arrives here was accepted and read by the loop; nothing more is checked."""
+        return Response()
+
+    async def version(request: Request) -> Response:
+        return json_response(msgspec.json.encode({"version": version_of("lockstep")}))
+
+    async def info(request: Request) -> Response:
+        told = server_info(mesh.model, settings(), len(metrics.reports()), config)
+        return json_response(msgspec.json.encode(told))
+
+    async def is_sleeping(request: Request) -> Response:
+        return json_response(msgspec.json.encode(Sleeping()))
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document(version_of("lockstep"), with_keys=bool(config.keys), prefix=prefix))
+
+    async def exposition(request: Request) -> Response:
+        page, content_type = metrics.exposition(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
+
+    async def not_kept(request: Request) -> Response:
+        raise ApiError(404, "Answers are not kept: take them from the request that makes them.")
+
+    routes = [
+        Route("/v1/completions", generating.completions, methods=["POST"]),
+        Route("/v1/chat/completions", generating.chat, methods=["POST"]),
+        Route("/invocations", generating.invocations, methods=["POST"]),
+        Route("/v1/responses", generating.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", generating.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", not_kept, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", not_kept, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", not_kept, methods=["GET"]),
+        Route("/v1/messages", generating.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", generating.count_tokens, methods=["POST"]),
+        Route("/v1/loads", endpoints.loads, methods=["GET"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
+        Route("/get_load", endpoints.get_load, methods=["GET"]),
+        Route("/load", endpoints.load, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/livez", alive, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/server_info", info, methods=["GET"]),
+        Route("/is_sleeping", is_sleeping, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/metrics", exposition, methods=["GET"]),
+        *(dashboard.routes() if dashboard is not None else ()),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(Counting, counts=metrics.http, handlers=Handlers(routes)),
+            *middleware(config, refusals, routes),
+        ],
+        exception_handlers=exception_handlers(),
+    )
+    app.state.refusals = refusals
+    app.state.prefix = prefix
+    app.router.redirect_slashes = False  # to a scheme and a host that a proxy in front may not have
+    return app
+
+
+def exception_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """Every error as the body that clients know."""
+    return {
+        ApiError: _on_api_error,
+        MeshError: _on_mesh_error,
+        ClientGone: _on_client_gone,
+        HTTPException: _on_http_exception,
+        OSError: _on_os_error,
+        Exception: _on_unexpected,
+    }
+
+
+class _NoAnswer(Response):
+    """For a client that is gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _refused(request, error)
+
+
+async def _on_mesh_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MeshError)
+    return _refused(request, from_mesh(error))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return _NoAnswer()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    path, prefix = request.url.path, request.app.state.prefix
+    message = f"{request.method} {prefix}{path}: {error.detail}."
+    if error.status_code == 404:
+        message = not_there(path, prefix)
+    return _refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _on_os_error(request: Request, error: Exception) -> Response:
+    """No fault of a request where the host is short of something; else a fault of ours."""
+    if shortage_of(error) is None:
+        raise error
+    return _refused(request, short_of(error))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    return _refused(request, unexpected())
+
+
+def _refused(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.scope, request.app.state.refusals)

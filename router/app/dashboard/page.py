@@ -1,0 +1,96 @@
+"""The handlers of the page: its files, open to anybody, and the feed, which needs the endpoint's key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.api.streaming import EVENT_STREAM
+from router.app.dashboard.feed import Feed, FeedStream
+from router.app.dashboard.frame import Watched, frame_of
+from router.errors import ApiError
+from router.faults import Faults
+
+STATIC = Path(__file__).parent / "static"
+PREFIX = "/dashboard/"
+FEED_PATH = "/dashboard/feed"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'; object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+"""The page loads nothing from anywhere else, and cannot be framed."""
+
+
+@functools.cache
+def files() -> dict[str, tuple[bytes, str]]:
+    """Path in a URL -> content and media type of every file of the page."""
+    found = {}
+    for file in sorted(STATIC.rglob("*")):
+        if file.suffix in KINDS:
+            name = file.relative_to(STATIC).as_posix()
+            path = "/" if name == "index.html" else PREFIX + name
+            found[path] = (file.read_bytes(), f"{KINDS[file.suffix]}; charset=utf-8")
+    return found
+
+
+def open_paths() -> frozenset[str]:
+    """What needs no key: files that are the same for everybody."""
+    return frozenset(files())
+
+
+class Dashboard:
+    """The page of one front end."""
+
+    def __init__(
+        self,
+        mesh: Watched,
+        faults: Callable[[], Faults],
+        num_requests: Callable[[], int],
+        front_end: int = 0,
+    ) -> None:
+        encoder = msgspec.json.Encoder()
+
+        def make_frame() -> bytes:
+            return encoder.encode(frame_of(mesh, faults(), num_requests(), front_end, time.time()))
+
+        self.feed = Feed(make_frame)
+
+    def __repr__(self) -> str:
+        return f"<Dashboard {self.feed!r}>"
+
+    def routes(self) -> list[Route]:
+        found = [Route(path, self._file, methods=["GET"]) for path in files()]
+        return [*found, Route(FEED_PATH, self._feed, methods=["GET"])]
+
+    async def _file(self, request: Request) -> Response:
+        path = request.scope["path"]
+        if path not in files():  # a route also takes what has a line break behind it
+            raise HTTPException(404)
+        content, kind = files()[path]
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        headers = HEADERS | {"etag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers | {"content-type": kind})
+
+    async def _feed(self, request: Request) -> Response:
+        # A page of another site must not make this one work; browsers say where a request is from.
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise ApiError(403, "Only the page of this router may read its feed.")
+        if request.method == "HEAD":
+            return Response(headers=EVENT_STREAM)
+        self.feed.enter()
+        return FeedStream(self.feed)

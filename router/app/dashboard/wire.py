@@ -1,0 +1,89 @@
+"""What the page is told every second. Totals, not rates: the browser takes differences, so that a frame
+which it missed costs it nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coordinator.messages import Load
+from router.dispatch.ledger import Flight
+from router.dispatch.pool import Standing
+from router.faults import Fault
+
+MAX_INSTANCES = 256
+"""Instances told of one by one, by rank; ``num_instances`` counts all."""
+MAX_REQUESTS = 200
+MAX_FAULTS = 30
+
+
+class StepTotals(msgspec.Struct, frozen=True):
+    """Of the steps taken in lockstep, since the instance started. Times in seconds."""
+
+    steps: int
+    wait: float
+    attention: float
+    dispatch: float
+    experts: float
+    combine: float
+    rest: float
+    sleeps: int
+    busiest_tokens: int
+    mean_tokens: float
+    tokens_per_expert: dict[int, int]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What an instance said in its newest report."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    preemptions: int
+    cache_queries: int
+    cache_hits: int
+    waiting_tokens: int
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    lockstep: StepTotals | None
+
+
+class InstanceState(msgspec.Struct, frozen=True):
+    """One instance: as the coordinator knows it, as it said itself, and how this front end stands with it."""
+
+    rank: int
+    state: str
+    phase: str
+    host: str
+    pid: int
+    instance: str
+    load: Load
+    told: Told | None
+    router: Standing | None
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """The mesh now."""
+
+    at: float
+    """Unix time in seconds."""
+    model: str | None
+    epoch: int | None
+    """None: the coordinator has not answered yet."""
+    size: int | None
+    waiting_for: str
+    coordinator_silent_for: float | None
+    front_end: int
+    num_instances: int
+    instances: list[InstanceState]
+    num_requests: int
+    """At all front ends."""
+    num_requests_here: int
+    """At the front end that tells."""
+    requests: list[Flight]
+    """Of those, the oldest."""
+    resumes: int
+    """Requests that went on at another instance, of all front ends."""
+    faults: list[Fault]
+    """The latest, oldest first."""

@@ -1,0 +1,134 @@
+"""The OpenAPI document of the endpoints, made from the structs that they read and write."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from router.api.anthropic_messages import wire as messages
+from router.api.responses.wire import InputTokens, ResponseObject, ResponsesRequest
+from router.app.server_info import ServerInfo, Sleeping
+from router.errors import ErrorBody
+from router.metrics.loads import Loads, OlderLoad, ServerLoad
+from router.openai_api import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+
+Struct = type[msgspec.Struct]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """What a method of a path takes and gives; ``None`` for no body, or one that is no JSON."""
+
+    method: str
+    path: str
+    summary: str
+    body: Struct | None = None
+    answer: Struct | None = None
+    streams: bool = False
+    is_open: bool = False
+    """Whether it needs no key."""
+
+
+OPERATIONS = [
+    Operation("post", "/v1/completions", "Text to text", CompletionRequest, Completion, True),
+    Operation("post", "/v1/chat/completions", "Messages to a message", ChatRequest, ChatCompletion, True),
+    Operation(
+        "post", "/invocations", "Either of the two, by its fields", ChatRequest, ChatCompletion, True
+    ),
+    Operation("post", "/v1/responses", "The same as a response", ResponsesRequest, ResponseObject, True),
+    Operation(
+        "post", "/v1/responses/input_tokens", "Tokens of such a request", ResponsesRequest, InputTokens
+    ),
+    Operation("get", "/v1/responses/{id}", "Answers are not kept"),
+    Operation("get", "/v1/responses/{id}/input_items", "Answers are not kept"),
+    Operation("delete", "/v1/responses/{id}", "Answers are not kept"),
+    Operation("post", "/v1/responses/{id}/cancel", "Answers are not kept"),
+    Operation(
+        "post", "/v1/messages", "The same in Anthropic's words",
+        messages.MessagesRequest, messages.Message, True,
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "Tokens of a conversation",
+        messages.CountTokensRequest, messages.TokenCount,
+    ),
+    Operation("get", "/v1/models", "The model, by each of its names", None, ModelList),
+    Operation("get", "/v1/models/{name}", "One of them", None, ModelCard),
+    Operation("get", "/v1/loads", "What each instance has to do", None, Loads),
+    Operation("get", "/get_load", "The same, as SGLang had it before", None, OlderLoad),
+    Operation("post", "/tokenize", "Text or messages to token ids", TokenizeRequest, TokenizeAnswer),
+    Operation("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeAnswer),
+    Operation("get", "/tokenizer_info", "tokenizer_config.json"),
+    Operation("get", "/load", "Requests being generated for", None, ServerLoad, is_open=True),
+    Operation("get", "/health", "200 while an instance is ready", is_open=True),
+    Operation("get", "/livez", "200 while this router answers at all", is_open=True),
+    Operation("get", "/ping", "The same as /health", is_open=True),
+    Operation("post", "/ping", "The same as /health", is_open=True),
+    Operation("get", "/version", "The version of Lockstep", is_open=True),
+    Operation("get", "/server_info", "Model, versions and flags", None, ServerInfo),
+    Operation("get", "/is_sleeping", "Never", None, Sleeping, is_open=True),
+    Operation("get", "/metrics", "For Prometheus", is_open=True),
+    Operation("get", "/openapi.json", "This document", is_open=True),
+]  # fmt: skip
+
+
+@functools.cache
+def document(version: str, *, with_keys: bool, prefix: str = "") -> bytes:
+    """The document as JSON. ``with_keys``: clients must present one; ``prefix``: stands before each path."""
+    structs = list({struct for op in OPERATIONS for struct in (op.body, op.answer) if struct} | {ErrorBody})
+    schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    reference = dict(zip(structs, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, reference, with_keys)
+    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Lockstep", "version": version},
+            "servers": [{"url": prefix or "/"}],
+            "paths": paths,
+            "components": {"schemas": components} | ({"securitySchemes": schemes} if with_keys else {}),
+        }
+    )
+
+
+def _described(operation: Operation, reference: dict[Struct, Any], with_keys: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"summary": operation.summary, "responses": _responses(operation, reference)}
+    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    queries = ["dp_rank"] if operation.path == "/v1/loads" else []
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ] + [{"name": name, "in": "query", "schema": {"type": "integer"}} for name in queries]
+    if parameters:
+        found["parameters"] = parameters
+    if operation.body is not None:
+        content = {"application/json": {"schema": reference[operation.body]}}
+        found["requestBody"] = {"required": True, "content": content}
+    if with_keys and not operation.is_open:
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _responses(operation: Operation, reference: dict[Struct, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": reference[operation.answer]}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"description": "Error", "content": {"application/json": {"schema": reference[ErrorBody]}}}
+    if operation.path.startswith("/v1/messages"):
+        error = {"description": "Error, in Anthropic's shape"}
+    good = {"description": "OK"} | ({"content": content} if content else {})
+    return {"200": good, "default": error}

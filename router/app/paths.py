@@ -1,0 +1,46 @@
+"""Which path a client meant, and what to say about one that does not exist (pure).
+
+Knows the endpoints as :mod:`router.app.openapi` lists them; :mod:`router.app.app` and
+:mod:`router.app.middleware` ask.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from router.app.openapi import OPERATIONS
+
+KNOWN = tuple(dict.fromkeys(each.path for each in OPERATIONS if "{" not in each.path))
+"""Paths without parameters."""
+
+NOT_BUILT = re.compile(
+    r"(/v\d)?/(embeddings?|pooling|score|rerank|classify|moderations|images|audio|realtime|files|batches"
+    r"|uploads|fine_tuning|assistants|threads|vector_stores)(/.*)?",
+    re.DOTALL,
+)
+"""What other servers of this kind have, and this one does not."""
+
+LIKENESS = 0.8
+"""How much of two paths must be the same (difflib's ratio) for one to be a slip of the other."""
+MAX_COMPARED = 100
+"""Characters of a path that is compared with others: the time grows with their square."""
+
+
+def meant(path: str) -> str | None:
+    """The endpoint that a client may have meant, None if nothing is like it."""
+    if (whole := f"/v1{path}") in KNOWN:
+        return whole
+    if len(path) > MAX_COMPARED:
+        return None
+    return next(iter(difflib.get_close_matches(path.lower(), KNOWN, n=1, cutoff=LIKENESS)), None)
+
+
+def not_there(path: str, prefix: str = "") -> str:
+    """Message for a path that does not exist, to a client whose paths have a ``prefix``."""
+    listed = f"GET {prefix}/openapi.json lists what it has."
+    if NOT_BUILT.fullmatch(path):
+        return f"This server has no {prefix}{path}: it serves a model that generates text. {listed}"
+    if (found := meant(path)) is not None:
+        return f"This server has no {prefix}{path}: did you mean {prefix}{found}?"
+    return f"This server has no {prefix}{path}. {listed}"

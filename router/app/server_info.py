@@ -1,0 +1,71 @@
+"""What this server is and how it was started, for tools that ask ``GET /server_info`` (pure).
+
+The first fields are SGLang's. Keys are in none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import msgspec
+
+from coordinator.messages import Settings
+from coordinator.settings import flags
+from router.config import HttpConfig
+from router.mesh import ServedModel
+
+PACKAGES = ("lockstep", "torch", "llguidance", "starlette", "uvicorn", "msgspec", "tokenizers")
+UNKNOWN = "unknown"
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    model_path: str | None
+    """None while no instance has joined."""
+    served_model_name: str | None
+    max_model_len: int | None
+    dp_size: int
+    """Instances that are there now."""
+    tp_size: int | None
+    pp_size: int | None
+    versions: dict[str, str]
+    """Of packages, where the router runs."""
+    settings: Settings | None
+    """Of the mesh: the model and how it is run."""
+    flags: dict[str, Any]
+    """Of the endpoint, that differ from their defaults."""
+
+
+class Sleeping(msgspec.Struct):
+    """vLLM's question to a server that can give its memory away; ours never does."""
+
+    is_sleeping: bool = False
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def server_info(
+    model: ServedModel | None, settings: Settings | None, num_instances: int, config: HttpConfig
+) -> ServerInfo:
+    """``settings``: None while they are not known."""
+    versions = {package: version_of(package) for package in PACKAGES}
+    known = {package: version for package, version in versions.items() if version != UNKNOWN}
+    return ServerInfo(
+        version=versions["lockstep"],
+        model_path=model.directory if model is not None else None,
+        served_model_name=model.names[0] if model is not None else None,
+        max_model_len=model.max_model_len if model is not None else None,
+        dp_size=num_instances,
+        tp_size=settings.tensor_parallel_size if settings is not None else None,
+        pp_size=settings.pipeline_parallel_size if settings is not None else None,
+        versions={"python": platform.python_version(), **known},
+        settings=settings,
+        flags={field.key: value for field, value in flags.changed(config) if not field.secret},
+    )

@@ -1,0 +1,194 @@
+"""Finding an instance for a request, and booking it there (pure): the pool, the policy and the prefix index
+put together. :mod:`router.dispatch.client` moves the messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.scheduling.blocks import prefix_names
+from router.dispatch import policy
+from router.dispatch.ledger import Entry, Ledger
+from router.dispatch.policy import Candidate, Policy, Wish
+from router.dispatch.pool import Instance, Pool
+from router.mesh import MeshError, Prompt
+
+MAX_NAMED_TOKENS = 262_144
+"""Tokens of a prompt that are looked up in the prefix index; naming them takes about 15 ms."""
+RETRY_AFTER = 1
+"""Seconds that clients are asked to wait when nobody can take their request."""
+
+
+class Chooser:
+    """Knows the instances of ``pool`` and the requests of ``ledger``; keeps the prefix index up to date."""
+
+    def __init__(self, pool: Pool, ledger: Ledger, kind: Policy = Policy.PREFIX_AWARE) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._policy = kind
+        self._turn = 0
+        self.counts: Counter[str] = Counter()
+        """Dispatches to instances that had some of the prompt (``affinity_hits``) or none
+        (``affinity_misses``), and requests refused for full queues (``queue_full``)."""
+        self._named: tuple[object, str, list[int]] = (None, "", [])
+        """The last prompt whose blocks were named: the samples of a request share it."""
+
+    def __repr__(self) -> str:
+        return f"<Chooser {self._policy} {self._pool!r}>"
+
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether instances are to tell of their prefix caches."""
+        return self._policy is Policy.PREFIX_AWARE
+
+    def candidates(self, now: float) -> list[Candidate]:
+        return [instance.candidate(now) for instance in self._pool]
+
+    def check_room(self, now: float) -> None:
+        """Before a prompt is made of a request, which may take long.
+
+        Raises:
+            MeshError: every queue is full (503).
+        """
+        for instance in self._pool:
+            candidate = instance.candidate(now)
+            if policy.eligible([candidate]) and not policy.is_full(candidate):
+                return
+        if able := policy.eligible(self.candidates(now)):
+            self.counts["queue_full"] += 1
+            raise full(len(able))
+
+    def choose(self, entry: Entry, now: float, waiting_for: str = "") -> Instance:
+        """The instance that gets a request.
+
+        Raises:
+            MeshError: no instance, or not the one of the rank that it names, can take it now (503). That rank
+                does not exist, or the request asks for more tokens than any instance holds (400).
+        """
+        instances = self._instances_for(entry)
+        lengths = self._pool.index.prefix_lengths(self._blocks_of(entry))
+        found = [
+            self._pool.candidate(instance, now, self._cached(instance, lengths)) for instance in instances
+        ]
+        able = policy.eligible(found, entry.failed_ranks)
+        if not able:
+            raise unavailable(_why_nobody(entry, waiting_for))
+        limit = policy.longest(found)
+        if limit is not None and entry.most >= limit and entry.prompt.asked and not entry.owed:
+            raise _too_long(entry.prompt, limit)
+        holding = (
+            policy.that_hold(able, entry.most)  # or one that failed, rather than end before all is said
+            or policy.that_hold(policy.eligible(found), entry.most)
+            or policy.that_hold(able, entry.work)
+        )
+        if holding:
+            able = holding
+        elif entry.owed:  # else the instance says what is wrong with it
+            raise unavailable(f"no instance that is ready holds the {entry.work} tokens of the request")
+        free = able if entry.owed else policy.with_room(able)
+        if not free:
+            self.counts["queue_full"] += 1
+            raise full(len(able))
+        wish = Wish(
+            tokens=entry.work,
+            key=entry.prompt.session,
+            request_id=entry.prompt.request_id,
+            turn=self._turn,
+        )
+        self._turn += 1
+        rank = policy.pick(self._policy, free, wish).rank
+        return next(instance for instance in instances if instance.rank == rank)
+
+    def may_soon_choose(self, entry: Entry, now: float) -> bool:
+        """Whether an instance that could take the request will have answered in a moment."""
+        return any(instance.is_answering(now) for instance in self._instances_for(entry))
+
+    def dispatch(self, entry: Entry, instance: Instance, now: float) -> int:
+        """Book the next try of a request at an instance; returns its number there."""
+        self.settle(entry)
+        blocks = self._blocks_of(entry)
+        lengths = self._pool.index.prefix_lengths(blocks)
+        cached = self._cached(instance, lengths)
+        entry.uncached = entry.work - cached
+        self.counts["affinity_hits" if cached else "affinity_misses"] += 1
+        number = instance.dispatch(entry.work, now, cached=cached)
+        self._ledger.place(entry, instance.name, number)
+        if instance.capacity is not None and instance.capacity.caches_prefixes:
+            self._pool.index.promise(instance.name, number, blocks[lengths.get(instance.name, 0) :])
+        return number
+
+    def settle(self, entry: Entry) -> None:
+        """The first token of the current try is there, or will never come: its prompt's blocks are no longer
+        promised, but told of by the instance."""
+        if entry.address is not None:
+            self._pool.index.settle(*entry.address)
+
+    # ---- helpers
+
+    def _instances_for(self, entry: Entry) -> Sequence[Instance]:
+        """All, or the one that the client asked for. A request that was taken already goes on anywhere."""
+        pinned = entry.prompt.rank
+        instances = list(self._pool)
+        if pinned is None or entry.owed:
+            return instances
+        found = [instance for instance in instances if instance.rank == pinned]
+        if not found and self._pool.expects(pinned):
+            raise unavailable(f"instance {pinned} is not there now: it starts, or is started again")
+        if not found:
+            ranks = ", ".join(str(instance.rank) for instance in sorted(instances, key=lambda i: i.rank))
+            raise MeshError(
+                400,
+                "BadRequestError",
+                f"there is no instance with data-parallel rank {pinned}; ranks now: {ranks or 'none'}",
+                param="X-data-parallel-rank",
+            )
+        return found
+
+    def _blocks_of(self, entry: Entry) -> Sequence[int]:
+        """Names of the prompt's blocks that a cache may spare computing."""
+        prompt = entry.prompt
+        if not self.wants_blocks or prompt.params.prompt_logprobs is not None:
+            return ()
+        if entry.blocks is None:
+            ids, salt, names = self._named
+            if ids is not prompt.prompt_ids or salt != prompt.cache_salt:
+                capacities = (instance.capacity for instance in self._pool)
+                size = next((each.block_size for each in capacities if each and each.caches_prefixes), None)
+                if size is None:
+                    return ()
+                names = prefix_names(prompt.prompt_ids[:MAX_NAMED_TOKENS], size, prompt.cache_salt)
+                self._named = (prompt.prompt_ids, prompt.cache_salt, names)
+            entry.blocks = names
+        return entry.blocks
+
+    def _cached(self, instance: Instance, lengths: dict[str, int]) -> int:
+        length = lengths.get(instance.name, 0)
+        return length * instance.capacity.block_size if instance.capacity is not None else 0
+
+
+def _too_long(prompt: Prompt, limit: int) -> MeshError:
+    """In the words of :func:`router.api.prompts.too_long`, which goes by the model alone."""
+    num_prompt = len(prompt.prompt_ids)
+    return MeshError(
+        400,
+        "BadRequestError",
+        f"This model's maximum context length is {limit} tokens as it is served here (the largest KV cache "
+        f"holds no more). However, you requested {num_prompt + prompt.asked} tokens ({num_prompt} in the "
+        f"prompt, {prompt.asked} in the completion). Please reduce the length of the prompt or completion.",
+        param="max_tokens",
+    )
+
+
+def _why_nobody(entry: Entry, waiting_for: str) -> str:
+    if entry.prompt.rank is not None and not entry.owed:
+        return f"instance {entry.prompt.rank} takes no requests now"
+    return "no instance is ready" + (f"; waiting for {waiting_for}" if waiting_for else "")
+
+
+def full(num_instances: int) -> MeshError:
+    """All of so many."""
+    return unavailable("the queues of all instances are full" if num_instances > 1 else "the queue is full")
+
+
+def unavailable(message: str) -> MeshError:
+    return MeshError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER)

@@ -1,0 +1,66 @@
+"""What a step brought, to those who wait for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from engine.messages import Delta
+from router.dispatch.ledger import Entry, Ledger
+from router.dispatch.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+
+class Passing:
+    """Books tokens in the ledger, and passes them on to the streams of their entries."""
+
+    def __init__(self, ledger: Ledger, streams: dict[Entry, Stream], settle: Callable[[Entry], None]) -> None:
+        """``streams`` loses those that end; ``settle`` is told of an entry when the first delta of a try has
+        come."""
+        self._ledger = ledger
+        self._streams = streams
+        self._settle = settle
+
+    def __repr__(self) -> str:
+        return f"<Passing to {len(self._streams)} streams>"
+
+    def singles(self, instance: str, singles: Sequence[int]) -> None:
+        """See :attr:`engine.messages.Tokens.singles`. As :meth:`deltas`, for nearly every token."""
+        entries, now = self._ledger.at(instance), time.perf_counter()
+        numbers = iter(singles)
+        for number, token_id in zip(numbers, numbers, strict=False):
+            entry = entries.get(number)
+            if entry is None:
+                continue
+            take = entry.take
+            try:
+                taken = take is not None and take(token_id, now)
+            except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
+                if (stream := self._streams.get(entry)) is not None:
+                    stream.fail(error)
+                continue
+            if taken:
+                entry.emitted.append(token_id)
+            else:
+                self._pass_on(entry, Delta(number, [token_id]))
+
+    def deltas(self, instance: str, deltas: Sequence[Delta]) -> None:
+        """Those of requests that are not there (any more) are dropped."""
+        entries = self._ledger.at(instance)
+        for delta in deltas:
+            entry = entries.get(delta.request)
+            if entry is not None:
+                self._pass_on(entry, delta)
+
+    def _pass_on(self, entry: Entry, delta: Delta) -> None:
+        if entry.fruitless:  # the first one of this try
+            self._settle(entry)
+        news = self._ledger.book(entry, delta)
+        if entry.loss is not None and (loss := entry.returns(news, time.monotonic())) is not None:
+            logger.info("%s", loss)
+        ended = news.finish_reason is not None
+        stream = self._streams.pop(entry, None) if ended else self._streams.get(entry)
+        if stream is not None:
+            stream.push(news)

@@ -1,0 +1,117 @@
+"""The connection to one instance: opened when it enters the world, kept alive, opened again when it breaks.
+
+What comes over it is handed to a :class:`Receiver`, which is :class:`router.dispatch.client.MeshClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Protocol
+
+import msgspec
+import zmq.asyncio
+
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.keys import MeshKeys
+from coordinator.rpc.rpc import AsyncConnection
+from engine.messages import Attach, ToInstance, ToRouter
+from router.dispatch.pool import Instance
+
+logger = logging.getLogger(__name__)
+
+ATTACH_INTERVAL = 1.0
+"""Seconds between two signs of life to an instance."""
+RECONNECT_INTERVAL = 0.05
+"""Seconds between two tries while there is no connection."""
+
+
+class Receiver(Protocol):
+    def received(self, instance: Instance, message: ToRouter) -> None: ...
+    def connection_broke(self, instance: Instance) -> None: ...
+    def link_failed(self, instance: Instance) -> None:
+        """It does nothing any more: another one is needed."""
+        ...
+
+
+class Link:
+    """Sends at once or not at all; receives until it is closed."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        instance: Instance,
+        receiver: Receiver,
+        keys: MeshKeys | None,
+        *,
+        router: str,
+        wants_blocks: bool,
+    ) -> None:
+        self._instance = instance
+        self._receiver = receiver
+        self._attach = Attach(router, wants_blocks)
+        self._connection: AsyncConnection[ToRouter, ToInstance] = AsyncConnection(
+            context, instance.member.address, ToRouter, name=f"instance {instance.rank}", keys=keys
+        )
+        self._is_closed = False
+        self._tasks = [
+            asyncio.create_task(work()) for work in (self._receive, self._attach_again, self._watch)
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_end)
+
+    def __repr__(self) -> str:
+        return f"<Link to instance {self._instance.rank} at {self._connection.endpoint}>"
+
+    def send(self, message: ToInstance) -> bool:
+        """False if there is no connection, or the instance does not read what was sent before."""
+        return self._connection.send(message)
+
+    def take_waiting(self) -> None:
+        """Hand on what has arrived: the last tokens of an instance that has left, above all."""
+        self._connection.take_waiting()
+
+    def ask_for_blocks(self) -> None:
+        """Some of what the instance told of its prefix cache was missed."""
+        self.send(Attach(self._attach.router, True, True))
+
+    def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._connection.close(linger_ms=0)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """By an error of ours, in what is done with a message, say. Half a link would be worse than none:
+        nobody would notice that it is deaf."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        logger.error("the connection to instance %d is made anew", self._instance.rank, exc_info=error)
+        if not self._is_closed:
+            self._receiver.link_failed(self._instance)
+
+    async def _attach_again(self) -> None:
+        while True:
+            sent = self.send(msgspec.structs.replace(self._attach, unanswered=not self._instance.attached))
+            await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
+
+    async def _watch(self) -> None:
+        """A broken connection is the first sign of a dead instance. Should it live, it is used again once it
+        answers on a new connection."""
+        complained = False
+        while True:
+            await self._connection.broken()
+            self._receiver.connection_broke(self._instance)
+            refused = await self._connection.refusal()
+            if refused is not None and not complained:
+                complained = True
+                rank, endpoint = self._instance.rank, self._connection.endpoint
+                logger.error("instance %d at %s refused us: %s", rank, endpoint, refused)
+
+    async def _receive(self) -> None:
+        try:
+            await self._connection.receive_all(partial(self._receiver.received, self._instance))
+        except OtherProtocol as error:
+            logger.error("instance %d cannot be used: %s", self._instance.rank, error)

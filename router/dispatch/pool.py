@@ -1,0 +1,274 @@
+"""What a router knows of each instance (pure): its place in the world, its last report, and what was
+dispatched to it since that report."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from coordinator.messages import Member, State, View
+from engine.messages import Capacity, Counters, Report
+from router.dispatch.circuit_breaker import Trust
+from router.dispatch.policy import Candidate
+from router.dispatch.prefix_index import PrefixIndex
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds within which an instance answers on a new connection, if it ever does."""
+CROWD_TIME = 0.3
+"""Seconds after which the number of those who waited counts a third."""
+NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What a dispatch adds to an instance until a report includes it."""
+
+    number: int
+    tokens: int
+    """To compute."""
+    uncached: int
+    """Of these, those that its cache will not spare."""
+    blocks: int
+    """That the request will hold."""
+
+
+NOTHING_SENT = Sent(0, 0, 0, 0)
+
+
+def _sum(total: Sent, part: Sent, sign: int) -> Sent:
+    return Sent(
+        part.number,
+        total.tokens + sign * part.tokens,
+        total.uncached + sign * part.uncached,
+        total.blocks + sign * part.blocks,
+    )
+
+
+@dataclass
+class Instance:
+    """One instance of the world."""
+
+    member: Member
+    report: Report | None = None
+    trust: Trust = field(default_factory=Trust)
+    """Of its rank: a process that is started again does not begin with a clean record."""
+    attached: bool = False
+    """Whether it has answered on our connection."""
+    leaves: bool = False
+    """It has said that it takes no requests any more: known before a view tells it."""
+    seen_at: float = 0.0
+    """When it entered the pool."""
+    idle_since: float | None = None
+    """When a view first said that it has its weights and cannot serve, for want of a group; None: it serves,
+    loads or drains."""
+    capacity: Capacity | None = None
+    asked_back: bool = False
+    """Requests were asked back from it, and it has not said yet which have not begun there."""
+    moved: bool = False
+    """Whether a report told of steps that were taken since the newest view."""
+    last_dispatch: int = 0
+    unreported: deque[Sent] = field(default_factory=deque)
+    """What the last report does not include."""
+    sent: Sent = NOTHING_SENT
+    """All of that together."""
+    _crowd: float = 0.0
+    _crowd_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.member.instance
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def ready(self) -> bool:
+        return self.member.state is State.READY and self.attached and not self.leaves
+
+    @property
+    def is_leaving(self) -> bool:
+        """Of its own accord, which no request has brought about."""
+        return self.leaves or not self.member.state.stays
+
+    def is_answering(self, now: float) -> bool:
+        """Whether it serves, and will have answered on our new connection in a moment."""
+        is_new = now < self.seen_at + ANSWER_TIMEOUT
+        return is_new and self.member.state is State.READY and not self.attached
+
+    def sees(self, member: Member, now: float) -> None:
+        """What a new view says of it."""
+        self.member, self.moved = member, False
+        if member.state is not State.LOADED:
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
+
+    def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
+        """Number the next request to this instance, with so many tokens to compute of which its cache has
+        ``cached``, and count it until a report does."""
+        self.trust.dispatched(now)
+        self._crowd, self._crowd_at = self.crowd(now), now
+        self.last_dispatch += 1
+        blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
+        sent = Sent(self.last_dispatch, tokens, tokens - cached, blocks)
+        self.unreported.append(sent)
+        self.sent = _sum(self.sent, sent, 1)
+        return self.last_dispatch
+
+    @property
+    def waiting(self) -> int:
+        """Requests there that no step has begun, as far as is known."""
+        return (self.report or NO_REPORT).waiting + len(self.unreported)
+
+    def crowd(self, now: float) -> float:
+        """How many these were until now on average, what is long ago counting less."""
+        waiting = self.waiting
+        if waiting == self._crowd:  # most often none
+            return waiting
+        kept = math.exp((self._crowd_at - now) / CROWD_TIME)
+        return kept * self._crowd + (1.0 - kept) * waiting
+
+    def take_report(self, report: Report, now: float) -> None:
+        """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
+        self._crowd, self._crowd_at = self.crowd(now), now
+        before, self.report = self.report, report
+        if before is not None and report.counters.steps > before.counters.steps:
+            self.moved = True
+        while self.unreported and self.unreported[0].number <= report.last_dispatch:
+            self.sent = _sum(self.sent, self.unreported.popleft(), -1)
+
+    def lost(self, now: float) -> bool:
+        """The connection to it broke, or it was taken out of the world; whether that was news. What was
+        sent to it goes on elsewhere; it is not used before it answers on a new connection, and then on
+        trial."""
+        was_attached, self.attached = self.attached, False
+        if was_attached and self.member.state is State.READY:
+            self.trust.failed(now)
+        self.unreported.clear()
+        self.sent = NOTHING_SENT
+        self.asked_back = False
+        return was_attached
+
+    def candidate(
+        self, now: float, *, cached_tokens: int = 0, vacant: int | None = None, wanted_share: float = 0.0
+    ) -> Candidate:
+        """This instance for the policy. Of its cache :meth:`Pool.candidate` knows."""
+        report, sent = self.report or NO_REPORT, self.sent
+        return Candidate(
+            rank=self.rank,
+            host=self.member.host,
+            ready=self.ready,
+            admitted=self.trust.admits(now),
+            stalled_for=0.0 if self.moved else self.member.load.stalled_for,
+            waiting_tokens=report.uncached_tokens + sent.uncached,
+            requests=report.running + report.waiting + len(self.unreported),
+            dispatches=self.last_dispatch,
+            cached_tokens=cached_tokens,
+            blocks=report.blocks_used + sent.blocks,
+            queued_tokens=report.waiting_tokens + sent.tokens,
+            queued=report.queued,
+            waiting=self.waiting,
+            crowd=self.crowd(now),
+            vacant=vacant,
+            wanted_share=wanted_share,
+            capacity=self.capacity,
+        )
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How one router stands with an instance, for operators."""
+
+    attached: bool
+    """It answers on our connection."""
+    failures: int
+    """In a row, without tokens in between; above 0 it is on trial."""
+    in_flight: int
+    """Requests of ours there."""
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What a new view did to the pool."""
+
+    added: list[Instance]
+    removed: list[Instance]
+
+
+class Pool:
+    """The instances that this router may talk to, by name."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+        self.index = PrefixIndex()
+        self._trust: dict[int, Trust] = {}
+        """By rank, also of ranks that are away."""
+        self._size = 0
+        """Instances that the mesh starts with, as far as is known."""
+
+    def __repr__(self) -> str:
+        return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._instances.values())
+
+    def get(self, name: str) -> Instance | None:
+        return self._instances.get(name)
+
+    def with_rank(self, rank: int) -> Instance | None:
+        return next((instance for instance in self if instance.rank == rank), None)
+
+    def expects(self, rank: int) -> bool:
+        """Whether an absent rank is one that the mesh starts with, or was lost lately."""
+        return rank < self._size or rank in self._trust
+
+    def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
+        """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
+        if instance.capacity is None:
+            return instance.candidate(now)
+        used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
+        kept = max(used, self.index.num_blocks(instance.name)) + self.index.num_promised(instance.name)
+        return instance.candidate(
+            now,
+            cached_tokens=cached_tokens,
+            vacant=max(0, instance.capacity.num_blocks - kept),
+            wanted_share=self.index.evictions.share,
+        )
+
+    def without_group(self, now: float, patience: float) -> list[Instance]:
+        """Those that no group has taken in for so many seconds: what they have is not computed."""
+        return [
+            instance
+            for instance in self
+            if instance.idle_since is not None and now > instance.idle_since + patience
+        ]
+
+    def apply(self, view: View, now: float) -> Changes:
+        """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
+        unless the coordinator has just started and may not know of it yet; but a rank that another instance
+        has by now is lost to its old holder in any case."""
+        self._size = view.size or 0
+        members = {member.instance: member for member in view.members if member.address}
+        taken = {member.rank: member.instance for member in view.members}
+        missing = [
+            name
+            for name, instance in self._instances.items()
+            if name not in members and (view.complete or taken.get(instance.rank, name) != name)
+        ]
+        removed = [self._instances.pop(name) for name in missing]
+        added = []
+        for name, member in members.items():
+            if name in self._instances:
+                self._instances[name].sees(member, now)
+            else:
+                trust = self._trust.setdefault(member.rank, Trust())
+                self._instances[name] = Instance(member, trust=trust, seen_at=now)
+                self._instances[name].sees(member, now)
+                added.append(self._instances[name])
+        here = {instance.rank for instance in self}
+        for rank in [rank for rank in self._trust if rank not in here]:
+            if self._trust[rank].is_forgotten(now):
+                del self._trust[rank]
+        return Changes(added, removed)

@@ -1,0 +1,179 @@
+"""Which instance holds which blocks of prompts (pure): what instances say, and what they are about to hold.
+
+Names of blocks come from :func:`engine.scheduling.blocks.prefix_names`. One table for all instances, with a
+bit for each: looking a prompt up costs one look per block, however many instances there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.messages import BlockEvents
+from engine.scheduling.block_log import split_names
+from router.dispatch.evictions import Evictions
+
+MAX_BLOCKS = 2_000_000
+"""Different blocks that are remembered; more are not learned, which costs hits and nothing else."""
+
+
+class _Holder:
+    """One instance."""
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.next: int | None = None
+        """The change that comes next; None: the next word has to be about everything."""
+        self.has_gap = False
+        self.num_blocks = 0
+        self.promised: Counter[int] = Counter()
+        self.promises: dict[int, Sequence[int]] = {}
+        """By dispatch number."""
+
+
+class PrefixIndex:
+    """Knows instances by name."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._stored: dict[int, int] = {}
+        """Block -> the bits of its holders."""
+        self._promised: dict[int, int] = {}
+        self._holders: dict[str, _Holder] = {}
+        self.evictions = Evictions()
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self._stored)} blocks of {len(self._holders)} instances>"
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def num_blocks(self, name: str) -> int:
+        """That an instance is known to hold."""
+        return self._holders[name].num_blocks if name in self._holders else 0
+
+    def num_promised(self, name: str) -> int:
+        """Blocks that an instance is about to hold."""
+        return len(self._holders[name].promised) if name in self._holders else 0
+
+    # ---- what instances say
+
+    def apply(self, name: str, events: BlockEvents) -> bool:
+        """Take in what an instance says; False if something before it was missed: then it must tell all."""
+        holder = self._holder(name)
+        if events.reset:
+            self._clear(holder)
+            holder.has_gap = False
+        elif events.first != holder.next:
+            is_new, holder.has_gap, holder.next = not holder.has_gap, True, None
+            self._clear(holder)
+            return not is_new
+        for block in split_names(events.stored):
+            self._store(holder, int.from_bytes(block, "big"), is_news=not events.reset)
+        for block in split_names(events.dropped):
+            self._drop(holder, int.from_bytes(block, "big"))
+        holder.next = events.next
+        return True
+
+    def forget(self, name: str) -> None:
+        """An instance is gone, or knows nothing of us any more."""
+        holder = self._holders.pop(name, None)
+        if holder is None:
+            return
+        self._clear(holder)
+        for block in holder.promised:
+            _take_bit(self._promised, block, holder.bit)
+
+    # ---- what was sent there and is not computed yet
+
+    def promise(self, name: str, number: int, blocks: Sequence[int]) -> None:
+        """Dispatch ``number`` will make an instance hold these, unless :meth:`settle` comes first."""
+        if not blocks:
+            return
+        holder = self._holder(name)
+        holder.promises[number] = blocks
+        for block in blocks:
+            holder.promised[block] += 1
+            self._promised[block] = self._promised.get(block, 0) | holder.bit
+
+    def settle(self, name: str, number: int) -> None:
+        """A dispatch has been computed, or never will be."""
+        holder = self._holders.get(name)
+        blocks = holder.promises.pop(number, None) if holder else None
+        if holder is None or blocks is None:
+            return
+        for block in blocks:
+            holder.promised[block] -= 1
+            if not holder.promised[block]:
+                del holder.promised[block]
+                _take_bit(self._promised, block, holder.bit)
+
+    # ---- looking up
+
+    def prefix_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
+        """How many blocks from the first one on each instance has, or will have; only those that have any."""
+        lengths: dict[int, int] = {}
+        left = -1
+        length = 0
+        for block in blocks:
+            still = left & (self._stored.get(block, 0) | self._promised.get(block, 0))
+            if still != left and left != -1:
+                lengths[left & ~still] = length
+            left = still
+            if not left:
+                break
+            length += 1
+        if left > 0:
+            lengths[left] = length
+        return {
+            name: length
+            for name, holder in self._holders.items()
+            for bits, length in lengths.items()
+            if bits & holder.bit
+        }
+
+    # ---- helpers
+
+    def _holder(self, name: str) -> _Holder:
+        holder = self._holders.get(name)
+        if holder is None:
+            taken = 0
+            for other in self._holders.values():
+                taken |= other.bit
+            holder = self._holders[name] = _Holder(~taken & (taken + 1))
+        return holder
+
+    def _store(self, holder: _Holder, block: int, *, is_news: bool) -> None:
+        bits = self._stored.get(block)
+        if bits is None:
+            if len(self._stored) >= self._max_blocks:
+                return
+            bits = 0
+            if is_news:
+                self.evictions.computed(block)
+            else:
+                self.evictions.found(block)
+        if not bits & holder.bit:
+            self._stored[block] = bits | holder.bit
+            holder.num_blocks += 1
+
+    def _drop(self, holder: _Holder, block: int) -> None:
+        if self._stored.get(block, 0) & holder.bit:
+            _take_bit(self._stored, block, holder.bit)
+            holder.num_blocks -= 1
+            if block not in self._stored:
+                self.evictions.dropped(block, len(self._stored))
+
+    def _clear(self, holder: _Holder) -> None:
+        if holder.num_blocks:
+            for block in [block for block, bits in self._stored.items() if bits & holder.bit]:
+                _take_bit(self._stored, block, holder.bit)
+        holder.num_blocks = 0
+
+
+def _take_bit(table: dict[int, int], block: int, bit: int) -> None:
+    left = table.get(block, 0) & ~bit
+    if left:
+        table[block] = left
+    else:
+        table.pop(block, None)

@@ -1,0 +1,95 @@
+"""The deltas of one request, from the connection that brings them to the HTTP handler that reads them.
+
+A handler that would only write a delta on can leave word how (:meth:`Stream.hand_over`): while it waits,
+deltas go that way at once, and no task is woken for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from engine.messages import Delta
+from router.dispatch.ledger import Entry
+from router.mesh import Take, TakeSingle
+
+
+class Owner(Protocol):
+    """The mesh client, as a stream needs it."""
+
+    def rank_of(self, entry: Entry) -> int | None: ...
+    def forget(self, entry: Entry) -> None: ...
+
+
+class Stream:
+    """A :class:`router.mesh.Generation`. What is unread is bounded by the tokens that were asked for."""
+
+    def __init__(self, owner: Owner, entry: Entry) -> None:
+        self._owner = owner
+        self._entry = entry
+        self._deltas: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self._take: Take | None = None
+        self._take_single: TakeSingle | None = None
+        self._is_reader_idle = False
+        """The reader has dealt with all that came, and waits: only then may anybody else take what comes."""
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._entry.prompt.request_id}, {len(self._deltas)} deltas unread>"
+
+    @property
+    def rank(self) -> int | None:
+        """The instance that it runs on now, None while it has none."""
+        return self._owner.rank_of(self._entry)
+
+    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
+        """See :class:`router.mesh.Generation`."""
+        self._take, self._take_single = take, take_single
+
+    def push(self, delta: Delta) -> None:
+        if self._is_reader_idle and self._take is not None:
+            try:
+                if self._take(delta):
+                    self._entry.take = self._take_single
+                    return
+            except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
+                self._wake(error)
+                return
+        self._deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._wake(error)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while True:
+            while self._deltas:
+                delta = self._deltas.popleft()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            self._is_reader_idle = True
+            self._entry.take = self._take_single
+            try:
+                await self._arrived.wait()
+            finally:
+                self._is_reader_idle = False
+                self._entry.take = None
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        # They know this stream: what is left is freed without the garbage collector.
+        self._take = self._take_single = self._entry.take = None
+        self._owner.forget(self._entry)
+
+    def _wake(self, error: Exception | None = None) -> None:
+        self._is_reader_idle = False
+        self._entry.take = None
+        self._error = self._error or error
+        self._arrived.set()

@@ -1,0 +1,1 @@
+"""Connections, request heads and bodies: what lies below the application."""

@@ -1,0 +1,256 @@
+"""One HTTP connection: uvicorn's protocol with deadlines for its client, and a short way for streamed bodies.
+
+The application sees the short way as an extension of its ASGI scope: an event goes to the socket without a
+message, a coroutine and a list of frames around it. What opens and ends an answer goes the usual way, and so
+does everything while the client does not keep up. Another extension cuts off a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.http.request_heads import BoundedProtocol
+
+EXTENSION = "lockstep.body_writer"
+CUT_OFF = "lockstep.cut_off"
+
+MOST_KEPT = 64
+"""Bytes of a token's text up to which the heads of chunks are kept, by their length."""
+
+
+Fill = Callable[[bytes], bool]
+"""Writes a part, given what stands in its middle; False, and nothing is written, while there is no way."""
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a body that has begun. Nothing between the application and the server may want to see
+    them (no middleware of ours does)."""
+
+    def is_open(self) -> bool:
+        """Whether a part can be written now. If not, the usual way says why: it waits for a client that does
+        not keep up, or drops what nobody takes any more."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Only while open, and not for nothing: an empty part would end the body."""
+        ...
+
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        """For parts of a body that has begun which differ only in what stands between these two."""
+        ...
+
+
+def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
+    """None where the server has no short way."""
+    found: Callable[[], BodyWriter | None] | None = scope.get("extensions", {}).get(EXTENSION)
+    return None if found is None else found()
+
+
+def cut_off(scope: Mapping[str, Any]) -> None:
+    """End the connection of a request that is given up, though its client has not taken all that was written:
+    it would stay open until then. Nothing where the server has no way."""
+    found: Callable[[], None] | None = scope.get("extensions", {}).get(CUT_OFF)
+    if found is not None:
+        found()
+
+
+class ChunkWriter:
+    """A :class:`BodyWriter`: chunks of HTTP/1.1 straight to the transport."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def __repr__(self) -> str:
+        return f"<ChunkWriter {'open' if self.is_open() else 'closed'}>"
+
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        return (
+            not self._flow.write_paused
+            and not cycle.disconnected
+            and cycle.chunked_encoding is True  # decided when an answer begins
+            and not cycle.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        """See :class:`BodyWriter`."""
+        write, length, end = self._write, len(before) + len(after), after + b"\r\n"
+        heads: dict[int, bytes] = {}  # by the length between: it is in the head of a chunk
+        flow, cycle, is_chunked = self._flow, self._cycle, self._cycle.chunked_encoding is True
+
+        def fill(between: bytes) -> bool:
+            if flow.write_paused or cycle.disconnected or cycle.response_complete or not is_chunked:
+                return False
+            size = len(between)
+            head = heads.get(size)
+            if head is None:
+                head = b"%x\r\n%b" % (length + size, before)
+                if size < MOST_KEPT:
+                    heads[size] = head
+            write(head + between + end)
+            return True
+
+        return fill
+
+
+class TimedWriter:
+    """A :class:`BodyWriter` that knows when it wrote last, on the clock of ``time.perf_counter``."""
+
+    def __init__(self, writer: BodyWriter) -> None:
+        self._writer = writer
+        self.is_open = writer.is_open
+        self.wrote_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<TimedWriter to {self._writer!r}>"
+
+    def write(self, part: bytes) -> None:
+        """See :class:`BodyWriter`."""
+        self.wrote_at = time.perf_counter()
+        self._writer.write(part)
+
+    def filling(self, before: bytes, after: bytes) -> Fill:
+        """See :class:`BodyWriter`."""
+        fill = self._writer.filling(before, after)
+
+        def timed(between: bytes) -> bool:
+            self.wrote_at = time.perf_counter()
+            return fill(between)
+
+        return timed
+
+
+class _Transport:
+    """A connection's transport, which says when it is closed: uvicorn does that in many places."""
+
+    def __init__(self, transport: asyncio.Transport, on_close: Callable[[], None]) -> None:
+        self._transport = transport
+        self._on_close = weakref.WeakMethod(on_close)
+        self.write = transport.write  # for every token, so without a detour
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._transport!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._transport.close()
+        if (on_close := self._on_close()) is not None:
+            on_close()
+
+
+class PatientProtocol(BoundedProtocol):
+    """Ends a connection on which no whole request head arrives in time, or whose client takes nothing of what
+    waits to be written to it; uvicorn would wait for ever."""
+
+    head_timeout = 60.0
+    take_timeout = 60.0
+    _head_due: asyncio.TimerHandle | None = None
+    _taking_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._earlier: deque[RequestResponseCycle] = deque()
+        """Requests that have no whole answer while a later one has come already, in order: uvicorn tells only
+        that one of the connection's end."""
+        told: Any = _Transport(transport, self._expect_taking)
+        super().connection_made(told)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._have_head()
+        for cycle in self._earlier:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        super().connection_lost(exc)
+        self._need_no_taking()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._need_no_taking()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if is_answered and self.timeout_keep_alive_task is None and self._head_due is None:
+            self._expect_head()  # what came of a body that nobody wants any more has ended the wait for one
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._have_head()
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:  # else it comes again
+            while self._earlier and self._earlier[0].response_complete:
+                self._earlier.popleft()
+            if before is not None and not before.response_complete:
+                self._earlier.append(before)
+            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+            # The cycle refers to its scope. Without a way back, it is freed as soon as it is over.
+            cycle = weakref.ref(self.cycle)
+            extensions = scope.setdefault("extensions", {})
+            extensions[EXTENSION] = lambda: None if (found := cycle()) is None else ChunkWriter(found)
+            extensions[CUT_OFF] = partial(_cut_off, cycle)
+
+    def _expect_head(self) -> None:
+        self._have_head()
+        self._head_due = self.loop.call_later(self.head_timeout, self._close_if_silent)
+
+    def _have_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _close_if_silent(self) -> None:
+        cycle = getattr(self, "cycle", None)
+        if cycle is not None and not cycle.response_complete:
+            self._expect_head()  # half a head was sent while an answer is on its way: that comes first
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _expect_taking(self) -> None:
+        """While writing waits for the client, and when it is closed with something left."""
+        self._need_no_taking()
+        left = self.transport.get_write_buffer_size()
+        self._taking_due = self.loop.call_later(self.take_timeout, self._abort_unless_taken, left)
+
+    def _need_no_taking(self) -> None:
+        if self._taking_due is not None:
+            self._taking_due.cancel()
+            self._taking_due = None
+
+    def _abort_unless_taken(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._expect_taking()
+        else:
+            self.transport.abort()
+
+
+def _cut_off(cycle: weakref.ref[RequestResponseCycle]) -> None:
+    found = cycle()
+    if found is not None and not found.response_complete:
+        found.disconnected = True  # as it is in a moment: uvicorn is not to miss the rest of the answer
+        found.transport.abort()

@@ -1,0 +1,1 @@
+"""The processes of one ``serve``: checks, start, supervision, end."""

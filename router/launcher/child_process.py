@@ -1,0 +1,83 @@
+"""One process of a ``serve``: how it is started, what is known of it, and what its end means."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from asyncio.subprocess import DEVNULL, Process
+from dataclasses import dataclass
+
+from engine.host.forked import Forked, ForkServer
+from router.launcher.launch import ProcessSpec
+
+
+@dataclass
+class Child:
+    """A process of ours that runs."""
+
+    key: int
+    """Its place in the table; a process that is started again keeps it."""
+    spec: ProcessSpec
+    process: Process | Forked
+    began: float | None
+    """When it began to serve; None while an instance loads."""
+    rank: int | None
+    instance: str = ""
+    """Its name in the mesh, once it has registered."""
+    name: str = ""
+    """The one that it was given for that."""
+    returns: bool = False
+    """It was started to take the rank again that its predecessor had."""
+    is_member: bool = False
+    """It is in the newest view."""
+    retired: bool = False
+    """Told to drain and go, by us or by others: it never comes back, and its process may outlive its
+    leaving."""
+
+    async def ended(self) -> int:
+        """Its exit status, as subprocess has it."""
+        if isinstance(self.process, Forked):
+            return await self.process.ended()
+        return await self.process.wait()
+
+    @property
+    def stays(self) -> bool:
+        """Serves, or will; one that left the mesh may take a moment to end."""
+        return not self.retired and (self.is_member or not self.instance)
+
+    def tell(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+async def spawn(spec: ProcessSpec, environment: dict[str, str]) -> Process:
+    """The process as a program of its own."""
+    return await asyncio.create_subprocess_exec(
+        *spec.command(),
+        env=environment,
+        stdin=DEVNULL,
+        start_new_session=True,
+        pass_fds=spec.descriptors,
+    )
+
+
+async def fork(server: ForkServer, spec: ProcessSpec, environment: dict[str, str]) -> Forked:
+    """The process as a fork of one that has loaded its libraries.
+
+    Raises:
+        Unforked: it has to be spawned.
+    """
+    return await asyncio.to_thread(
+        server.fork,
+        f"{spec.role}.__main__:main",
+        spec.argv,
+        environment,
+        spec.descriptors,
+        branches=bool(spec.workers),
+    )
+
+
+def exit_status(status: int) -> int:
+    """What a shell would call the end of a process; a signal counts from 128."""
+    return status if status >= 0 else 128 - status

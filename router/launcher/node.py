@@ -1,0 +1,23 @@
+"""``serve`` on a host with ``--node-rank`` above 0: its workers of each instance, and nothing else."""
+
+from __future__ import annotations
+
+import uvloop
+
+from parallel.topology import cuda_devices, usable_cores
+from router.config import ServeConfig
+from router.launcher.launch import node_specs, print_table
+from router.launcher.supervisor import Supervisor
+
+
+def run_node(config: ServeConfig, title: str) -> int:
+    """Until the instances end, which their engines on the host with node rank 0 tell; the exit status."""
+    nodes = config.engine.nodes
+    table = node_specs(config, usable_cores(), cuda_devices())
+    print_table(f"{title}: node {nodes.node_rank} of {nodes.nnodes}", table)
+    supervisor = Supervisor(table, restart=config.restart)
+
+    async def at_once() -> None:
+        """Whether the mesh serves is the business of node rank 0."""
+
+    return uvloop.run(supervisor.run(at_once))

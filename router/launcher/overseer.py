@@ -1,0 +1,126 @@
+"""The launcher's line to the coordinator: follows the view for its supervisor, and carries out wishes to
+scale."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+
+from coordinator.client import Watcher
+from coordinator.messages import Answer, Exited, Member, Scale, State, View
+from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.handshakes import KeyRefused
+from coordinator.rpc.keys import MeshKeys
+from router.faults import Event
+from router.launcher.scaling import Machine, Refused, plan
+from router.launcher.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_ANSWERS = 100
+"""A command is repeated until its answer arrives; it is carried out once."""
+
+
+class Overseer:
+    """Runs beside a :class:`Supervisor`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        mesh_name: str,
+        supervisor: Supervisor,
+        machine: Machine,
+        keys: MeshKeys | None = None,
+    ) -> None:
+        """``mesh_name`` is that of our coordinator; empty for headless instances, which obey the mesh of
+        ``endpoint``, whatever its name, and are not asked to scale."""
+        self._mesh_name = mesh_name
+        self._supervisor = supervisor
+        self._machine = machine
+        self._watcher = Watcher(endpoint, "serve", keys=keys, launcher=mesh_name, on_scale=self._on_scale)
+        supervisor.on_lost = self._on_lost
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._members: dict[str, Member] = {}
+        self.changed = asyncio.Event()
+        """Set with every view."""
+        self.refused: KeyRefused | None = None
+        """The coordinator has another mesh key, or one of the two has none."""
+
+    def __repr__(self) -> str:
+        return f"<Overseer of {self._supervisor!r}>"
+
+    @property
+    def view(self) -> View | None:
+        """The newest one of our mesh; another mesh may hold the port, and then our coordinator says so."""
+        view = self._watcher.view
+        return view if view is not None and self._is_ours(view) else None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            await self._watcher.run(self._on_view)
+        except OtherProtocol as error:
+            logger.error("the coordinator is of another version: %s", error)
+        except KeyRefused as error:
+            self.refused = error
+            self.changed.set()
+
+    def _on_lost(self, instance: str, how: str) -> None:
+        """The coordinator need not wait until a dead process is silent for long enough. Should it be away, it
+        learns nothing of that instance when it is back."""
+        self._watcher.send(Exited(instance, how))
+
+    def _is_ours(self, view: View) -> bool:
+        return not self._mesh_name or view.mesh == self._mesh_name
+
+    def _on_view(self, view: View) -> None:
+        self.changed.set()
+        if not self._is_ours(view):
+            return
+        members = {member.instance: member for member in view.members}
+        for name, member in self._members.items():
+            is_gone = view.complete and name not in members
+            if self._mesh_name and is_gone and member.state is State.READY:
+                text = f"instance {member.rank} of {member.host} (pid {member.pid}) is out of the world"
+                self._supervisor.faults.record(Event.DETECTION, "removed", text, time.time())
+        self._members = members if view.complete else self._members | members
+        self._supervisor.learn(view)
+
+    async def _on_scale(self, wish: Scale) -> Answer:
+        answer = self._answers.get(wish.command)
+        if answer is None:
+            answer = self._answers[wish.command] = await self._scale(wish)
+            while len(self._answers) > REMEMBERED_ANSWERS:
+                self._answers.popitem(last=False)
+        return answer
+
+    async def _scale(self, wish: Scale) -> Answer:
+        view = self.view
+        if view is None or not view.complete or not self._supervisor.ready:
+            return _answer(wish, UNAVAILABLE, "the mesh is still starting: try again when it is ready")
+        try:
+            ours, leaving = self._supervisor.ranks, self._supervisor.leaving
+            way = plan(wish.size, view.members, ours, self._machine, wish.force, leaving)
+        except Refused as refusal:
+            return _answer(wish, CONFLICT, str(refusal))
+        if way.warning:
+            logger.warning("%s", way.warning)
+        self._supervisor.retire(way.drain)
+        try:
+            await self._supervisor.grow(way.start, self._machine.room)
+        except OSError as error:  # those that were started before stay: asked again, the rest follows
+            return _answer(wish, UNAVAILABLE, f"not all instances could be started: {error}")
+        parts = [
+            f"starting instance {', '.join(map(str, way.start))}" if way.start else "",
+            f"draining instance {', '.join(map(str, way.drain))}" if way.drain else "",
+            way.warning,
+        ]
+        text = "; ".join(part for part in parts if part)
+        return _answer(wish, ACCEPTED, text or "there is nothing to do")
+
+
+def _answer(wish: Scale, status: int, text: str) -> Answer:
+    return Answer(command=wish.command, status=status, text=text)

@@ -1,0 +1,387 @@
+"""The command line: ``serve`` and ``lockstep``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from coordinator.config import url
+from coordinator.messages import Settings, View
+from coordinator.process import process
+from coordinator.process.runtime import runtime_directory
+from coordinator.rpc import own_key
+from coordinator.rpc.keys import MeshKeys
+from coordinator.settings.flags import parse, secrets_of
+from coordinator.settings.foreign import ForeignFlags
+from engine.host import forked
+from engine.host.forked import ForkServer
+from engine.model.checkpoint import CheckpointError
+from engine.settings import resolve
+from parallel.topology import cuda_devices, threads_per_worker, usable_cores, visible_cuda_devices
+from router.config import HttpConfig, ServeConfig
+from router.http.listen import at_path, bind, wait_for_health
+from router.launcher.endpoint_config import EVERYWHERE
+from router.launcher.environment import with_key
+from router.launcher.foreign_flags import FOREIGN
+from router.launcher.launch import Doors, ProcessSpec, engine_spec, print_table, process_table
+from router.launcher.node import run_node
+from router.launcher.overseer import Overseer
+from router.launcher.preflight import (
+    ignored_revision,
+    ignored_when_headless,
+    ignored_with_uds,
+    machine_of,
+    problem_with,
+    text_problem,
+)
+from router.launcher.scaling import shared_devices
+from router.launcher.supervisor import Supervisor
+from router.metrics.shared_counts import Shelf, Snapshot
+
+logger = logging.getLogger("serve")
+
+Command = Callable[[list[str]], int]
+"""Given what stands behind its name; the exit status."""
+
+HEALTH_TIMEOUT = 10.0
+"""Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
+SAY_INTERVAL = 5.0
+"""Seconds between two lines about what is waited for."""
+
+
+def main_serve(argv: list[str] | None = None) -> int:
+    """``serve``: the whole mesh, its head, or headless instances, as the flags say."""
+    process.hold_standard_streams()
+    try:
+        return _serve(argv)
+    except KeyboardInterrupt:  # while a model was looked for, or downloaded: nothing has been started
+        return process.EXIT_INTERRUPTED
+
+
+def _serve(argv: list[str] | None) -> int:
+    foreign = ForeignFlags(FOREIGN)
+    config = parse(
+        ServeConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="serve",
+        description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
+        foreign=foreign,
+        version=f"lockstep {lockstep_version()}",
+    )
+    process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
+    for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
+        logger.warning("%s", line)
+    if (problem := problem_with(config)) is not None:
+        print(f"serve: error: {problem}", file=sys.stderr)
+        return process.EXIT_USAGE
+    if ignored := ignored_with_uds(config):
+        logger.warning("%s ignored: the endpoint listens at --uds alone", " and ".join(ignored))
+    if ignored := ignored_when_headless(config):
+        logger.warning("%s ignored: with --headless there is no endpoint here", ", ".join(ignored))
+    if not (config.mesh.headless or config.engine.nodes.node_rank):
+        try:
+            http, variable = with_key(config.http, os.environ)
+        except ValueError as error:
+            print(f"serve: error: {error}", file=sys.stderr)
+            return process.EXIT_USAGE
+        if variable:
+            logger.info("clients must present the key in %s, since no --api-key is given", variable)
+        config = msgspec.structs.replace(config, http=http)
+    keys = process.member_keys(config.mesh, "serve")
+    config = with_key_for_children(config, keys)
+    settings = None
+    title, model_type = "serve", ""
+    if config.engine.model.model is not None or not config.mesh.headless:
+        try:
+            info, settings = resolve(config.engine, config.mesh.data_parallel_size)
+        except CheckpointError as error:
+            print(f"serve: error: {error}", file=sys.stderr)
+            return process.EXIT_USAGE
+        if (problem := text_problem(config, info.directory)) is not None:
+            print(f"serve: error: {problem}", file=sys.stderr)
+            return process.EXIT_USAGE
+        if ignored_revision(config):
+            logger.warning("--revision ignored: only models of the Hugging Face hub have revisions")
+        model_type = info.model_type
+        title = f"serve {settings.served_model_name[0]} ({info.architecture}, {settings.dtype})"
+    if config.engine.nodes.node_rank:
+        return run_node(config, title)
+    try:
+        with contextlib.ExitStack() as held:
+            return _run(config, settings, title, held, keys, model_type)
+    except OSError as error:  # a port of the endpoint, no room for files
+        file = f": {error.filename}" if error.filename else ""
+        reason = process.shortage_of(error) or error.strerror or error
+        print(f"serve: error: {reason}{file}", file=sys.stderr)
+        return process.EXIT_FAILED
+
+
+def _run(
+    config: ServeConfig,
+    settings: Settings | None,
+    title: str,
+    held: contextlib.ExitStack,
+    keys: MeshKeys | None,
+    model_type: str,
+) -> int:
+    """Start and supervise; what is ``held`` is given back at the end."""
+    mesh_name = "" if config.mesh.headless else uuid.uuid4().hex[:8]
+    sockets: list[socket.socket] = []
+    doors = None
+    if not config.mesh.headless:
+        http = config.http
+        if http.uds is not None:
+            http = msgspec.structs.replace(http, uds=str(Path(http.uds).absolute()))
+            sockets.append(held.enter_context(at_path(Path(http.uds or ""))))
+        else:
+            sockets.append(held.enter_context(bind(http.host, http.port)))
+            port = sockets[0].getsockname()[1]  # --port 0 takes any
+            http = msgspec.structs.replace(http, port=port)
+        config = msgspec.structs.replace(config, http=http)
+        if http.admin_port is not None:
+            sockets.append(held.enter_context(bind(http.admin_host, http.admin_port, "--admin-port")))
+        counts = str(held.enter_context(runtime_directory()))
+        descriptors = [listener.fileno() for listener in sockets]
+        secrets = secret_file(config)
+        if secrets is not None:
+            held.callback(os.close, secrets)
+        doors = Doors(
+            http=descriptors[0],
+            admin=descriptors[1] if len(descriptors) > 1 else None,
+            counts_directory=counts,
+            secrets=secrets,
+        )
+    table = process_table(config, settings, usable_cores(), mesh_name, doors, devices=cuda_devices())
+    if warning := shared_devices(config.mesh.local_size, machine_of(config)):
+        logger.warning("%s", warning)
+    with contextlib.suppress(OSError):  # a full disk, a reader who left: that is no reason not to serve
+        print_table(title, table)
+    supervisor = Supervisor(
+        table,
+        drain_timeout=config.engine.drain_timeout,
+        restart=config.restart,
+        engine_spec=lambda rank, number: _one_more(config, rank, number),
+        doors=sockets,
+        fork_server=_fork_server(config, model_type),
+    )
+    return uvloop.run(_supervise(config, mesh_name, supervisor, doors, keys))
+
+
+def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeConfig:
+    """Settings for this launcher's processes, which inherit a key for which no file was named."""
+    if keys is None or not own_key.is_own(config.mesh):
+        return config
+    path = own_key.handed_down(own_key.hand_down(keys))
+    return msgspec.structs.replace(config, mesh=msgspec.structs.replace(config.mesh, mesh_key_file=path))
+
+
+def secret_file(config: ServeConfig) -> int | None:
+    """API keys for routers to read, in a file that only who is handed its descriptor has, if any."""
+    secrets = secrets_of(config)
+    if not secrets:
+        return None
+    descriptor = os.memfd_create("lockstep-secrets")
+    os.write(descriptor, msgspec.json.encode(secrets))
+    return descriptor
+
+
+def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
+    """For several processes that compute, or one that may have to be started again."""
+    device = config.engine.device
+    if config.data_parallel_backend == "ray" or device.distributed_executor_backend == "ray":
+        return None
+    if config.engine.nodes.nnodes > 1 or not forked.is_possible(device.device, visible_cuda_devices()):
+        return None
+    if forked.inherited is not None:
+        return forked.inherited
+    # One instance alone gains nothing by it.
+    several = config.mesh.local_size * max(1, config.engine.num_local_workers) > 1
+    return ForkServer.start(forked.modules_of(model_type)) if several or config.restart else None
+
+
+def _one_more(config: ServeConfig, rank: int | None, number: int) -> ProcessSpec:
+    """An instance that is started while the mesh serves; it shares the cores with those that are there."""
+    threads = config.engine.device.cpu_threads or threads_per_worker(
+        config.mesh.instances_here, usable_cores()
+    )
+    return engine_spec(config, rank, threads, number, cuda_devices())
+
+
+async def _supervise(
+    config: ServeConfig,
+    mesh_name: str,
+    supervisor: Supervisor,
+    doors: Doors | None,
+    keys: MeshKeys | None,
+) -> int:
+    overseer = Overseer(config.mesh.coordinator_endpoint, mesh_name, supervisor, machine_of(config), keys)
+    beside = [asyncio.create_task(overseer.run())]
+    if doors is not None and doors.counts_directory is not None:
+        shelf = Shelf(Path(doors.counts_directory), "launcher")
+        beside.append(
+            asyncio.create_task(shelf.keep(lambda: Snapshot(pid=os.getpid(), faults=supervisor.faults)))
+        )
+
+    async def until_ready() -> None:
+        view = await wait_for_instances(config, supervisor, overseer)
+        if not config.mesh.headless:
+            await _wait_for_endpoint(config)
+            with contextlib.suppress(OSError):  # whoever read our output has had enough: the mesh goes on
+                _print_try_line(config, view)
+
+    try:
+        return await supervisor.run(until_ready)
+    finally:
+        for task in beside:
+            task.cancel()
+
+
+async def wait_for_instances(config: ServeConfig, supervisor: Supervisor, overseer: Overseer) -> View:
+    """Wait until all of ``-dp`` (headless: the local ones) are ready.
+
+    Raises:
+        TimeoutError: --startup-timeout seconds went by without any progress; the message says of whom.
+        KeyRefused: the coordinator has another mesh key, or one of the two has none.
+    """
+    progress_at = said_at = time.monotonic()
+    seen: object = None
+    while True:
+        if overseer.refused is not None:
+            raise overseer.refused
+        view = overseer.view
+        ready = view is not None and not view.waiting_for
+        if config.mesh.headless:
+            ready = supervisor.num_serving >= config.mesh.local_size
+        if view is not None and ready:
+            return view
+        missing = view.waiting_for if view else f"the coordinator at {config.mesh.coordinator_endpoint}"
+        now = time.monotonic()
+        if missing != seen:
+            seen, progress_at = missing, now
+        waited = now - progress_at
+        if waited > config.mesh.startup_timeout:
+            raise TimeoutError(f"gave up after {waited:.0f} s without progress, waiting for {missing}")
+        if now - said_at >= SAY_INTERVAL:
+            said_at = now
+            logger.info("waiting for %s", missing or "the local instances")
+        overseer.changed.clear()
+        await _wait(overseer.changed, 0.5)
+
+
+async def _wait(event: asyncio.Event, timeout: float) -> None:
+    waiting = asyncio.ensure_future(event.wait())
+    await asyncio.wait([waiting], timeout=timeout)
+    waiting.cancel()
+
+
+async def _wait_for_endpoint(config: ServeConfig) -> None:
+    """Routers learn of the instances when we do, but must connect to them yet."""
+    http = config.http
+    if http.ssl_ca_certs is not None:
+        return  # it may ask for a certificate that we do not have
+    if not await wait_for_health(
+        _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT, path=http.uds
+    ):
+        logger.warning(
+            "the instances are ready, but GET /health does not say so after %.0f s", HEALTH_TIMEOUT
+        )
+
+
+def _own_host(http: HttpConfig) -> str:
+    """Where this host reaches the endpoint."""
+    return EVERYWHERE.get(http.host, http.host)
+
+
+def _print_try_line(config: ServeConfig, view: View) -> None:
+    http = config.http
+    address, way = url(http.scheme, _own_host(http), http.port), ""
+    if http.uds is not None:
+        address, way = f"{http.scheme}://localhost", f" --unix-socket {shlex.quote(http.uds)}"
+    where = f"{address}/v1" if http.uds is None else http.address
+    name = view.settings.served_model_name[0] if view.settings else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if http.api_key else ""
+    body = msgspec.json.encode(
+        {"model": name, "prompt": "It is a truth universally acknowledged, that", "max_tokens": 60}
+    ).decode()
+    print(
+        f"\n{len(view.members)} instance{'s' * (len(view.members) != 1)} ready at "
+        f"{where}. Try:\n\n"
+        f"  curl{way} {address}/v1/completions{key} "
+        f"-H 'Content-Type: application/json' -d '{body}'\n",
+        flush=True,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``lockstep SUBCOMMAND ...``"""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--version"]:
+        print(f"lockstep {lockstep_version()}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        wrong = bool(argv) and argv[0] not in ("-h", "--help")
+        lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+        problem = f"lockstep: error: there is no command {argv[0]!r}\n" if wrong else ""
+        print(
+            f"{problem}usage: lockstep COMMAND ...\n\n" + "\n".join(lines),
+            file=sys.stderr if wrong else sys.stdout,
+        )
+        return process.EXIT_USAGE if wrong or not argv else 0
+    run, _ = COMMANDS[argv[0]]
+    try:
+        return run(argv[1:])
+    except KeyboardInterrupt:
+        return process.EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _of(module: str, function: str = "main") -> Command:
+    """A command whose module is loaded only when it is asked for."""
+
+    def run(argv: list[str]) -> int:
+        found: Command = getattr(import_module(module), function)
+        return found(argv)
+
+    return run
+
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "serve": (main_serve, "serve a model: the whole mesh, its head, or headless instances"),
+    "status": (_of("router.tools.status"), "show the instances of a mesh, once or all the time"),
+    "chat": (_of("router.tools.terminal_chat"), "talk to a model in the terminal"),
+    "bench": (_of("router.tools.bench.command"), "measure a server: bench serve"),
+    "keygen": (_of("router.tools.keygen"), "make the key of a mesh over several hosts"),
+    "doctor": (
+        _of("router.tools.doctor.command"),
+        "check an installation, its host and the network, and say what to fix",
+    ),
+    "drain": (_of("router.tools.operate", "main_drain"), "have an instance finish what it has and leave"),
+    "scale": (_of("router.tools.operate", "main_scale"), "bring a mesh to a number of instances"),
+}
+
+
+def lockstep_version() -> str:
+    try:
+        return version("lockstep")
+    except PackageNotFoundError:
+        return "0 (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main_serve())

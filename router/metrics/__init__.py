@@ -1,0 +1,1 @@
+"""Counters and histograms of a router, and their text for Prometheus."""

@@ -1,0 +1,117 @@
+"""What one request experiences, measured into the histograms of :mod:`router.metrics.metrics`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from engine.messages import FinishReason
+from router.mesh import Generation
+from router.metrics.histograms import Series
+from router.metrics.metrics import Metrics
+from router.text.output_stream import Sample
+
+
+class Meter:
+    """Measures one request; ``close`` counts each sample that ended, or was given up."""
+
+    def __init__(self, metrics: Metrics, samples: Sequence[Sample], arrival: float) -> None:
+        self._metrics = metrics
+        self._samples = samples
+        self._arrival = arrival
+        self._first: list[float] = [arrival] * len(samples)
+        self._prefill: list[float | None] = [None] * len(samples)
+        self._last: list[float | None] = [None] * len(samples)
+        self._itl: list[Series | None] = [None] * len(samples)
+        self._engines = [""] * len(samples)
+        metrics.in_flight += 1
+
+    @property
+    def first_at(self) -> float | None:
+        """When the first token of any sample came."""
+        came = [at for at, last in zip(self._first, self._last, strict=True) if last is not None]
+        return min(came, default=None)
+
+    def begin(self, position: int, generation: Generation) -> None:
+        """The mesh took a sample."""
+        self._engines[position] = _engine(generation)
+
+    def delta(
+        self, position: int, generation: Generation, now: float, times: tuple[float, float] | None = None
+    ) -> None:
+        """A sample got tokens. ``times``: those that come with a first delta."""
+        last, self._last[position] = self._last[position], now
+        series = self._itl[position]
+        if last is not None and series is not None:
+            gap = now - last  # as Series.observe, for every token
+            series.counts[bisect_left(series.bounds, gap)] += 1
+            series.total += gap
+            return
+        engine = self._engines[position] = _engine(generation) or self._engines[position]
+        self._itl[position] = self._metrics.itl.of(engine)
+        self._metrics.ttft.of(engine).observe(now - self._arrival)
+        self._first[position] = now
+        if times is not None:
+            waited, self._prefill[position] = times
+            self._metrics.queue.of(engine).observe(waited)
+            self._metrics.prefill.of(engine).observe(times[1])
+
+    def ticker(self, position: int) -> Callable[[float], None]:
+        """What :meth:`delta` does for tokens after a sample's first, in fewer steps: give it the time."""
+        series, lasts = self._itl[position], cast(list[float], self._last)
+        assert series is not None
+        bounds = series.bounds
+
+        def tick(now: float) -> None:
+            gap = now - lasts[position]
+            lasts[position] = now
+            series.counts[bisect_left(bounds, gap)] += 1
+            series.total += gap
+
+        return tick
+
+    def close(self, now: float, num_started: int) -> None:
+        """``num_started`` samples were taken by the mesh."""
+        metrics = self._metrics
+        metrics.in_flight -= 1
+        for position, (sample, engine) in enumerate(
+            zip(self._samples[:num_started], self._engines, strict=False)
+        ):
+            reason = sample.finish_reason or FinishReason.ABORT.value
+            key = (engine, str(reason))
+            metrics.success[key] = metrics.success.get(key, 0) + 1
+            if reason in (FinishReason.ABORT, FinishReason.ERROR):
+                continue
+            metrics.e2e.of(engine).observe(now - self._arrival)
+            metrics.generation_tokens.of(engine).observe(sample.num_tokens)
+            self._observe_decode(position, sample, engine)
+            if sample.is_first_of_prompt:
+                self._observe_prompt(sample, engine)
+
+    def _observe_decode(self, position: int, sample: Sample, engine: str) -> None:
+        last, prefill = self._last[position], self._prefill[position]
+        if last is None:
+            return
+        decode = last - self._first[position]
+        self._metrics.decode.of(engine).observe(decode)
+        if prefill is not None:
+            self._metrics.inference.of(engine).observe(prefill + decode)
+        if sample.num_tokens > 1:
+            self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
+
+    def _observe_prompt(self, sample: Sample, engine: str) -> None:
+        self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
+        num_spared = sample.num_cached_tokens if sample.needs_mesh else len(sample.prompt.prompt_ids)
+        self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_spared)
+        longest = max(
+            other.num_tokens for other in self._samples if other.prompt.prompt_ids is sample.prompt.prompt_ids
+        )
+        self._metrics.most_tokens.of(engine).observe(longest)
+        self._metrics.params_n.of(engine).observe(sample.num_samples)
+        self._metrics.params_max_tokens.of(engine).observe(sample.prompt.params.max_tokens or 0)
+
+
+def _engine(generation: Generation) -> str:
+    """The label of the instance where it runs; empty if it waits for one, or has ended."""
+    return "" if generation.rank is None else str(generation.rank)

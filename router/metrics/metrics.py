@@ -1,0 +1,241 @@
+"""What Prometheus is told, under vLLM's names and labels, so that dashboards made for it work.
+
+What requests experience is kept here (histograms, request_success) and measured by
+:mod:`router.metrics.meter`; what instances report is read from their latest report when Prometheus asks.
+Names beginning with ``lockstep:`` are our own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from engine.messages import FinishReason, Report
+from router.faults import KINDS, Faults
+from router.mesh import Mesh
+from router.metrics.choice_counts import ChoiceCounts
+from router.metrics.histograms import Histogram
+from router.metrics.http_counts import HttpCounts
+from router.metrics.report_metrics import LABELS, of_reports
+from router.metrics.shared_counts import Shelf, Snapshot, is_alive
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+LENGTH_BUCKETS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
+COUNT_BUCKETS = (1, 2, 5, 10, 20)
+
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+def _openmetrics(registry: CollectorRegistry) -> bytes:
+    """In OpenMetrics, names as they are. Left to choose, prometheus_client 0.23 and later writes vllm:x as
+    vllm_x for every Prometheus before 3.0, and no dashboard would find it."""
+    encode: Callable[..., bytes] = openmetrics.generate_latest
+    as_they_are = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
+    return encode(registry, **as_they_are)
+
+
+class Metrics:
+    """All metrics of one router process and, over the shelf, of the front ends beside it. The callables
+    tell of the mesh as it is when Prometheus asks."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        reports: Callable[[], Mapping[int, Report]] = dict,
+        epoch: Callable[[], int | None] = lambda: None,
+        instances: Callable[[], Mapping[str, int]] = dict,
+        refused_peers: Callable[[], Mapping[str, int]] = dict,
+        block_size: Callable[[], int | None] = lambda: None,
+        choices: Callable[[], Mapping[str, int]] = dict,
+        faults: Faults | None = None,
+        shelf: Shelf | None = None,
+        alone: bool = True,
+    ) -> None:
+        """``alone``: no other front end answers on this port, so that the process's own figures mean
+        something."""
+        self._mesh = mesh
+        self.reports = reports
+        self._epoch = epoch
+        self._instances = instances
+        self._refused_peers = refused_peers
+        self.block_size = block_size
+        self._shelf = shelf
+        self._choices = ChoiceCounts(choices)
+        self.faults = Faults() if faults is None else faults
+        self.http = HttpCounts()
+        self.in_flight = 0
+        self.ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS
+        )
+        self.itl = Histogram("vllm:inter_token_latency_seconds", "From token to token.", ITL_BUCKETS)
+        self.e2e = Histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to its last token.", LATENCY_BUCKETS
+        )
+        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting at an instance.", LATENCY_BUCKETS)
+        self.prefill = Histogram(
+            "vllm:request_prefill_time_seconds",
+            "From the first step with a request to its first token.",
+            LATENCY_BUCKETS,
+        )
+        self.decode = Histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", LATENCY_BUCKETS
+        )
+        self.inference = Histogram(
+            "vllm:request_inference_time_seconds", "Prefill and decode.", LATENCY_BUCKETS
+        )
+        self.tpot = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token of a request, the first one left out.",
+            ITL_BUCKETS,
+        )
+        self.computed = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", LENGTH_BUCKETS
+        )
+        self.most_tokens = Histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sample.", LENGTH_BUCKETS
+        )
+        self.prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens of prompts.", LENGTH_BUCKETS)
+        self.generation_tokens = Histogram(
+            "vllm:request_generation_tokens", "Tokens generated per request.", LENGTH_BUCKETS
+        )
+        self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", COUNT_BUCKETS)
+        self.params_max_tokens = Histogram(
+            "vllm:request_params_max_tokens", "Tokens asked for at most.", LENGTH_BUCKETS
+        )
+        self.success: dict[tuple[str, str], int] = {}
+        """By engine and finish reason."""
+        self._histograms = [each for each in vars(self).values() if isinstance(each, Histogram)]
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        if alone:
+            ProcessCollector(registry=self._registry)
+        if shelf is not None and (left := shelf.own()) is not None:
+            self._go_on_from(left)
+
+    def __repr__(self) -> str:
+        return f"<Metrics {self.in_flight} in flight, {sum(self.success.values())} finished>"
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format that the scraper accepts."""
+        if "application/openmetrics-text" in accept:
+            return _openmetrics(self._registry), OPENMETRICS
+        return generate_latest(self._registry), TEXT
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        model = self._mesh.model.names[0] if self._mesh.model is not None else ""
+        others: list[Snapshot] = []
+        if self._shelf is not None:
+            self._shelf.write(self.snapshot())  # what a scrape was told does not fall again
+            others = self._shelf.others()
+        reports = self.reports()
+        engines = [str(rank) for rank in sorted(reports)]
+        for histogram in self._histograms:
+            for engine in engines:
+                histogram.of(engine)  # a series that is there from the start has a rate from the start
+            yield histogram.family(model, [other.histograms.get(histogram.name, {}) for other in others])
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended.", labels=(*LABELS, "finished_reason")
+        )
+        none = {(engine, reason.value): 0 for engine in engines for reason in FinishReason}
+        for (engine, reason), count in sorted((none | self._success_of_all(others)).items()):
+            success.add_metric((model, engine, reason), count)
+        yield success
+        yield from of_reports(model, reports, self.block_size())
+        yield from self.http.families(other.http for other in others)
+        yield from self._of_mesh(others)
+
+    def snapshot(self) -> Snapshot:
+        """What this process has counted, for the shelf."""
+        success: dict[str, dict[str, int]] = {}
+        for (engine, reason), count in self.success.items():
+            success.setdefault(engine, {})[reason] = count
+        return Snapshot(
+            pid=os.getpid(),
+            in_flight=self.in_flight,
+            histograms={histogram.name: histogram.totals() for histogram in self._histograms},
+            success=success,
+            faults=self.faults,
+            choices=self._choices.total(),
+            http=self.http.totals(),
+        )
+
+    def faults_of_all(self) -> Faults:
+        """Of this process, the front ends beside it and the launcher."""
+        others = self._shelf.others() if self._shelf else []
+        return Faults.merged([self.faults, *(other.faults for other in others)])
+
+    def in_flight_of_all(self) -> int:
+        """HTTP requests being generated for, here and at the front ends beside this one."""
+        return self.in_flight + _in_flight(self._shelf.others() if self._shelf else [])
+
+    def _go_on_from(self, left: Snapshot) -> None:
+        """Counters of a process that took over a dead one's place do not begin at zero again."""
+        for histogram in self._histograms:
+            histogram.add(left.histograms.get(histogram.name, {}))
+        self.success = {
+            (engine, reason): count
+            for engine, reasons in left.success.items()
+            for reason, count in reasons.items()
+        }
+        self._choices.go_on_from(left.choices)
+        self.http.add(left.http)
+        self.faults.counts, self.faults.recent = left.faults.counts, left.faults.recent
+
+    def _success_of_all(self, others: Sequence[Snapshot]) -> dict[tuple[str, str], int]:
+        total = dict(self.success)
+        for other in others:
+            for engine, reasons in other.success.items():
+                for reason, count in reasons.items():
+                    total[engine, reason] = total.get((engine, reason), 0) + count
+        return total
+
+    def _of_mesh(self, others: Sequence[Snapshot]) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "lockstep:requests_in_flight",
+            "HTTP requests being generated for.",
+            self.in_flight + _in_flight(others),
+        )
+        faults = CounterMetricFamily(
+            "lockstep:faults",
+            "Losses detected, processes restarted, requests resumed.",
+            labels=("event", "kind"),
+        )
+        for event, kinds in Faults.merged([self.faults, *(other.faults for other in others)]).counts.items():
+            for kind, count in sorted((dict.fromkeys(KINDS[event], 0) | kinds).items()):
+                faults.add_metric((event.value, kind), count)
+        yield faults
+        yield self._choices.family([other.choices for other in others])
+        if (epoch := self._epoch()) is not None:
+            yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
+        instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
+        for state, count in sorted(self._instances().items()):
+            instances.add_metric((state,), count)
+        yield instances
+        refused = CounterMetricFamily(
+            "lockstep:refused_peers", "Connections without the mesh's key.", labels=("by",)
+        )
+        for by, count in sorted(self._refused_peers().items()):
+            refused.add_metric((by,), count)
+        yield refused
+
+
+def _in_flight(others: Sequence[Snapshot]) -> int:
+    return sum(other.in_flight for other in others if is_alive(other.pid))

@@ -1,0 +1,1 @@
+"""The class ``LLM``: a mesh inside a Python program."""

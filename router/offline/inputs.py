@@ -1,0 +1,184 @@
+"""From what users of the offline class give as prompts to samples that the mesh can generate.
+
+Pure but for the seeds. The way is that of a request to the endpoint: the same checks, tokens and parameters.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from router.api.parameters import sampling_params
+from router.api.prompts import PromptText, chat_prompt, completion_prompts
+from router.api.request_samples import make_samples
+from router.api.validation import check_chat, check_completion
+from router.errors import ApiError, refuse
+from router.mesh import MeshError
+from router.offline.params import SamplingParams, request_of
+from router.openai_api import ChatRequest, CompletionRequest
+from router.structured_config import StructuredOutputsConfig
+from router.text.output_stream import Sample
+from router.text.text_model import TextModel
+from router.turns.grammar_check import checked_grammar
+from router.turns.structured import ANSWER, form_of, text_of
+
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One prompt, ready to be generated for: its samples, and what its output tells again."""
+
+    request_id: str
+    params: SamplingParams
+    prompt: str | None
+    """Its text, where the user gave it or the chat template made it."""
+    samples: list[Sample]
+
+
+class JobMaker:
+    """Makes the jobs of one call.
+
+    Raises (all methods):
+        ApiError: a prompt or a parameter that the model cannot take, as the endpoint would say it.
+        ValueError, TypeError: something that is no prompt.
+    """
+
+    def __init__(self, model: TextModel, max_logprobs: int, chance: random.Random) -> None:
+        """``chance`` draws the seeds of prompts whose parameters bring none, in their order."""
+        self._model = model
+        self._max_logprobs = max_logprobs
+        self._chance = chance
+
+    def from_prompt(self, request_id: str, prompt: Any, params: SamplingParams, priority: int) -> Job:
+        """A job for a text, a list of token ids, or a dictionary with either."""
+        request = _request(params, priority)
+        text, ids, salt = _parts(prompt)
+        request.prompt = text if ids is None else [*ids]
+        request.cache_salt = salt
+        if request.max_tokens is not None and request.max_tokens >= self._model.served.max_model_len:
+            request.max_tokens = None  # as many as fit, which leave room for a prompt that is to be truncated
+        check_completion(request)
+        (made,) = completion_prompts(request, self._model)
+        return self._job(request_id, request, params, made, text)
+
+    def from_messages(
+        self, request_id: str, messages: list[dict[str, Any]], params: SamplingParams, **fields: Any
+    ) -> Job:
+        """A job for a conversation. ``fields`` are those of a chat request about its template."""
+        request = _request(params, 0)
+        chat = ChatRequest(messages=messages, truncate_prompt_tokens=params.truncate_prompt_tokens, **fields)
+        check_chat(chat)
+        made = chat_prompt(chat, self._model)
+        request.prompt = [*made.ids]
+        check_completion(request)
+        return self._job(request_id, request, params, made, made.text)
+
+    def _job(
+        self,
+        request_id: str,
+        request: CompletionRequest,
+        params: SamplingParams,
+        prompt: PromptText,
+        text: str | None,
+    ) -> Job:
+        room = self._model.served.max_model_len - len(prompt.ids)
+        # Offline, the end of the context ends a generation; the endpoint refuses what cannot fit.
+        request.max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        request.min_tokens = min(request.min_tokens or 0, request.max_tokens)
+        wanted = sampling_params(request, self._model, self._max_logprobs)
+        form = form_of(request, StructuredOutputsConfig())
+        if form is not None:
+            checked = checked_grammar(text_of({ANSWER: form.body}))
+            if checked.problem:
+                refuse(f"{form.param}: {checked.problem}", form.param)
+            wanted = msgspec.structs.replace(wanted, grammar=checked.text)
+        samples = make_samples(
+            request_id, request, wanted, [prompt], self._model, None, self._chance, may_be_cut=True
+        )
+        return Job(request_id, params, text, samples)
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts. A list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(
+            f"prompts must be a text, a dictionary, token ids or a list of those, not {prompts!r}"
+        )
+    return list(prompts)
+
+
+def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or several, as a list of conversations."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(
+            "messages must be a list of dictionaries with role and content, or a list of such lists"
+        )
+    several = bool(messages) and not isinstance(messages[0], Mapping)
+    conversations = list(messages) if several else [messages]
+    for conversation in conversations:
+        if not isinstance(conversation, Sequence) or not all(
+            isinstance(item, Mapping) for item in conversation
+        ):
+            raise TypeError("a conversation must be a list of dictionaries with role and content")
+    return [[dict(message) for message in conversation] for conversation in conversations]
+
+
+def one_per_prompt(value: Any, count: int, name: str) -> list[Any]:
+    """The same for all prompts, or one for each.
+
+    Raises:
+        ValueError: neither.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"there are {count} prompts, but {name} has {len(value)} entries")
+    return list(value)
+
+
+def in_users_terms(error: ApiError | MeshError, index: int, count: int) -> ValueError:
+    """A refusal as the exception that Python programs expect."""
+    where = f"prompts[{index}]: " if count > 1 else ""
+    return ValueError(f"{where}{error}")
+
+
+def _request(params: SamplingParams, priority: int) -> CompletionRequest:
+    request = request_of(params)
+    request.priority = priority
+    return request
+
+
+def _parts(prompt: Any) -> tuple[str | None, Sequence[int] | None, str | None]:
+    """The text, the token ids and the cache salt of a prompt."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt, Mapping):
+        return None, _ids(prompt), None
+    unknown = sorted(set(prompt) - PROMPT_KEYS)
+    if unknown:
+        raise ValueError(f"a prompt with {unknown[0]!r} is not supported; known are {sorted(PROMPT_KEYS)}")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if not isinstance(text, str) and ids is None:
+        raise TypeError("a prompt dictionary needs a text under 'prompt', or a list under 'prompt_token_ids'")
+    return text, None if ids is None else _ids(ids), prompt.get("cache_salt")
+
+
+def _ids(prompt: Any) -> Sequence[int]:
+    if not isinstance(prompt, Sequence) or not all(_is_id(item) for item in prompt):
+        raise TypeError(
+            f"a prompt must be a text, token ids (whole numbers) or a dictionary, not {prompt!r:.60}"
+        )
+    return prompt
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) > 0 and _is_id(value[0])
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

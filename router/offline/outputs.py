@@ -1,0 +1,83 @@
+"""What the offline class returns, with vLLM's names (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.api.logprobs import LogprobShapes
+from router.offline.inputs import Job
+from router.openai_api import PromptLogprob as Logprob
+from router.openai_api import PromptLogprobs
+from router.text.output_stream import Piece
+from router.text.tokens import Tokenizer
+
+__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "output_of"]
+
+
+@dataclass
+class CompletionOutput:
+    """One sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """Generated tokens; a stop token that ended it included."""
+    cumulative_logprob: float | None
+    """Sum over the generated tokens (natural logarithm); None without ``logprobs``."""
+    logprobs: PromptLogprobs | None
+    """Per generated token: by token id, the generated token first."""
+    finish_reason: str | None
+    """``stop`` or ``length``."""
+    stop_reason: int | str | None
+    """The stop token or string that ended it; None for the end of sequence and for length."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """Everything about one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """Its text; None for a prompt of token ids."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
+    """Per prompt token, None for the first; None without ``SamplingParams.prompt_logprobs``."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose KV cache was there already."""
+    metrics: None = None
+    """vLLM's, which has none either unless it is told to keep them; ours are those of ``serve``."""
+
+
+def output_of(job: Job, pieces: Sequence[Piece], tokenizer: Tokenizer) -> RequestOutput:
+    """The output of a job whose samples said these ``pieces``, one each."""
+    params, first = job.params, job.samples[0]
+    num_prompt = params.prompt_logprobs
+    shapes = LogprobShapes(tokenizer, params.logprobs or 0)
+    return RequestOutput(
+        request_id=job.request_id,
+        prompt=job.prompt,
+        prompt_token_ids=first.prompt.prompt_ids,
+        prompt_logprobs=None if num_prompt is None else shapes.prompt(first.prompt_logprobs, num_prompt),
+        outputs=[
+            CompletionOutput(
+                index=sample.index,
+                text=piece.text if params.detokenize else "",
+                token_ids=piece.token_ids,
+                cumulative_logprob=None
+                if params.logprobs is None
+                else sum(entry.logprob for entry in piece.logprobs),
+                logprobs=None if params.logprobs is None else shapes.prompt(piece.logprobs, params.logprobs),
+                finish_reason=piece.finish_reason,
+                stop_reason=piece.stop_reason,
+            )
+            for sample, piece in zip(job.samples, pieces, strict=True)
+        ],
+        finished=True,
+        num_cached_tokens=first.num_cached_tokens,
+    )

@@ -1,0 +1,447 @@
+"""Chat messages to one prompt text, by the model's own Jinja template.
+
+Templates come with models and see what clients send, so they run in Jinja's immutable sandbox, with a bound
+on time and on the length of what they write. What they may use is what transformers gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import msgspec
+
+from router.http.json_values import too_many
+from router.text.tokens import Tokenizer, TokenizerError
+
+MAX_RENDERED = 32 * 1024**2
+"""Characters that a template may write."""
+MAX_SECONDS = 10.0
+MAX_ERROR = 500
+"""Characters of an error that are told: templates may quote whole messages in theirs."""
+PROBE = "lockstepprobe"
+"""A text that no template has of its own."""
+KEEPS_NOTHING = (
+    "continue_final_message needs a last message with content that the chat template keeps as it is."
+)
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+INVALID_JSON = "INVALID_JSON"
+"""The key of call arguments that are no JSON object, as on Anthropic's pages."""
+INSTRUCTIONS = ("system", "developer")
+"""Roles of messages that say how to answer."""
+BETWEEN_INSTRUCTIONS = "\n\n"
+"""Between the texts of several of them that become one."""
+RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""What ``chat_template_kwargs`` may not set: requests have fields for it."""
+
+Message = dict[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """Messages that make no prompt with this template, or no template that works. ``logged`` stands in the
+    log in place of words that may quote the messages."""
+
+    def __init__(self, message: str, logged: str | None = None) -> None:
+        super().__init__(message)
+        self.logged = logged
+
+    def __str__(self) -> str:
+        return super().__str__()[:MAX_ERROR]
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"The chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self.takes_strings, self.takes_parts = self._probe(PROBE), self._probe([_part(PROBE)])
+        self._takes_more = {role: self._probe_more(role) for role in INSTRUCTIONS}
+        self.takes_null = self._probe_null()
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate strings={self.takes_strings} parts={self.takes_parts}>"
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Raises:
+            ChatTemplateError: the messages do not fit the template, in words for the client.
+        """
+        variables = dict(variables or {})
+        if taken := RESERVED & variables.keys():
+            raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(taken))}.")
+        shaped = [self._shape(index, message) for index, message in enumerate(messages)]
+        shaped = self._with_one_system(shaped, keeps_last=continue_final_message)
+        optional = {"tools": tools, "documents": documents}
+        variables = (
+            self._special_tokens
+            | {"tools": None, "documents": None}
+            | variables
+            | {name: value for name, value in optional.items() if value is not None}
+            | {"messages": shaped, "add_generation_prompt": add_generation_prompt}
+        )
+        return self._write_open(variables) if continue_final_message else self._write(variables)
+
+    def _write_open(self, variables: dict[str, Any]) -> str:
+        """Without what the template writes after the last message's text, so that the model goes on with it.
+        A mark says where that ends: what comes after it may well read like it."""
+        *earlier, last = variables["messages"]
+        content = last["content"] or ""
+        text: str = content if isinstance(content, str) else content[-1]["text"]
+        core = text.rstrip()
+        if not core:
+            raise ChatTemplateError(KEEPS_NOTHING)
+        trailing, mark = text[len(core) :], uuid.uuid4().hex
+        marked = core + mark + trailing
+        reshaped = marked if isinstance(content, str) else [*content[:-1], _part(marked)]
+        messages = [*earlier, last | {"content": reshaped}]
+        written, found, after = self._write(variables | {"messages": messages}).rpartition(mark)
+        if not found:
+            return _cut_after(self._write(variables), core.lstrip(), trailing)
+        return written.replace(mark, "") + (trailing if after.startswith(trailing) else "")
+
+    def _write(self, variables: dict[str, Any]) -> str:
+        deadline = time.monotonic() + MAX_SECONDS
+        written: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(variables):
+                written.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED or time.monotonic() > deadline:
+                    raise ChatTemplateError("The chat template writes too much or takes too long.")
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # whatever it is, the messages brought it about
+            problem = "The chat template cannot render these messages"
+            raise ChatTemplateError(f"{problem}: {error}", f"{problem}.") from error
+        return "".join(written)
+
+    def _shape(self, index: int, message: Message) -> Message:
+        """A message as the template wants it: content as text, or as a list of parts."""
+        content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            content = message["refusal"]  # OpenAI's name for the text of an answer that declines
+        shaped = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = message.get("tool_calls")
+        if calls:
+            shaped["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        if not (calls and content is None and self.takes_null):
+            content = self._shape_content(index, content)
+        shaped["content"] = content
+        if message.get("role") == "developer" and not self._knows_developer:
+            shaped["role"] = "system"  # as it was called; what a template does not know, it drops or refuses
+        return _with_reasoning(shaped)
+
+    def _with_one_system(self, messages: list[Message], *, keeps_last: bool) -> list[Message]:
+        """All instructions as one message in front, if the template does not write later ones in place.
+        ``keeps_last``: the last message is gone on with, so it stays."""
+        end = len(messages) - 1 if keeps_last else len(messages)
+        if all(self._takes_more.get(str(message.get("role")), True) for message in messages[1:end]):
+            return messages
+        told = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
+        turns = [message for message in messages[:end] if message.get("role") not in INSTRUCTIONS]
+        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, told)))
+        return [told[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
+
+    def _shape_content(self, index: int, content: Any) -> Any:
+        if content is None:
+            content = ""
+        if isinstance(content, str):
+            return content if self.takes_strings or not self.takes_parts else [_part(content)]
+        texts = content_texts(index, content)
+        if not self.takes_parts:
+            return "\n".join(texts)
+        # What clients put beside a text is for templates that know it, like the languages of a translation.
+        parts = zip(content, texts, strict=True)
+        return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
+
+    def _probe(self, content: Any) -> bool:
+        """Whether content in this form comes out as its text, not as a printed list or not at all."""
+        text = self._try([{"role": "user", "content": content}])
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+    def _probe_null(self) -> bool:
+        """Whether a call may come with content null: some templates look for that, others would print it."""
+        call = {"id": PROBE, "type": "function", "function": {"name": PROBE, "arguments": {}}}
+        user: Message = {"role": "user", "content": "" if self.takes_strings else [_part("")]}
+        text = self._try([user, {"role": "assistant", "content": None, "tool_calls": [call]}])
+        return PROBE in text and "None" not in text
+
+    def _probe_more(self, role: str) -> bool:
+        """Whether messages of a role come out behind a first message of instructions, and between turns. Many
+        templates look at the first message alone, and drop or refuse what comes later."""
+        behind, between = f"{PROBE}1", f"{PROBE}2"
+        turns = [
+            ("system", PROBE), (role, behind), ("user", PROBE),
+            ("assistant", PROBE), (role, between), ("user", PROBE),
+        ]  # fmt: skip
+        text = self._try([{"role": role, "content": self._shape_content(0, text)} for role, text in turns])
+        return behind in text and between in text
+
+    def _try(self, messages: list[Message]) -> str:
+        """What comes of some messages, nothing if they do not fit."""
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            return self._write(self._special_tokens | variables)
+        except ChatTemplateError:
+            return ""
+
+
+class ChatTemplates:
+    """The templates of a model by name: ``default``, perhaps ``tool_use``."""
+
+    def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
+        self._templates = dict(templates)
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplates {sorted(self._templates)}>"
+
+    def choose(self, *, with_tools: bool) -> ChatTemplate:
+        """The template for a request.
+
+        Raises:
+            ChatTemplateError: the model has none.
+        """
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError(
+                "This model has no chat template: use /v1/completions, or start the router with "
+                "--chat-template."
+            )
+        return template
+
+
+def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplates:
+    """The templates to use: ``override`` (a file or the text itself), else chat_template.jinja and its like,
+    else tokenizer_config.json, else chat_template.json.
+
+    Raises:
+        ChatTemplateError: one does not compile, or cannot be read.
+    """
+    if override is not None:
+        return ChatTemplates({"default": named_chat_template(override, tokenizer.special_tokens)})
+    sources = _from_processor(directory) | _from_config(tokenizer.config) | _from_files(directory)
+    return ChatTemplates(
+        {name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()}
+    )
+
+
+def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The one that --chat-template names: a file, or the text itself.
+
+    Raises:
+        ChatTemplateError: it does not compile, cannot be read, or is not there.
+    """
+    is_text = "{" in named or "\n" in named
+    source = named if is_text else _read(Path(os.path.expanduser(named)))
+    return ChatTemplate(source, special_tokens)
+
+
+def content_texts(index: int, content: Any) -> list[str]:
+    """The text parts of a list-of-parts content.
+
+    Raises:
+        ChatTemplateError: it is no list of parts, or has others than text.
+    """
+    if not isinstance(content, list):
+        raise ChatTemplateError(f"messages[{index}].content must be a string or a list of parts.")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ChatTemplateError(f"messages[{index}].content has a part without a type.")
+        if kind not in TEXT_PARTS:
+            raise ChatTemplateError(
+                f"messages[{index}].content has a part of type {kind!r}, but this model takes text only."
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ChatTemplateError(f"messages[{index}].content has a text part without text.")
+        texts.append(text)
+    return texts
+
+
+# ---- where templates come from
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"The chat template {path} is no text in UTF-8: {error}") from error
+    except (OSError, ValueError) as error:  # what no path can hold is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ChatTemplateError(f"The chat template {path} cannot be read: {reason}") from error
+
+
+def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """One string, or a list of ``{"name", "template"}``."""
+    found = config.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    if not isinstance(found, list):
+        return {}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in found}
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            "chat_template in tokenizer_config.json is no list of named templates"
+        ) from error
+
+
+def _from_processor(directory: Path) -> dict[str, str]:
+    """chat_template.json, as older models with other modalities have it beside the tokenizer's own."""
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"The chat template {path} is not valid JSON: {error}") from error
+    return _from_config(found) if isinstance(found, dict) else {}
+
+
+def _from_files(directory: Path) -> dict[str, str]:
+    sources = {
+        path.stem: _read(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
+    main = directory / "chat_template.jinja"
+    if main.is_file():
+        sources["default"] = _read(main)
+    return sources
+
+
+# ---- messages
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _text_of(message: Message) -> str:
+    """The text of a message whose content is shaped."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call whose arguments, JSON text in the API, are an object, as templates expect them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    if function.get("arguments") is None:
+        return call | {"function": function | {"arguments": {}}}
+    if not isinstance(function["arguments"], str):
+        return call
+    return call | {"function": function | {"arguments": _arguments(function["arguments"])}}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Arguments as an object. A model may slip, or be cut, and its conversation goes on all the same."""
+    if many := too_many(text.encode()):
+        raise ChatTemplateError(f"The arguments of a tool call hold more than {many}.")
+    try:
+        arguments: dict[str, Any] = msgspec.json.decode(text.strip() or "{}", type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {INVALID_JSON: text}
+    return arguments
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Reasoning of an earlier turn under all of its names: templates know one, clients send another. That of
+    GPT-OSS calls it ``thinking``, and takes a call with that or with content."""
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str):
+        return message
+    named = {"reasoning": reasoning, "reasoning_content": reasoning}
+    if not (message.get("tool_calls") and message.get("content")):
+        named["thinking"] = reasoning
+    return message | named
+
+
+def _cut_after(text: str, core: str, trailing: str) -> str:
+    """A text up to the last place where it has another, and with what trails that if it is there, too."""
+    before, found, after = text.rpartition(core)
+    if not found:
+        raise ChatTemplateError(KEEPS_NOTHING)
+    return before + core + (trailing if after.startswith(trailing) else "")
+
+
+# ---- the environment
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the model wrote, for training; here it is nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own ``tojson`` escapes HTML, which prompts must not have."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_environment = _make_environment()

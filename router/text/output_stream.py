@@ -1,0 +1,200 @@
+"""One sample of a request on the text side: token ids come in, text goes out (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from engine.messages import Delta, FinishReason, TokenLogprobs
+from engine.sampling import SamplingParams
+from router.errors import from_failure
+from router.mesh import Prompt
+from router.text.stops import StopStrings
+from router.text.tokens import Tokenizer
+
+
+class Piece(msgspec.Struct, gc=False):
+    """What one delta adds to a sample, or all of them together."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    """One per token, when asked for."""
+    offsets: list[int] = []
+    """Where in the generated text each token begins, when log-probabilities are asked for."""
+    cuts: list[int] = []
+    """Of several tokens, where in ``text`` each begins but the first."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Its text, cut where its tokens begin, each with how many tokens it is."""
+        if not self.cuts:
+            return [(self.text, len(self.token_ids))]
+        return [(self.text[begin:end], 1) for begin, end in pairwise([0, *self.cuts, len(self.text)])]
+
+
+class Sample:
+    """One of the choices of an answer, while it is generated."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        prompt_text: str = "",
+        prompt_offsets: Sequence[int] | None = None,
+        stops: StopStrings | None = None,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.prompt_text = prompt_text
+        self.prompt_offsets = prompt_offsets
+        """Where in that text its tokens begin, if the client gave it."""
+        self.num_samples = params.n
+        """How many samples of the same prompt there are."""
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        self.finish_reason: str | None = None
+        self._drops_output = params.max_tokens == 0
+        self._min_tokens = params.min_tokens
+        self._wants_logprobs = params.logprobs is not None
+        self._shows_stop_token = params.include_stop_str_in_output
+        self._plain_end = None if params.ignore_eos else tokenizer.eos_id
+        """As a reason to stop, clients are told of any other end of a sequence, not of this one (as vLLM)."""
+        self._length = 0
+        """Characters that came out of the detokenizer."""
+        self.detokenizer = tokenizer.detokenizer(
+            prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
+        self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
+        """All that its tokens say is text, and no text ends it."""
+
+    def __repr__(self) -> str:
+        return f"<Sample {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
+
+    @property
+    def is_first_of_prompt(self) -> bool:
+        return self.prompt.sample_index == 0
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether anything has to be computed: not so for a prompt that is only echoed."""
+        return not self._drops_output or self.prompt.params.prompt_logprobs is not None
+
+    @property
+    def num_told(self) -> int:
+        """Tokens and log-probabilities that there are to tell so far: making an answer takes as long."""
+        params = self.prompt.params
+        of_prompt = len(self.prompt_logprobs) * (1 + (params.prompt_logprobs or 0))
+        return of_prompt + self.num_tokens * (1 + (params.logprobs or 0))
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether its text may end it, at any delta."""
+        return self._search is not None
+
+    def read(self, token_ids: list[int]) -> str:
+        """The text of its next tokens, where text is all and these are not the last ones."""
+        self.num_tokens += len(token_ids)
+        if len(token_ids) == 1:
+            return self.detokenizer.step(token_ids[0])
+        return "".join(map(self.detokenizer.step, token_ids))
+
+    def take(self, delta: Delta) -> Piece:
+        """The next delta of the mesh; after one whose piece has a ``finish_reason`` no more are wanted.
+
+        Raises:
+            ApiError: the delta says that the request failed.
+        """
+        if (
+            self.is_text_alone
+            and delta.finish_reason is None
+            and delta.prompt_logprobs is None
+            and delta.num_cached_tokens == self.num_cached_tokens
+            and len(delta.token_ids) == 1
+        ):  # nearly every one
+            return Piece(self.read(delta.token_ids), delta.token_ids)
+        if delta.finish_reason is FinishReason.ERROR:
+            self.finish_reason = FinishReason.ERROR
+            raise from_failure(delta)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.num_cached_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
+        if self._drops_output:
+            return self._finish(Piece(), FinishReason.LENGTH)
+        piece = self._read(delta)
+        if delta.finish_reason is not None and self.finish_reason is None:
+            piece.text += self._flush()
+            if not self._finish_if_matched(piece):
+                stop_reason = None if delta.stop_reason == self._plain_end else delta.stop_reason
+                self._finish(piece, delta.finish_reason, stop_reason)
+        return piece
+
+    def _read(self, delta: Delta) -> Piece:
+        """Tokens to text, up to a stop string."""
+        piece = Piece(
+            token_ids=delta.token_ids, logprobs=delta.logprobs or [] if self._wants_logprobs else []
+        )
+        last = len(delta.token_ids) - 1
+        hides_last = delta.finish_reason is FinishReason.STOP and not self._shows_stop_token
+        for position, token_id in enumerate(delta.token_ids):
+            self.num_tokens += 1
+            if position:
+                piece.cuts.append(len(piece.text))
+            if self._wants_logprobs:
+                piece.offsets.append(self._length)
+            if hides_last and position == last:
+                break
+            text = self.detokenizer.step(token_id)
+            if not text:
+                continue
+            piece.text += self._certain(text)
+            if self._finish_if_matched(piece):
+                piece.token_ids = piece.token_ids[: position + 1]
+                piece.logprobs = piece.logprobs[: position + 1]
+                break
+        return piece
+
+    def _certain(self, text: str) -> str:
+        """Text from the detokenizer, less what may yet become a stop string."""
+        self._length += len(text)
+        if self._search is None:
+            return text
+        return self._search.feed(text, armed=self.num_tokens > self._min_tokens)
+
+    def _flush(self) -> str:
+        """Text that was held back until the end."""
+        text = self._certain(self.detokenizer.flush())
+        return text + self._search.flush() if self._search is not None else text
+
+    def _finish_if_matched(self, piece: Piece) -> bool:
+        if self._search is None or self._search.matched is None:
+            return False
+        self._finish(piece, FinishReason.STOP, self._search.matched)
+        return True
+
+    def _finish(self, piece: Piece, reason: str, stop_reason: int | str | None = None) -> Piece:
+        self.finish_reason = piece.finish_reason = str(reason)
+        piece.stop_reason = stop_reason
+        return piece
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of a sample as one."""
+    whole = Piece("".join([piece.text for piece in pieces]))
+    for piece in pieces:
+        whole.token_ids += piece.token_ids
+        whole.logprobs += piece.logprobs
+        whole.offsets += piece.offsets
+    if pieces:
+        whole.finish_reason, whole.stop_reason = pieces[-1].finish_reason, pieces[-1].stop_reason
+    return whole

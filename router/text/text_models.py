@@ -1,0 +1,74 @@
+"""The text side of the mesh's model, found by name and loaded when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from coordinator.process.process import shortage_of
+from engine.model.checkpoint import CheckpointError
+from router.config import HttpConfig
+from router.errors import ApiError, short_of
+from router.mesh import Mesh, ServedModel
+from router.text.text_model import TextModel, load_text_model
+from router.text.tokens import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+
+class TextModels:
+    """One at a time: a mesh serves one model."""
+
+    def __init__(self, mesh: Mesh, config: HttpConfig) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._loaded: TextModel | None = None
+        self._loading = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<TextModels {self._loaded!r}>"
+
+    def served(self, name: str | None = None) -> ServedModel:
+        """The mesh's model.
+
+        Raises:
+            ApiError: there is none yet (503), or it does not go by this name (404).
+        """
+        served = self._mesh.model
+        if served is None:
+            raise ApiError(503, "No instance has joined the mesh yet.", headers={"retry-after": "1"})
+        if name and name not in served.names:
+            raise no_such_model(name)
+        return served
+
+    async def get(self, name: str | None) -> TextModel:
+        """The text side of the mesh's model.
+
+        Raises:
+            ApiError: as :meth:`served`, or its tokenizer cannot be used (500), or not now (503).
+        """
+        served = self.served(name)
+        if self._loaded is None or self._loaded.served != served:
+            async with self._loading:
+                if self._loaded is None or self._loaded.served != served:
+                    self._loaded = await self._load(served)
+        return self._loaded
+
+    async def _load(self, served: ServedModel) -> TextModel:
+        try:
+            return await asyncio.to_thread(load_text_model, served, self._config)
+        except (TokenizerError, CheckpointError, OSError) as error:
+            if (shortage := shortage_of(error)) is not None:
+                logger.error("the text files of %s cannot be read now: %s", served.names[0], shortage)
+                raise short_of(error) from error
+            logger.error("the text files of %s cannot be used: %s", served.names[0], error)
+            raise ApiError(
+                500,
+                "The tokenizer, the chat template or the sampling defaults of the model cannot be used; "
+                "the router's log says why.",
+                headers={"x-should-retry": "false"},
+            ) from error
+
+
+def no_such_model(name: str) -> ApiError:
+    return ApiError(404, f"The model `{name[:100]}` does not exist.", param="model")

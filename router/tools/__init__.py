@@ -1,0 +1,1 @@
+"""Commands for people: ``lockstep status``, ``chat``, ``bench``, ``doctor`` and others."""

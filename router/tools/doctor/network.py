@@ -1,0 +1,73 @@
+"""The addresses of this host, what its name means, and what carries collectives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from coordinator.addresses import Interface, interfaces, is_loopback
+from engine.probe.infiniband import active_ports
+from router.tools.doctor.findings import Finding, note, ok
+
+AREA = "network"
+
+
+def check_network(has_gpu: bool) -> list[Finding]:
+    """All of it, as it is now."""
+    found = interfaces()
+    return [
+        *check_interfaces(found),
+        check_host_name(socket.gethostname(), _addresses_of_name()),
+        check_transport(active_ports(), os.environ, has_gpu),
+    ]
+
+
+def check_interfaces(found: Sequence[Interface]) -> list[Finding]:
+    """One line for each address that others may reach this host at."""
+    if not found:
+        fix = "for a mesh over several hosts, give this one an address"
+        return [note(AREA, "addresses", "loopback only", fix)]
+    lines = [ok(AREA, each.name, f"{each.address}, {_speed(each.mbit)}, MTU {each.mtu}") for each in found]
+    if len({each.name for each in found}) > 1:
+        text = "several interfaces: instances take the one on the way to the coordinator"
+        lines.append(note(AREA, "choice", text, "--instance-address chooses another, -dpa the coordinator's"))
+    return lines
+
+
+def _speed(mbit: int) -> str:
+    return f"{mbit / 1000:g} Gbit/s" if mbit else "speed unknown"
+
+
+def check_host_name(name: str, addresses: Sequence[str]) -> Finding:
+    """Debian and Ubuntu map a host's own name to 127.0.1.1."""
+    if not addresses:
+        return note(AREA, "host name", f"{name} has no address here", "give -dpa an address, not this name")
+    text = f"{name} is {', '.join(addresses)} here"
+    if all(map(is_loopback, addresses)):
+        fix = "give -dpa an address, not this name: other hosts would mean themselves"
+        return note(AREA, "host name", text, fix)
+    return ok(AREA, "host name", text)
+
+
+def _addresses_of_name() -> list[str]:
+    try:
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
+def check_transport(infiniband: Sequence[str], environment: Mapping[str, str], has_gpu: bool) -> Finding:
+    """What carries collectives between hosts: gloo, over the instance's address."""
+    if "GLOO_SOCKET_IFNAME" in environment:
+        fix = "--instance-address chooses the interface"
+        return note(
+            AREA, "transport", "GLOO_SOCKET_IFNAME is ignored: gloo binds to the instance's address", fix
+        )
+    text = "gloo over TCP on the instance's address"
+    if has_gpu:
+        text += ", through the host's memory (NCCL is not used)"
+    if infiniband:
+        text += f"; InfiniBand {', '.join(infiniband)} is not used by gloo"
+    return ok(AREA, "transport", text)

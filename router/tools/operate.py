@@ -1,0 +1,202 @@
+"""``lockstep drain`` and ``lockstep scale``: ask the coordinator, then wait until it is so."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from coordinator.client import fetch_view
+from coordinator.commands import ask, find_view
+from coordinator.config import MeshConfig
+from coordinator.messages import Drain, Member, Scale, State, View
+from coordinator.operations import ACCEPTED
+from coordinator.process import process
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.handshakes import KeyRefused
+from coordinator.settings.flags import Count, Natural, flag, parse
+
+ASK_TIMEOUT = 10.0
+"""Seconds to wait for the coordinator's answer."""
+LOOK_INTERVAL = 0.3
+"""Seconds between two looks at the world while the command waits."""
+WAIT_TIMEOUT = 600.0
+"""Seconds that a command waits, where nothing tells how long it takes: much more than any instance needs by
+default."""
+LEAVE_TIMEOUT = 60.0
+"""Seconds that an instance may take to leave when its requests have moved."""
+STALLED = 5.0
+"""Seconds without a step, though there is work, after which an instance is said to stand still."""
+
+
+class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drain."""
+
+    mesh: MeshConfig = MeshConfig()
+    rank: Annotated[
+        Natural | None, flag(positional=True, help="Rank of the instance, as in lockstep status.")
+    ] = None
+    timeout: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        flag(help="Seconds that its requests get to finish before they move; unset: its --drain-timeout."),
+    ] = None
+    force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
+    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when it was told.")] = True
+    wait_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        flag(
+            help=f"Seconds to wait for that at most; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
+            f"{WAIT_TIMEOUT:g} without one."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            raise ValueError("give the RANK of an instance (lockstep status lists them)")
+        if not self.wait and self.wait_timeout is not None:
+            raise ValueError("--no-wait waits for nothing: drop it, or --wait-timeout")
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait at most."""
+        if self.wait_timeout is not None:
+            return self.wait_timeout
+        return WAIT_TIMEOUT if self.timeout is None else self.timeout + LEAVE_TIMEOUT
+
+
+class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scale."""
+
+    mesh: MeshConfig = MeshConfig()
+    size: Annotated[Count | None, flag(positional=True, help="Instances of the mesh in all.")] = None
+    force: Annotated[bool, flag(help="Drain instances also if nobody serves then.")] = False
+    wait: Annotated[
+        bool, flag(help="Return when it is so; --no-wait: when instances were started or told to go.")
+    ] = True
+    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = WAIT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if self.size is None:
+            raise ValueError("give the number of instances that the mesh is to have in all")
+
+
+def main_drain(argv: list[str] | None = None) -> int:
+    config = parse(
+        DrainConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep drain",
+        description="Have an instance finish its requests, or move them, and leave the mesh.",
+        shares_file=True,
+    )
+    assert config.rank is not None
+    wish = Drain(command=uuid.uuid4().hex, rank=config.rank, timeout=config.timeout, force=config.force)
+    return asyncio.run(_carry_out("drain", config.mesh, wish, config.wait, config.patience))
+
+
+def main_scale(argv: list[str] | None = None) -> int:
+    config = parse(
+        ScaleConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep scale",
+        description="Bring a mesh to a number of instances; its serve command starts or drains its own ones.",
+        shares_file=True,
+    )
+    assert config.size is not None
+    wish = Scale(command=uuid.uuid4().hex, size=config.size, force=config.force)
+    return asyncio.run(_carry_out("scale", config.mesh, wish, config.wait, config.timeout))
+
+
+async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: bool, timeout: float) -> int:
+    """Ask, say the answer, and wait for what it promised."""
+    endpoint = mesh.coordinator_endpoint
+    keys = process.mesh_keys(mesh, f"lockstep {name}")
+    began = time.monotonic()
+    try:
+        before = await find_view(endpoint, ASK_TIMEOUT, keys)
+        answer = await ask(endpoint, wish, ASK_TIMEOUT, keys)
+    except (KeyRefused, OtherProtocol) as error:
+        _fail(name, str(error))
+        return process.EXIT_REFUSED
+    except TimeoutError:
+        return _fail(name, f"no answer from a coordinator at {endpoint}: is it running? see -dpa and -dpp")
+    if answer.status != ACCEPTED:
+        return _fail(name, answer.text)
+    print(answer.text, flush=True)
+    done = _is_gone(before, wish.rank) if isinstance(wish, Drain) else _has_size(wish.size)
+    while wait:
+        try:
+            view = await fetch_view(endpoint, ASK_TIMEOUT, keys)
+        except (KeyRefused, OtherProtocol) as error:  # of another coordinator at this address
+            _fail(name, str(error))
+            return process.EXIT_REFUSED
+        except TimeoutError:
+            return _fail(
+                name, f"the coordinator at {endpoint} is away; lockstep status tells when it is back"
+            )
+        took = time.monotonic() - began
+        if done(view):
+            print(f"done after {took:.1f} s: {_ranks(view.members)}")
+            break
+        if took > timeout:
+            stays = (
+                _why_it_stays(before, view, wish.rank) if isinstance(wish, Drain) else _ranks(view.members)
+            )
+            return _fail(name, f"not done after {took:.1f} s: {stays}")
+        await asyncio.sleep(LOOK_INTERVAL)
+    return 0
+
+
+def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
+    """Who is missing in the first views of a coordinator that was started again need not be gone."""
+    return lambda view: view.complete and _still(before, view, rank) is None
+
+
+def _still(before: View, view: View, rank: int) -> Member | None:
+    """Who had this rank, as it is now. Another instance may take the rank meanwhile."""
+    names = {member.instance for member in before.members if member.rank == rank}
+    return next((member for member in view.members if member.instance in names), None)
+
+
+def _why_it_stays(before: View, view: View, rank: int) -> str:
+    """What an instance that was told to go still does, and what helps."""
+    member = _still(before, view, rank)
+    if member is None and not view.complete:
+        return f"the coordinator was started again and has not heard of instance {rank} yet, if it is there"
+    if member is None:
+        return f"instance {rank} is gone by now"
+    load, state = member.load, member.state
+    what = f"instance {rank} is {state}, {load.running} requests run and {load.waiting} wait there"
+    if load.stalled_for > STALLED:
+        return (
+            f"{what}, and no step has ended for {load.stalled_for:.0f} s. If it hangs, it ends after its "
+            f"--execute-model-timeout; to end it now: kill -9 {member.pid} on {member.host}"
+        )
+    if load.running + load.waiting:
+        return (
+            f"{what}. It goes on with them: give more time with --wait-timeout, or have them move to the "
+            f"others at once: lockstep drain {rank} --timeout 0"
+        )
+    place = f"process {member.pid} on {member.host}"
+    return f"{what}. It goes on leaving; its log says what it waits for ({place})"
+
+
+def _has_size(size: int) -> Callable[[View], bool]:
+    return lambda view: (
+        view.complete
+        and len(view.members) == size
+        and all(member.state is State.READY for member in view.members)
+    )
+
+
+def _ranks(members: list[Member]) -> str:
+    return ", ".join(f"instance {member.rank} {member.state}" for member in members) or "no instance is left"
+
+
+def _fail(name: str, problem: str) -> int:
+    print(f"lockstep {name}: error: {problem}", file=sys.stderr)
+    return process.EXIT_FAILED

@@ -1,0 +1,136 @@
+"""``lockstep status``: the world as a table."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from coordinator.client import fetch_view
+from coordinator.commands import find_view
+from coordinator.config import MeshConfig
+from coordinator.messages import Member, View
+from coordinator.process import process
+from coordinator.rpc.codec import OtherProtocol
+from coordinator.rpc.handshakes import KeyRefused
+from coordinator.rpc.keys import MeshKeys
+from coordinator.settings.flags import flag, parse
+
+MIN_WIDTH = 100
+"""Columns that the table needs; a pipe says that it has 80."""
+
+
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Status."""
+
+    mesh: MeshConfig = MeshConfig()
+    json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
+    watch: Annotated[bool, flag("-w", help="Show it again and again until Ctrl-C.")] = False
+    interval: Annotated[float, msgspec.Meta(ge=0.1), flag(help="Seconds between, with --watch.")] = 1.0
+    timeout: Annotated[float, msgspec.Meta(gt=0), flag(help="Seconds to wait for the coordinator.")] = 5.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        StatusConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep status",
+        description="Show the instances of a mesh as its coordinator knows them.",
+        shares_file=True,
+    )
+    if config.watch and config.json:
+        print("lockstep status: error: --json is for one look: leave out --watch", file=sys.stderr)
+        return process.EXIT_USAGE
+    endpoint = config.mesh.coordinator_endpoint
+    keys = process.mesh_keys(config.mesh, "lockstep status")
+    try:
+        view = asyncio.run(find_view(endpoint, config.timeout, keys))
+    except (KeyRefused, OtherProtocol) as error:
+        print(f"lockstep status: {error}", file=sys.stderr)
+        return process.EXIT_REFUSED
+    except TimeoutError:
+        print(
+            f"lockstep status: no coordinator answers at {endpoint}: is it running? see -dpa and -dpp",
+            file=sys.stderr,
+        )
+        return process.EXIT_FAILED
+    if config.watch:
+        return _watch(endpoint, view, config, keys)
+    if config.json:
+        print(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
+    else:
+        _console().print(as_table(view))
+    return 0
+
+
+def _console() -> Console:
+    """Takes texts as they are: an address like [fd00::a:1] is no markup, and no emoji either."""
+    return Console(width=max(Console().width, MIN_WIDTH), markup=False, emoji=False)
+
+
+def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | None) -> int:
+    """The table, kept up to date; says so while the coordinator is away, and goes on when it is back."""
+    console = _console()
+    silent_since: float | None = None
+    try:
+        with Live(as_table(view), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(config.interval)
+                try:
+                    view, silent_since = asyncio.run(fetch_view(endpoint, config.timeout, keys)), None
+                except TimeoutError:
+                    silent_since = silent_since or time.monotonic() - config.timeout
+                shown = as_table(view)
+                if silent_since is not None:
+                    shown.caption = (
+                        f"the coordinator has been silent for {time.monotonic() - silent_since:.0f} s"
+                    )
+                live.update(shown, refresh=True)
+    except (KeyRefused, OtherProtocol) as error:  # of another coordinator at this address
+        print(f"lockstep status: {error}", file=sys.stderr)
+        return process.EXIT_REFUSED
+    except KeyboardInterrupt:
+        return 0
+
+
+def as_table(view: View) -> Table:
+    """One row per instance."""
+    model = view.settings.served_model_name[0] if view.settings else "no model yet"
+    missing = f"; waiting for {view.waiting_for}" if view.waiting_for else ""
+    count = len(view.members)
+    table = Table(title=f"{model}: epoch {view.epoch}, {count} instance{'s' * (count != 1)}{missing}")
+    for name in ("rank", "state", "epoch", "load", "KV use", "tokens/s", "address"):
+        table.add_column(
+            name, justify="left" if name in ("state", "load", "address") else "right", no_wrap=True
+        )
+    for member in view.members:
+        table.add_row(*_row(member, view.epoch))
+    return table
+
+
+def _row(member: Member, epoch: int) -> list[str]:
+    load = member.load
+    state = (
+        str(member.state) if member.phase in ("serving", member.state) else f"{member.state}: {member.phase}"
+    )
+    if load.stalled_for > 5.0:
+        state += f" (no step for {load.stalled_for:.0f} s)"
+    return [
+        str(member.rank),
+        state,
+        str(epoch),
+        f"{load.running} running, {load.waiting} waiting",
+        f"{load.blocks_used / load.blocks_total:.1%}" if load.blocks_total else "-",
+        f"{load.tokens_per_second:.1f}",
+        member.address or "-",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

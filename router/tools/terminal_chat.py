@@ -1,0 +1,332 @@
+"""``lockstep chat``: a conversation with the model of any OpenAI-compatible server, in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from coordinator.addresses import is_loopback
+from coordinator.process import process
+from coordinator.settings.flags import Count, flag, parse
+from router.launcher.endpoint_config import EndpointConfig
+from router.launcher.environment import key_of_client
+
+Temperature = Annotated[float, msgspec.Meta(ge=0)]
+
+HELP = (
+    "/reset forgets the conversation, /system TEXT sets its first line, /exit or Ctrl-D ends, "
+    "Ctrl-C stops an answer."
+)
+GOES_ON = "(/exit or Ctrl-D ends)"
+"""For a Ctrl-C that came after the answer: it is not to cost the conversation."""
+
+
+class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chat."""
+
+    url: Annotated[
+        str | None, flag(help="Base URL of the API, with or without /v1; unset: of --host and --port.")
+    ] = None
+    endpoint: EndpointConfig = EndpointConfig()
+    model_name: Annotated[
+        str | None, flag("--model", help="Unset: the first that the server lists. In a file: model-name.")
+    ] = None
+    system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
+    quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
+    max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
+    temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
+    timeout: Annotated[
+        float, msgspec.Meta(gt=0), flag(help="Seconds without a word after which to give up.")
+    ] = 120.0
+
+
+class ChatError(Exception):
+    """In words for the user."""
+
+
+class NoApi(ChatError):
+    """Somebody answers, but not as this API does: perhaps it is at another path."""
+
+
+class _PathConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+        self._trust = trust
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+        if self._trust is not None:
+            self.sock = self._trust.wrap_socket(self.sock, server_hostname="localhost")
+
+
+class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens all URLs at one Unix socket."""
+
+    def __init__(self, path: str, trust: ssl.SSLContext | None) -> None:
+        super().__init__()
+        self._path = path
+        self._trust = trust
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
+        return _PathConnection(self._path, self._trust, timeout)
+
+
+class Conversation:
+    """What was said, and how to say more."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self._config = config
+        endpoint = config.endpoint
+        self._url = (config.url or f"{endpoint.base_url}/v1").rstrip("/")
+        self._trust: ssl.SSLContext | None = None
+        self._system = config.system_prompt
+        self._key = endpoint.api_key[0] if endpoint.api_key else key_of_client(os.environ)
+        self._messages: list[dict[str, str]] = []
+        self.model = ""
+        self.reset()
+
+    @property
+    def url(self) -> str:
+        """Where the API was found."""
+        return self._url
+
+    def reset(self, system: str | None = None) -> None:
+        """Begin again; ``system`` replaces the first line."""
+        self._system = system or self._system
+        self._messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def connect(self) -> None:
+        """Find the model.
+
+        Raises:
+            ChatError: the server is not there, or does not want us.
+        """
+        if self._config.url is None:
+            try:
+                self._trust = self._config.endpoint.trust()
+            except OSError as error:
+                raise ChatError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
+        try:
+            listed = self._listed()
+        except NoApi as error:
+            if self._url.endswith("/v1"):
+                raise ChatError(f"there is no API at {self._url}: {error}; see --url") from error
+            given = self._url
+            self._url += "/v1"
+            try:
+                listed = self._listed()
+            except NoApi:
+                raise ChatError(f"there is no API at {given} or {self._url}: {error}; see --url") from error
+        wanted = self._config.model_name
+        if wanted is not None and wanted not in listed:
+            raise ChatError(f"the server has no model {wanted!r}; it has {', '.join(listed) or 'none'}")
+        if not listed:
+            raise ChatError("the server lists no model")
+        self.model = wanted or listed[0]
+
+    def _listed(self) -> list[str]:
+        with self._open("/models") as answer:
+            return [entry["id"] for entry in json.load(answer)["data"]]
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """The answer as it comes, its reasoning first. It becomes part of the conversation without that, also
+        what came of it until it was stopped; a question that got no answer does not.
+
+        Raises:
+            ChatError: there is none.
+        """
+        question = {"role": "user", "content": text}
+        body: dict[str, Any] = {"model": self.model, "messages": [*self._messages, question], "stream": True}
+        if self._config.max_tokens is not None:
+            body["max_completion_tokens"] = self._config.max_tokens
+        if self._config.temperature is not None:
+            body["temperature"] = self._config.temperature
+        said: list[str] = []
+        try:
+            with self._open("/chat/completions", body) as answer:
+                thinks = False
+                for piece, is_content in _pieces(answer):
+                    if thinks and is_content:
+                        yield "\n\n"
+                    thinks = not is_content
+                    if is_content:
+                        said.append(piece)
+                    yield piece
+        finally:
+            if said:
+                self._messages += [question, {"role": "assistant", "content": "".join(said)}]
+
+    def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
+        """Without a proxy to loopback: one would look for the server on its own host."""
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
+        if is_loopback(urlsplit(request.full_url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        path = self._config.endpoint.uds
+        if path is not None and self._config.url is None:
+            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._trust)]
+        return urllib.request.build_opener(*handlers)
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        )
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self._url + path, data, headers)
+            with self._opener(request).open(request, timeout=self._config.timeout) as answer:
+                yield answer
+        except urllib.error.HTTPError as error:
+            raise (NoApi if error.code == 404 else ChatError)(_told(error)) from error
+        except urllib.error.URLError as error:
+            where = self._config.endpoint.uds if self._config.url is None else None
+            raise ChatError(
+                f"no server answers at {where or self._url}: {error.reason}; see --url"
+            ) from error
+        except http.client.InvalidURL as error:
+            raise ChatError(f"{self._url!r} is no URL: {error}; see --url") from error
+        except TimeoutError as error:
+            raise ChatError(f"the server said nothing for {self._config.timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatError(f"the connection broke: {error or type(error).__name__}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise NoApi(f"{self._url} does not answer as OpenAI's API does: {error}") from error
+
+
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
+    """Text of a stream of chunks, and whether it is content: else it is reasoning."""
+    for line in answer:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not data or not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            raise ChatError(_message(event["error"]) or "the server reports an error")
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if thought := delta.get("reasoning"):
+                yield thought, False
+            if piece := delta.get("content"):
+                yield piece, True
+    raise ChatError("the connection broke before the answer ended")
+
+
+def _message(error: Any) -> str:
+    """What a server says of an error: OpenAI's in an object, some others' as it is."""
+    return str((error.get("message") if isinstance(error, dict) else error) or "")
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        message = _message(json.loads(error.read())["error"]) or error.reason
+    except (ValueError, LookupError, TypeError, OSError):
+        message = error.reason
+    hint = " (--api-key, LOCKSTEP_API_KEY or OPENAI_API_KEY)" if error.code == 401 else ""
+    return f"{message} [HTTP {error.code}]{hint}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = parse(
+        ChatConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="lockstep chat",
+        description="Talk to the model of a server that speaks OpenAI's API.",
+        shares_file=True,
+    )
+    conversation = Conversation(config)
+    try:
+        conversation.connect()
+        if config.quick is not None:
+            _say(conversation, config.quick)
+            return 0
+    except ChatError as error:
+        print(f"lockstep chat: error: {error}", file=sys.stderr)
+        return process.EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() its history
+    if sys.stdin.isatty():
+        print(f"{conversation.model} at {conversation.url}. {HELP}")
+    return _converse(conversation)
+
+
+def _converse(conversation: Conversation) -> int:
+    """Until the end of the input; 1 if the last question had no answer and nobody sits there."""
+    status = 0
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return status
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                return 130
+            print(f"\n{GOES_ON}")
+            continue
+        command, _, rest = text.partition(" ")
+        match command:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return status
+            case "/help":
+                print(HELP)
+            case "/reset":
+                conversation.reset()
+                print("(forgotten)")
+            case "/system" if rest.strip():
+                conversation.reset(rest.strip())
+                print("(forgotten, with a new first line)")
+            case _ if command.startswith("/"):
+                print(f"there is no command {command}. {HELP}", file=sys.stderr)
+            case _:
+                status = _try_to_say(conversation, text)
+
+
+def _try_to_say(conversation: Conversation, text: str) -> int:
+    try:
+        _say(conversation, text)
+    except KeyboardInterrupt:
+        print("\n(stopped)")
+    except ChatError as error:
+        print(f"\nlockstep chat: error: {error}", file=sys.stderr)
+        return process.EXIT_FAILED
+    return 0
+
+
+def _say(conversation: Conversation, text: str) -> None:
+    pieces = conversation.ask(text)
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

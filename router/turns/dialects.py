@@ -1,0 +1,100 @@
+"""How models write their turns: with tags around reasoning and calls, or in Harmony (pure).
+
+A dialect knows the parsers of an answer, and what grammars have to say for an answer to be in it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from router.turns import harmony
+from router.turns.harmony import HarmonyParser
+from router.turns.reasoning import ReasoningFormat, ReasoningParser, TurnParser
+from router.turns.tool_parsers.base import CallFormat, ToolParser, Tools
+
+
+class Dialect(ABC):
+    """Of one request."""
+
+    reasoning: ReasoningFormat | None = None
+    """What stands around reasoning; None if none is known."""
+    written: CallFormat | None = None
+    """Calls that are asked for; None where none may be."""
+    most_one_call = False
+    """Whether an answer ends with its first call."""
+    opening = ""
+    """What an answer of a given form begins with."""
+    calls: type[ToolParser] | None = None
+    """The parser of calls in a format of the model's own; None if it has none."""
+
+    @property
+    @abstractmethod
+    def markers(self) -> Sequence[str]:
+        """What the parsers look for: lost where they are special tokens that are skipped."""
+
+    @abstractmethod
+    def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
+        """For one answer to a prompt. The first one's content goes through the second."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return False
+
+    def is_in_answer(self, prompt: str) -> bool:
+        """Whether an answer to this prompt goes on with one, behind reasoning and opening."""
+        return False
+
+
+class Tags(Dialect):
+    """Tags around reasoning, and a format of calls for the rest; either may be unknown."""
+
+    def __init__(
+        self, reasoning: ReasoningFormat | None, calls: type[ToolParser] | None, offered: Tools
+    ) -> None:
+        self.reasoning = reasoning
+        self.written = calls.written if calls is not None else None
+        self.calls = calls
+        self._offered = offered
+
+    def __repr__(self) -> str:
+        return f"<Tags {self.reasoning} {self.calls}>"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.reasoning is None and self.calls is None
+
+    @property
+    def markers(self) -> Sequence[str]:
+        around = (*self.reasoning.begin, *self.reasoning.end) if self.reasoning is not None else ()
+        return (*around, *(self.calls.markers if self.calls is not None else ()))
+
+    def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
+        return (
+            None if self.reasoning is None else ReasoningParser(self.reasoning, prompt),
+            None if self.calls is None else self.calls(self._offered),
+        )
+
+
+class Harmony(Dialect):
+    """Messages on channels."""
+
+    reasoning = harmony.ANALYSIS
+    written = harmony.WRITTEN_CALL
+    most_one_call = True
+    opening = harmony.FINAL
+    markers = harmony.MARKERS
+
+    def __init__(self, offered: Tools) -> None:
+        self._names = frozenset(tool["function"]["name"] for tool in offered)
+
+    def __repr__(self) -> str:
+        return "<Harmony>"
+
+    def parsers(self, prompt: str) -> tuple[TurnParser | None, ToolParser | None]:
+        return HarmonyParser(prompt, self._names), None
+
+    def is_in_answer(self, prompt: str) -> bool:
+        parser = HarmonyParser(prompt, self._names)
+        return not (parser.between or parser.inside)

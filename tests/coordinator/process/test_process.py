@@ -1,0 +1,42 @@
+"""What every process does first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMITS = """
+import resource
+from coordinator import process
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+process.raise_open_files()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "then"), [(256, 1000, "1000 1000"), (1000, 1000, "1000 1000")])
+def test_as_many_files_may_be_open_as_the_hard_limit_allows(soft: int, hard: int, then: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LIMITS.format(soft=soft, hard=hard)],
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == then
+
+
+def test_closed_standard_streams_are_held(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    script = (
+        "import os, pathlib; from coordinator.process.process import hold_standard_streams; hold_standard_streams(); "
+        f"pathlib.Path({str(found)!r}).write_text(' '.join(os.readlink(f'/proc/self/fd/{{n}}') for n in range(3)))"
+    )
+    shell = 'exec "$0" -P -c "$1" <&- >&- 2>&-'
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run(["sh", "-c", shell, sys.executable, script], env=environment, check=True, timeout=60)
+    assert found.read_text().split() == [os.devnull] * 3

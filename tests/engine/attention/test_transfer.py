@@ -1,0 +1,119 @@
+"""A step on a device that only pretends to compute: nothing may ask it for numbers but the one fetch at the end.
+
+(``pretended_device`` raises where something else would.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from engine.attention.transfer import fetch, upload
+from engine.compute import runner as runner_module
+from engine.compute import sampler, token_rules
+from engine.compute.runner import ModelRunner
+from engine.messages import TokenLogprobs
+from engine.sampling import SamplingParams
+from engine.step import Admit, Masks, Step
+from tests.engine.pretended_device import Indexing, Launches
+
+VOCAB = 50
+
+
+def params_of_all_kinds() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.7, top_k=5, top_p=0.8),
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1),
+        SamplingParams(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.2),
+        SamplingParams(temperature=0.0, logit_bias={3: 2.0}, allowed_token_ids=[3, 4, 5]),
+        SamplingParams(temperature=0.0, min_tokens=4, logprobs=3),
+        SamplingParams(temperature=0.5, prompt_logprobs=2),
+    ]
+
+
+class PretendedDevice:
+    """Uploads to it become fake tensors, and what is fetched from it, zeros."""
+
+    def __init__(self) -> None:
+        self.fetched = 0
+
+    def upload(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        dtype = torch.from_numpy(np.zeros(1, dtype=array.dtype)).dtype
+        return torch.empty(array.shape, dtype=dtype, device=device)
+
+    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+        assert tensor.device.type == "cuda"
+        self.fetched += 1
+        return np.zeros(tuple(tensor.shape), dtype=np.float64 if tensor.is_floating_point() else np.int64)
+
+
+@pytest.mark.parametrize("kinds", [slice(0, 1), slice(0, 3), slice(None)])
+def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = PretendedDevice()
+    monkeypatch.setattr(runner_module, "upload", device.upload)
+    monkeypatch.setattr(runner_module, "fetch", device.fetch)
+    monkeypatch.setattr(sampler, "upload", device.upload)
+    monkeypatch.setattr(token_rules, "upload", device.upload)
+    made = torch.tensor
+    monkeypatch.setattr(
+        torch,
+        "tensor",
+        lambda *a, device=None, **k: made(*a, **k) if device is None else pytest.fail("waits"),
+    )
+    all_params = params_of_all_kinds()[kinds]
+    step = Step(
+        [Admit(i, [1, 2, 3, 4], 4, params, i, (7,)) for i, params in enumerate(all_params)],
+        list(range(len(all_params))),
+        [0] * len(all_params),
+        [4] * len(all_params),
+        {i: [i] for i in range(len(all_params))},
+        masks=Masks([0], bytes([255] * 7)),
+    )
+
+    class Computed(ModelRunner):
+        def _forward(self, packed, input_ids, wanted, hidden):
+            return torch.empty(len(wanted), VOCAB, dtype=torch.bfloat16, device="cuda")
+
+    class Model:
+        class stage:
+            class shard:
+                size, rank, is_first, is_last = 1, 0, True, True
+
+    runner = Computed(Model(), None, 4)
+    with FakeTensorMode(), Launches(), Indexing():
+        result = runner.run(step)
+    assert device.fetched == 1
+    assert len(result.tokens) == len(all_params)
+    if len(all_params) > 3:
+        assert isinstance(result.logprobs.get(6), TokenLogprobs)
+        assert len(result.prompt_logprobs.get(7, [])) == 3
+
+
+def test_a_rehearsal_of_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "upload", PretendedDevice().upload)
+    with FakeTensorMode(), Launches() as launches, Indexing():
+        sampler.rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
+    assert "sort" in launches.names
+
+
+def test_the_pretended_device_notices() -> None:
+    with FakeTensorMode(), Launches(), Indexing():
+        logits = torch.empty(3, VOCAB, device="cuda")
+        with pytest.raises(DataDependentOutputException):
+            bool(logits.any())
+        with pytest.raises(DataDependentOutputException):
+            logits.argmax(dim=-1).tolist()
+        with pytest.raises(AssertionError, match="between devices"):
+            logits.cpu()
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    numbers = np.arange(6)
+    tensor = upload(numbers, torch.device("cpu"))
+    assert fetch(tensor).ctypes.data == numbers.ctypes.data
+    assert upload(numbers[::2], torch.device("cpu")).tolist() == [0, 2, 4]

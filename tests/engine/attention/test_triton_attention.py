@@ -1,0 +1,284 @@
+"""The Triton kernels, on a GPU or by Triton's interpreter: against the definition, and against the torch backend.
+
+`pip install -e '.[cuda]'` to run these; CI does not, for Triton is larger than all else that it installs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention import INTERPRET, splits, why_not_triton
+from engine.attention.base import LayerShape, PackedRows
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.config import ModelConfig
+from engine.model import choice
+from engine.model.checkpoint import CheckpointError, read_model_info
+from engine.model.weights import load_model
+from tests.engine.model.test_probe import BLOCK_SIZE, NUM_BLOCKS, SHAPES, Requests
+from tests.engine.tiny_models import make_tiny_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+if why_not_triton(DEVICE) is not None:
+    pytest.skip(f"no Triton: {why_not_triton(DEVICE)}", allow_module_level=True)
+
+from engine.attention import triton_kernels, triton_paged  # noqa: E402 (loads triton)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Makes a cache whose contexts are cut for ``programs`` of them, with small tiles and splits."""
+    monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
+    monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
+    monkeypatch.setattr(triton_paged, "QUERY_LINES", 12)
+
+    def make(layers, dtype=torch.float32, programs=64):
+        return triton_paged.TritonPagedAttention(
+            layers,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+            device=DEVICE,
+            programs=programs,
+        )
+
+    return make
+
+
+CASES = [  # shapes, options, longest row, query heads per KV head, lengths of the requests
+    ("full", "plain", 40, 1, [1, 45, 17]),
+    ("one kv head", "both", 9, 3, [2, 33, 3]),
+    ("window", "plain", 9, 3, [1, 45, 17]),
+    ("window of one", "sinks", 3, 2, [3, 11]),
+    ("window of a block", "softcap", 1, 2, [3, 11]),
+    ("huge window", "sinks", 20, 5, [21, 5]),
+    ("alternating", "both", 12, 2, [40, 7]),
+    ("different dims", "plain", 25, 2, [33, 2, 6]),
+]
+
+
+@pytest.mark.parametrize(("shapes", "special", "longest", "group", "lengths"), CASES)
+def test_equals_the_definition(shapes, special, longest, group, lengths, make) -> None:
+    layers = SHAPES[shapes]
+    softcap = 1.5 if special in ("softcap", "both") else None
+    cache = make(layers)
+    cut: list[int] = []
+    splits_of = cache.splits
+    cache.splits = lambda *arguments: cut.append(splits_of(*arguments)) or cut[-1]
+    requests = Requests(layers, group, lengths, seed=len(lengths))
+    requests.lengths = [length - 1 for length in lengths]  # the last token of each comes alone
+    while rows := requests.next_rows(longest) or last_rows(requests, lengths):
+        plan = cache.plan(requests.pack(rows))
+        for layer, shape in enumerate(layers):
+            heads = shape.kv_heads * group
+            sinks = torch.linspace(-1, 2, heads, device=DEVICE) if special in ("sinks", "both") else None
+            query, key, value = (t.to(DEVICE) for t in requests.packed_tensors(rows, layer))
+            found = plan.attend(layer, query, key, value, scale=0.3, softcap=softcap, sinks=sinks)
+            expected = requests.expected(rows, layer, 0.3, softcap, None if sinks is None else sinks.cpu())
+            torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
+    assert requests.done == lengths
+    seen = max(min(layer.window or max(lengths), max(lengths)) for layer in layers)
+    assert max(cut) == min(seen // splits.SPLIT_KEYS, 32) or seen < 2 * splits.SPLIT_KEYS
+
+
+def last_rows(requests: Requests, lengths: list[int]) -> list[tuple[int, int, int]]:
+    requests.lengths = lengths
+    return requests.next_rows(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
+)
+def test_equals_the_other_backend(dtype, tolerance, make) -> None:
+    """One cache's content and another's, of requests that share blocks, in each type."""
+    layers = [LayerShape(2, 64, 64, None), LayerShape(2, 80, 48, 21)]
+    ours = make(layers, dtype)
+    other = TorchPagedAttention(
+        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype, device=DEVICE
+    )
+    generator = torch.Generator().manual_seed(3)
+    for mine, its, null in zip(
+        ours.keys + ours.values, other.keys + other.values, [BLOCK_SIZE] * 4, strict=True
+    ):
+        its.copy_(torch.randn(its.shape, generator=generator))
+        mine[:-null] = its
+    numbers = np.random.default_rng(3)
+    tables = numbers.permutation(NUM_BLOCKS)[:80].reshape(4, 20).astype(np.int32)
+    tables[1, :9] = tables[0, :9]  # the same prefix
+    starts, counts = np.array([70, 43, 36, 0]), np.array([1, 1, 17, 9])
+    positions = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
+    packed = PackedRows(starts, counts, tables, positions, 2)
+    plans = ours.plan(packed), other.plan(packed)
+    for layer, shape in enumerate(layers):
+        heads, tokens = 6, len(positions)
+        # as models give them: [tokens, heads, dim], seen from the other side
+        query = (
+            torch.randn(tokens, heads, shape.key_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+        )
+        key = torch.randn(tokens, 2, shape.key_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+        value = torch.randn(tokens, 2, shape.value_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+        found, expected = (
+            plan.attend(layer, query, key, value, scale=shape.key_dim**-0.5).float() for plan in plans
+        )
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        assert torch.equal(ours.keys[layer][:-BLOCK_SIZE], other.keys[layer])
+        assert torch.equal(ours.values[layer][:-BLOCK_SIZE], other.values[layer])
+
+
+def load(tmp_path: Path, family: str):
+    directory = make_tiny_model(tmp_path / family, family)
+    settings = ModelConfig(model=str(directory))
+    return load_model(read_model_info(directory), settings, dtype=torch.float32, device=DEVICE)
+
+
+class Forgetful:
+    """:func:`triton_kernels.merge`, of the first part only."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(sums, peaks, totals, *rest, **options):
+            for part in range(1, len(sums)):
+                peaks[part] = float("-inf")
+                totals[part] = 0.0
+                sums[part] = 0.0
+            self.kernel[grid](sums, peaks, totals, *rest, **options)
+
+        return launch
+
+
+def test_rows_of_all_lengths_are_merged(make) -> None:
+    """Short contexts beside a long one have parts without keys, of which nothing is written."""
+    layers = [LayerShape(2, 16, 16, None), LayerShape(2, 16, 16, 20)]
+    ours = make(layers)
+    other = TorchPagedAttention(
+        layers, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32, device=DEVICE
+    )
+    generator = torch.Generator().manual_seed(5)
+    for mine, its in zip(ours.keys + ours.values, other.keys + other.values, strict=True):
+        its.copy_(torch.randn(its.shape, generator=generator))
+        mine[:-BLOCK_SIZE] = its
+    starts = np.array([0, 15, 16, 3, 60, 31])
+    tables = np.random.default_rng(3).permutation(NUM_BLOCKS)[:96].reshape(6, 16).astype(np.int32)
+    packed = PackedRows(starts, np.ones_like(starts), tables, starts, len(starts))
+    plans = ours.plan(packed), other.plan(packed)
+    for layer, shape in enumerate(layers):
+        query = torch.randn(4, 6, shape.key_dim, generator=generator).to(DEVICE)
+        key, value = torch.randn(2, 2, 6, 16, generator=generator).to(DEVICE)
+        found, expected = (plan.attend(layer, query, key, value, scale=0.3) for plan in plans)
+        assert ours.splits(6, shape, 61) > 1
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_backend_is_chosen_if_it_agrees(tmp_path: Path, monkeypatch) -> None:
+    """On soft caps and windows, and on sinks; contexts are cut, and not."""
+    monkeypatch.setattr(choice, "PROMPT", 24)
+    monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
+    monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
+    monkeypatch.setattr(triton_paged, "QUERY_LINES", 32)
+    cut: set[int] = set()
+    splits_of = triton_paged.TritonPagedAttention.splits
+
+    def count(cache, *arguments):
+        cut.add(parts := splits_of(cache, *arguments))
+        return parts
+
+    monkeypatch.setattr(triton_paged.TritonPagedAttention, "splits", count)
+    assert choice.choose_backend("TRITON_ATTN", load(tmp_path, "gemma2"), 8) == "TRITON_ATTN"
+    assert cut >= {1, 3}
+    model = load(tmp_path, "gpt_oss")
+    assert choice.choose_backend("TRITON_ATTN", model, 8) == "TRITON_ATTN"
+    on_its_own = "TRITON_ATTN" if DEVICE.type == "cuda" else "TORCH_SDPA"
+    assert choice.choose_backend("auto", model, 8) == on_its_own
+
+    def fail(size: int) -> int:
+        raise RuntimeError(f"no tile of size {size}")
+
+    slots = triton_paged.TritonPagedAttention.slots
+
+    def lose(cache, blocks, positions):  # the keys of some tokens
+        return np.where(positions == 9, 0, slots(cache, blocks, positions))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_paged.TritonPagedAttention, "slots", lose)
+        with pytest.raises(CheckpointError, match="cannot serve: on a few steps of this model it differs"):
+            choice.choose_backend("TRITON_ATTN", model, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "merge", Forgetful(triton_kernels.merge))
+        with pytest.raises(CheckpointError, match="on a few steps of this model it differs"):
+            choice.choose_backend("TRITON_ATTN", model, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_paged, "_padded", fail)
+        with pytest.raises(
+            CheckpointError, match=r"its kernels fail: RuntimeError: no tile .*Leave the flag"
+        ):
+            choice.choose_backend("TRITON_ATTN", model, 8)
+
+
+AHEAD_OF_TIME = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engine.attention import triton_kernels as kernels
+
+FLOATS = {"query", "key", "value", "keys", "values", "attended", "sinks"}
+
+
+def compile(kernel, capability, **constants):
+    types = {}
+    for name in kernel.arg_names:
+        if name in FLOATS:
+            types[name] = "*bf16"
+        elif name.startswith("part_"):
+            types[name] = "*fp32"
+        elif name == "slots":
+            types[name] = "*i64"
+        elif name == "tables" or name.startswith("tile_"):
+            types[name] = "*i32"
+        else:
+            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert made.asm["cubin"]
+    assert made.metadata.shared < 99 << 10, made.metadata.shared
+
+
+shape = dict(KV_HEADS=2, KEY_DIM=64, VALUE_DIM=64, BLOCK_K=64, BLOCK_V=64)
+options = dict(WINDOWED=True, CAPPED=True, SINKS=True, WIDEN=False)
+compile(kernels.store, 80, **shape)
+compile(kernels.attend, 90, HEADS=16, BLOCK_M=64, BLOCK_N=64, SPLIT=False, **shape, **options)
+compile(kernels.attend, 80, HEADS=16, BLOCK_M=16, BLOCK_N=64, SPLIT=True, **shape, **options)
+compile(kernels.merge, 90, HEADS=16, VALUE_DIM=64, BLOCK_N=64, BLOCK_V=64, WINDOWED=True, SINKS=True)
+
+# What changes from step to step, as sizes and as places in arrays, must not compile anything anew.
+tiles, parts = {"tile_rows", "tile_tokens", "tile_counts", "tile_positions"}, {"part_peaks", "part_totals"}
+for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merge, {"splits"})):
+    assert {each.name for each in kernel.params if each.do_not_specialize} == sizes
+    places = {each.name for each in kernel.params if each.do_not_specialize_on_alignment}
+    assert places >= (tiles | parts) & set(kernel.arg_names), places
+"""
+
+
+def test_kernels_compile_for_real_devices(tmp_path: Path) -> None:
+    """To machine code of devices that are not here: what the interpreter accepts, the compiler might not."""
+    environment = {name: value for name, value in os.environ.items() if name != INTERPRET}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", AHEAD_OF_TIME],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,152 @@
+"""The in-process executor, from loading to a step."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.executor import make_executor, uni
+from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
+from engine.host import memory
+from engine.model.checkpoint import CheckpointError, read_model_info
+from engine.model.shard import Shard
+from engine.sampling import SamplingParams
+from engine.step import Admit, Step
+from tests.engine.tiny_models import VOCAB, make_tiny_model
+
+
+def test_load_allocate_execute_close(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "qwen3_moe")
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="bfloat16"),
+        cache=CacheConfig(block_size=8),
+        device=DeviceConfig(device="cpu"),
+    )
+    phases: list[str] = []
+    executor = make_executor(config, read_model_info(directory), 1)
+    facts = executor.load(phases.append)
+    assert torch.get_num_threads() == 1
+    assert phases
+    assert (facts.architecture, facts.dtype, facts.device) == ("Qwen3MoeForCausalLM", "bfloat16", "cpu")
+    assert (facts.vocab_size, facts.weight_bytes) == (VOCAB, 2 * facts.num_parameters)
+    assert (facts.kv.num_layers, facts.kv.bytes_per_token) == (2, 2 * 2 * (16 + 16) * 2)
+    assert 0 < executor.free_kv_memory() <= CPU_KV_LIMIT
+    executor.allocate(4)
+    greedy = SamplingParams(temperature=0.0)
+    step = Step([Admit(0, [5, 6, 7], 3, greedy, 0, ())], [0], [0], [3], {0: [2]})
+    first = executor.execute(step)
+    assert executor.execute(step) == first
+    token = first.tokens[0]
+    assert token is not None
+    assert 0 <= token < VOCAB
+    assert len(executor.execute(Step([], [0], [3], [1])).tokens) == 1
+    executor.close()
+
+
+def test_what_a_step_writes_to_the_cache_is_taken_from_memory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cpu"))
+    executor = UniExecutor(config, read_model_info(directory), 1)
+    facts = executor.load(lambda _phase: None)
+    executor.allocate(8)
+    block_bytes = 16 * facts.kv.bytes_per_token
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
+    before = executor.spare_memory()
+    greedy = SamplingParams(temperature=0.0)
+    executor.execute(Step([Admit(0, [5] * 40, 40, greedy, 0, ())], [0], [0], [40], {0: [0, 1, 2]}))
+    monkeypatch.setattr(memory, "available_memory", lambda: (1 << 30) - 3 * block_bytes)
+    assert executor.spare_memory() == before < 0.9 * ((1 << 30) - 7 * block_bytes)
+    executor.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device="cuda"))
+    with pytest.raises(CheckpointError, match="torch finds no CUDA device"):
+        make_executor(config, read_model_info(directory), 1).load(print)
+
+
+class Stop(Exception):
+    """The model is about to be read."""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "number", "size", "device"),
+    [("cuda", 0, 1, "cuda:0"), ("auto", 0, 1, "cuda:0"), ("auto", 1, 2, "cuda:1"), ("cpu", 1, 2, "cpu")],
+)
+def test_a_worker_computes_on_its_device_and_makes_it_the_current_one(
+    wanted: Literal["auto", "cpu", "cuda"],
+    number: int,
+    size: int,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the thread that loads and steps, before anything is there: Triton launches on the current device."""
+    current: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda chosen: current.append((chosen, threading.get_ident()))
+    )
+
+    def stop(*_: Any, device: torch.device, **__: Any) -> None:
+        raise Stop(str(device))
+
+    monkeypatch.setattr(uni, "load_model", stop)
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(model=ModelConfig(model=str(directory)), device=DeviceConfig(device=wanted))
+    executor = UniExecutor(
+        config, read_model_info(directory), 1, shard=Shard(rank=number, size=size, device=number)
+    )
+    with pytest.raises(Stop, match=device):
+        executor.load(lambda phase: None)
+    expected = [] if wanted == "cpu" else [(torch.device(device), threading.get_ident())]
+    assert current == expected
+    beyond = UniExecutor(config, read_model_info(directory), 1, shard=Shard(rank=2, size=3, device=2))
+    if wanted != "cpu":
+        with pytest.raises(CheckpointError, match=r"at least 3 workers on this host.* torch finds 2 here"):
+            beyond.load(lambda phase: None)
+
+
+def test_the_largest_step_chooses_a_token_for_every_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if that is more than a context has tokens."""
+    directory = make_tiny_model(tmp_path, "llama")
+    info = read_model_info(directory)
+    most = info.context_length + 9
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="float32"),
+        device=DeviceConfig(device="cpu", attention_backend="TORCH_SDPA"),
+        scheduler=SchedulerConfig(max_num_seqs=most),
+    )
+    rehearsed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(uni, "rehearse", lambda logits, vocabulary: rehearsed.append(tuple(logits.shape)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    executor = UniExecutor(config, info, 1)
+    executor.load(lambda phase: None)
+    executor._run_largest_step()
+    assert rehearsed == [(most, VOCAB)]
+    executor.close()
+
+
+def test_an_attention_backend_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    directory = make_tiny_model(tmp_path, "llama")
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory)),
+        device=DeviceConfig(device="cpu", attention_backend="TRITON_ATTN"),
+    )
+    with pytest.raises(CheckpointError, match=r"TRITON_ATTN cannot serve: .*or use TORCH_SDPA"):
+        make_executor(config, read_model_info(directory), 1).load(lambda phase: None)
+    with pytest.raises(ValueError, match="--enforce-eager captures nothing"):
+        DeviceConfig(enforce_eager=True, cudagraph_capture_sizes=(1, 2))

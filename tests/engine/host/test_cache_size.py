@@ -1,0 +1,83 @@
+"""How many KV blocks an instance gets, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig
+from engine.host import cache_size
+from engine.host.cache_size import TooLittleMemory, share_of_device, size_cache
+from engine.step import KVSpec, ModelFacts
+
+FACTS = ModelFacts(
+    architecture="A",
+    num_parameters=1,
+    weight_bytes=1,
+    vocab_size=1,
+    dtype="float32",
+    device="cpu",
+    kv=KVSpec(num_layers=1, bytes_per_token=64),
+)
+BLOCK = 16 * 64
+
+
+def sized(**cache: int) -> tuple[int, int]:
+    config = EngineConfig(model=ModelConfig(max_model_len=2048), cache=CacheConfig(**cache))
+    return size_cache(config, FACTS, lambda: 100 * BLOCK, 2)
+
+
+def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:
+    assert sized() == (50, 800)
+    assert sized(kv_cache_memory_bytes=70 * BLOCK) == (70, 1120)
+    assert sized(num_gpu_blocks_override=200) == (200, 2048)
+
+
+def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than by an allocation that fails, or later by the kernel's choice of a process to kill."""
+    monkeypatch.setattr(cache_size, "most_memory", lambda: 400 * BLOCK)
+    assert sized(num_gpu_blocks_override=200) == (200, 2048)
+    with pytest.raises(
+        TooLittleMemory,
+        match=r"201 KV blocks of 16 tokens .* for each of 2 instances.* lower --num-gpu-blocks-override",
+    ):
+        sized(num_gpu_blocks_override=201)
+    with pytest.raises(TooLittleMemory, match="too little for one block"):
+        sized(kv_cache_memory_bytes=1)
+
+
+def test_more_than_is_free_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cache_size, "available_memory", lambda: 30 * BLOCK)
+    sized(num_gpu_blocks_override=30)
+    assert "are free" not in caplog.text
+    sized(num_gpu_blocks_override=31)
+    assert "31 KV blocks of 16 tokens would take 31.0 KiB, and 30.0 KiB are free" in caplog.text
+
+
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    sized()
+    assert "ignored" not in caplog.text
+    sized(gpu_memory_utilization=0.5)
+    assert "--gpu-memory-utilization is ignored on a CPU: give --kv-cache-memory-bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("free", "utilization", "left"),
+    [
+        (78, 0.9, 62),  # 90 for this one, of which its largest step takes 28
+        (34, 0.45, 17),  # another one has 45: that does not count as this one's
+        (34, 0.9, 26),  # but what it has cannot be had
+        (0, 0.9, 0),
+        (60, 0.2, 0),
+    ],
+)
+def test_a_share_of_a_device_is_of_what_others_leave(free: int, utilization: float, left: int) -> None:
+    found = share_of_device(total=100, free=free, reserved=20, peak=28, utilization=utilization)
+    assert found == left
+
+
+def test_memory_that_nobody_could_use_is_not_taken_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    sized(kv_cache_memory_bytes=70 * BLOCK)
+    assert "not all of --kv-cache-memory-bytes" not in caplog.text
+    assert sized(kv_cache_memory_bytes=100_000 * BLOCK) == (128 * 128, 2048)
+    assert "can use: not all of --kv-cache-memory-bytes" in caplog.text

@@ -1,0 +1,231 @@
+"""Experts move between instances that serve: the right rows, in the right order, and the same tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from coordinator.messages import Form
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.executor import make_executor
+from engine.executor_contract import SpreadExecutor
+from engine.groups.stepping import Agreement
+from engine.messages import Submit
+from engine.model.checkpoint import CheckpointError, ReadingStopped, read_model_info
+from engine.model.expert_change import HeldExperts
+from engine.model.expert_weights import ExpertShare, expert_modules, read_experts
+from engine.sampling import SamplingParams
+from parallel.communicators.base import Communicator
+from parallel.placement import Placement, place
+from tests.engine.groups.test_lockstep_engine import (
+    BLOCK_SIZE,
+    NUM_REQUESTS,
+    ROUTER,
+    directory,
+    length,
+    prompt,
+    reference,
+)
+from tests.engine.model.test_expert_weights import load
+from tests.parallel.thread_group import thread_group
+
+__all__ = ["directory", "reference"]  # fixtures
+
+PLENTY = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def whole(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def assert_holds(model: Any, whole: Any, experts: Sequence[int]) -> None:
+    for path, module in expert_modules(model).items():
+        assert module.num_experts == len(experts)
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, getattr(whole.get_submodule(path), name)[list(experts)])
+
+
+@pytest.mark.parametrize("free_bytes", [PLENTY, 0], ids=["beside", "layer by layer"])
+def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int) -> None:
+    num_experts = read_model_info(directory).num_experts
+    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(num_experts // 2))
+    for wanted in ([0, num_experts - 1], [num_experts - 1], range(num_experts), [], [1, 2], [1, 2]):
+        missing = len(set(wanted) - set(held.experts))
+        before = list(held.experts)
+        free = max(free_bytes, missing * held.bytes_per_expert)
+        assert held.prepare(wanted, free) == missing
+        assert_holds(model, whole, before)
+        held.install(wanted, lambda: 0)
+        assert_holds(model, whole, list(wanted))
+        assert not held.is_prepared([0])
+
+
+def test_what_does_not_fit_is_refused(directory: Path) -> None:
+    num_experts = read_model_info(directory).num_experts
+    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(num_experts // 2))
+    free = 2 * held.bytes_per_expert - 1
+    assert held.max_experts(free) == num_experts // 2 + 1
+    assert held.max_experts(-1) == num_experts // 2
+    limited = HeldExperts(model, directory, range(2), 3 * held.bytes_per_expert)
+    limited.check_limit()
+    assert limited.max_experts(2**40) == 3, "whatever memory is free"
+    limited.copies = 2
+    with pytest.raises(CheckpointError, match="more than --expert-memory-bytes"):
+        limited.check_limit()
+    with pytest.raises(CheckpointError, match=r"2 more experts of .* do not fit"):
+        held.prepare(range(num_experts // 2 + 2), free)
+    with pytest.raises(ReadingStopped):
+        held.prepare(range(num_experts), PLENTY, lambda: True)
+    assert not held.is_prepared(range(num_experts))
+
+
+def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
+    directory: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take their place while they are read."""
+    num_experts = read_model_info(directory).num_experts
+    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    held = HeldExperts(model, directory, range(num_experts // 2))
+    between, last = [1], [0, 1, num_experts - 1]
+    held.prepare(between, PLENTY)
+    prepared, reads = held._next, []
+    assert prepared is not None
+
+    def read_late(*args: Any) -> Any:
+        rows = read_experts(*args)
+        reads.append(args[2])
+        if len(reads) == 1:  # the steps' thread is faster
+            prepared.install(held._layers)
+            held.experts = (1,)
+        return rows
+
+    monkeypatch.setattr("engine.model.expert_change.read_experts", read_late)
+    held.prepare(last, PLENTY)
+    assert_holds(model, whole, between)
+    assert not held.is_prepared(last)
+    held.install(last, lambda: PLENTY)
+    assert reads == [[num_experts - 1], [0, num_experts - 1]]
+    assert_holds(model, whole, last)
+
+
+class Marching:
+    """A pace that never sleeps: every step happens on all, with whatever rows there are."""
+
+    must_step = True
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def notice_work(self) -> None:
+        return
+
+    def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:
+        sizes = [row[0] for row in self._group.all_gather_ints([num_tokens])]
+        return Agreement(runs=True, sizes=tuple(sizes))
+
+
+class March:
+    """Instances as threads, in groups that change while requests run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._info = read_model_info(directory)
+        self._config = EngineConfig(
+            model=ModelConfig(model=str(directory), dtype="float32"),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8),
+        )
+        self.outputs: dict[int, list[int]] = {index: [] for index in range(NUM_REQUESTS)}
+        self._at: dict[int, int] = {}
+        self.executors: dict[int, SpreadExecutor] = {}
+        self._cores: dict[int, EngineCore] = {}
+
+    def start(self, rank: int, size: int) -> None:
+        executor = make_executor(self._config, self._info, 1, (rank, size))
+        executor.load(lambda _phase: None)
+        executor.allocate(60)
+        self.executors[rank] = executor
+        self._cores[rank] = EngineCore(self._config, self._info, executor, num_blocks=60, max_model_len=512)
+
+    def regroup(self, ranks: Sequence[int], owners: Sequence[int]) -> None:
+        """These go on, with the experts at ``owners`` (indices into ranks)."""
+        placement = Placement(tuple(owners), len(ranks))
+        form = Form(epoch=1, store="", peers=[], owners=placement.owners)
+        for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
+            self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
+            self.executors[rank].join(group, placement)
+            self._cores[rank].pace = Marching(group)  # type: ignore[assignment]
+        self._ranks = list(ranks)
+
+    def submit(self, index: int, rank: int) -> None:
+        """At first, or with what it has already."""
+        self._at[index] = rank
+        params = SamplingParams(temperature=0.0, max_tokens=length(index), ignore_eos=True)
+        request = Submit(
+            request=index, request_id=str(index), prompt_ids=prompt(index), params=params, seed=0,
+            output_ids=list(self.outputs[index]),
+        )  # fmt: skip
+        assert self._cores[rank].submit(ROUTER, request) is None
+
+    def lose(self, rank: int) -> list[int]:
+        """An instance goes; returns the requests that it had."""
+        del self.executors[rank], self._cores[rank]
+        return [
+            index for index, at in self._at.items() if at == rank and len(self.outputs[index]) < length(index)
+        ]
+
+    def steps(self, count: int) -> None:
+        failed: list[BaseException] = []
+
+        def march(core: EngineCore) -> None:
+            try:
+                for _ in range(count):
+                    for delta in core.step().get(ROUTER, []):
+                        self.outputs[delta.request] += delta.token_ids
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        threads = [threading.Thread(target=march, args=(self._cores[rank],)) for rank in self._ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failed
+
+
+def test_three_two_and_three_instances_give_the_same_tokens(
+    directory: Path, reference: list[list[int]]
+) -> None:
+    march = March(directory)
+    num_experts = read_model_info(directory).num_experts
+    for rank in range(3):
+        march.start(rank, 3)
+    march.regroup([0, 1, 2], place(num_experts, 3).owners)
+    for index in range(NUM_REQUESTS // 2):
+        march.submit(index, index % 3)
+    march.steps(4)
+    orphans = march.lose(1)
+    assert orphans
+    march.regroup([0, 2], place(num_experts, 2, "round_robin").owners)
+    for index in orphans:
+        march.submit(index, 2)
+    march.steps(5)
+    march.start(1, 3)
+    owners = [2, 1, 0, 0, 2, 1, 0, 1][:num_experts]
+    march.regroup([0, 1, 2], owners)
+    for rank in range(3):
+        assert march.executors[rank].experts_held() == [[e for e, o in enumerate(owners) if o == rank]]
+    for index in range(NUM_REQUESTS // 2, NUM_REQUESTS):
+        march.submit(index, index % 3)
+    march.steps(60)
+    assert [march.outputs[index] for index in range(NUM_REQUESTS)] == reference

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+
+import pytest
+
+from coordinator.own_memory import private_memory
+from engine.scheduling import deep_thread
+from engine.scheduling.deep_thread import DeepThread
+from tests.waiting import until
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+def panic() -> None:
+    raise Panic("in Rust")
+
+
+def test_a_panic_reaches_whoever_waits_and_not_the_next() -> None:
+    thread = DeepThread("test")
+    failed, after = thread.submit(panic), thread.submit(lambda: 7)
+    with pytest.raises(Panic):
+        failed.result(10)
+    assert after.result(10) == 7
+
+
+def test_an_idle_thread_ends_and_the_next_task_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_thread, "IDLE", 0.05)
+    idle = []
+    thread = DeepThread("test", on_idle=lambda: idle.append(True))
+    first = thread.submit(threading.current_thread).result(10)
+    until(lambda: not first.is_alive())
+    assert idle == [True]
+    assert thread.submit(threading.current_thread).result(10) is not first
+
+
+def test_what_a_deep_recursion_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the stack: the library descends into what clients send."""
+    monkeypatch.setattr(deep_thread, "IDLE", 0.05)
+    thread = DeepThread("test")
+    before = private_memory()
+    size, ran = thread.submit(lambda: (descend(20_000), threading.current_thread())).result(20)
+    assert size - before > 16 << 20
+    until(lambda: not ran.is_alive())
+    until(lambda: private_memory() - before < 8 << 20)
+
+
+def descend(depth: int) -> int:
+    """Bytes of the process at this depth of C calls."""
+    call = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
+
+    def deeper(left: int) -> int:
+        return private_memory() if left == 0 else step(left - 1)
+
+    step = call(deeper)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * depth)
+    try:
+        return int(step(depth))
+    finally:
+        sys.setrecursionlimit(limit)

@@ -1,0 +1,85 @@
+"""How many tokens of prompts go beside those that decode."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.scheduling.prompt_share import PromptShare
+from tests.engine.scheduling.test_scheduler import Bench, tokens
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "wanted"), [(0.1, 128), (1.1, 128), (1.6, 80), (2.2, 64), (4.0, 32), (50.0, 32)]
+)
+def test_others_wait_a_seventh_of_a_second_or_for_the_least_that_pays(
+    milliseconds: float, wanted: int
+) -> None:
+    share = PromptShare(128)
+    assert share.tokens == 128, "until it is known how long they take"
+    rng = random.Random(1)
+    for _ in range(40):
+        count = rng.randrange(32, 200)
+        share.took(count, count * milliseconds * 1e-3)
+    assert share.tokens == wanted
+
+
+def test_what_was_slow_once_is_soon_forgotten() -> None:
+    share = PromptShare(128)
+    share.took(128, 6.0)  # memory that nobody had touched
+    assert share.tokens == 32
+    for _ in range(10):
+        share.took(64, 0.064)
+    assert share.tokens == 128
+    share.took(64, 8.0)  # the machine stood still
+    assert share.tokens == 32
+    for _ in range(10):
+        share.took(64, 0.064)
+    assert share.tokens == 128
+
+
+def test_a_machine_that_stays_slow_is_believed() -> None:
+    share = PromptShare(128)
+    share.took(128, 0.128)
+    counts = []
+    for _ in range(60):
+        share.took(64, 0.15)
+        counts.append(share.tokens)
+    assert counts[0] == 128
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 64
+
+
+def test_steps_of_few_tokens_say_nothing() -> None:
+    share = PromptShare(128)
+    share.took(31, 3.0)
+    assert share.tokens == 128
+
+
+def test_a_number_that_somebody_chose_is_kept() -> None:
+    share = PromptShare(512, is_bound=False)
+    share.took(512, 100.0)
+    assert share.tokens == 512
+    assert SchedulerConfig().fewer_where_slow()
+    assert not SchedulerConfig(max_num_batched_tokens=2048).fewer_where_slow()
+    assert not SchedulerConfig().fewer_where_slow(has_gpu=True)
+
+
+def test_the_scheduler_cuts_prompts_by_the_time_of_its_steps() -> None:
+    bench = Bench(budget=256, num_blocks=200, prompt_tokens_beside_decodes=128, fewer_where_slow=True)
+    bench.add(tokens(1, 4), max_tokens=50)
+    bench.step()
+    bench.add(tokens(2, 400))
+    assert bench.step() == 1 + 128
+    step = bench.scheduler.schedule()
+    assert step is not None
+    bench.scheduler.timed(step, 129 * 0.002)
+    bench.scheduler.update(step, bench.executor.execute(step))
+    assert bench.step() == 1 + 64
+    step = bench.scheduler.schedule()
+    assert step is not None
+    bench.scheduler.timed(step, 0.0)  # it cannot be, but a clock may stand still
+    bench.scheduler.update(step, bench.executor.execute(step))
+    bench.finish()

@@ -1,0 +1,89 @@
+"""When reports go along with tokens, and when alone: lists of events."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import Counters, Report
+from engine.scheduling.report_policy import WITH_TOKENS, WITHOUT_TOKENS, News, Standing
+
+IDLE = Standing(
+    running=0, waiting=0, waiting_tokens=0, uncached_tokens=0, queued=0,
+    blocks_used=0, generation_tokens=0, steps=0,
+)  # fmt: skip
+
+
+def report_of(standing: Standing, last_dispatch: int) -> Report:
+    counters = Counters(generation_tokens=standing.generation_tokens, steps=standing.steps)
+    return Report(
+        last_dispatch,
+        standing.running,
+        standing.waiting,
+        standing.waiting_tokens,
+        standing.blocks_used,
+        100,
+        counters,
+        uncached_tokens=standing.uncached_tokens,
+        queued=standing.queued,
+    )
+
+
+def told(events: list[tuple[float, int, Standing]]) -> list[float]:
+    """The moments, of those at which tokens are sent, of those that take a report along."""
+    news, found = News(), []
+    for now, last_dispatch, standing in events:
+        if news.go_along(standing, last_dispatch, now):
+            news.told(report_of(standing, last_dispatch), now)
+            found.append(now)
+    return found
+
+
+def test_what_is_chosen_by_goes_with_the_next_tokens_and_counts_from_time_to_time() -> None:
+    one = IDLE._replace(running=1)
+    grown = one._replace(blocks_used=9, generation_tokens=90, steps=90)
+    assert told(
+        [
+            (0.000, 1, one),  # the first word
+            (0.001, 1, grown),
+            (0.002, 2, grown),  # a dispatch is counted now
+            (0.003, 2, grown._replace(waiting=1)),
+            (0.004, 2, grown._replace(waiting=1)),
+            (0.005, 2, grown._replace(waiting=1, waiting_tokens=5)),
+            (0.006, 2, grown._replace(waiting=1, waiting_tokens=5, uncached_tokens=5)),
+            (0.007, 2, grown._replace(waiting=1, waiting_tokens=5, uncached_tokens=5, queued=1)),
+            (0.008, 2, grown),
+            (0.009 + WITH_TOKENS / 2, 2, grown),
+            (0.009 + WITH_TOKENS, 2, grown),
+            (0.010 + WITH_TOKENS, 2, grown),
+        ]
+    ) == [0.000, 0.002, 0.003, 0.005, 0.006, 0.007, 0.008, 0.009 + WITH_TOKENS]
+
+
+def test_alone_only_after_a_while_and_if_it_is_news() -> None:
+    news = News()
+    assert news.may_go_alone(0.0)
+    first = report_of(IDLE, 0)
+    assert news.are_in(first)
+    news.told(first, 1.0)
+    assert not news.may_go_alone(1.0 + WITHOUT_TOKENS / 2)
+    assert news.may_go_alone(1.0 + WITHOUT_TOKENS)
+    assert not news.are_in(first)
+    assert news.are_in(report_of(IDLE._replace(steps=1), 0))
+
+
+STANDINGS = st.builds(Standing, *[st.integers(0, 2)] * 8)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.04), st.integers(0, 2), STANDINGS), max_size=40))
+def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, int, Standing]]) -> None:
+    """And knows the rest as it was a moment ago."""
+    news, now, knows, knew_at = News(), 0.0, report_of(IDLE, 0), float("-inf")
+    for passed, last_dispatch, standing in events:
+        now += passed
+        if news.go_along(standing, last_dispatch, now):
+            knows, knew_at = report_of(standing, last_dispatch), now
+            news.told(knows, now)
+        assert (knows.last_dispatch, knows.running, knows.waiting) == (last_dispatch, *standing[:2])
+        assert (knows.waiting_tokens, knows.uncached_tokens, knows.queued) == standing[2:5]
+        assert now - knew_at < WITH_TOKENS

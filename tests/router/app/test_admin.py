@@ -1,0 +1,223 @@
+"""The admin API: who may enter, what it tells, how commands end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+import pytest
+
+from coordinator.messages import Answer, Drain, Scale, View
+from coordinator.settings import flags
+from router.app.admin import AdminGate, make_admin_app
+from router.app.app import make_app
+from router.config import HttpConfig, ServeConfig
+from router.dispatch.ledger import Flight
+from router.dispatch.pool import Standing
+from router.faults import Event, Faults
+from tests.router.dispatch.test_mesh_parts import member, view
+from tests.router.fake_mesh import FakeMesh, saying
+
+ENDPOINT, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
+
+
+class World:
+    """What a mesh client knows; and a coordinator that answers as told."""
+
+    def __init__(self, view: View | None) -> None:
+        self.view = view
+        self.coordinator_silent_for: float | None = 0.25
+        self.wishes: list[Drain | Scale] = []
+        self.answer: tuple[int, str] | None = (202, "done")
+
+    def standing(self) -> Mapping[int, Standing]:
+        return {0: Standing(attached=True, failures=1, in_flight=3)}
+
+    num_in_flight = 1200
+
+    def flights(self, most: int) -> list[Flight]:
+        return ([Flight("cmpl-x", rank, 5, 7, 2, 0.5) for rank in (1, None)] * 600)[:most]
+
+    async def command(self, wish: Drain | Scale) -> Answer:
+        self.wishes.append(wish)
+        if self.answer is None:
+            raise TimeoutError
+        status, text = self.answer
+        return Answer(command=wish.command, status=status, text=text)
+
+
+def gate(world: World, *keys: str, port: int | None = 9000, api_key: str | None = None) -> AdminGate:
+    faults = Faults()
+    faults.record(Event.RESTART, "engine", "Engine_1 is started again", 5.0)
+    http = HttpConfig(api_key=(api_key,) if api_key else ())
+    endpoint = make_app(FakeMesh(None, saying([])), http)
+    admin = make_admin_app(world, lambda: Faults.merged([faults]), world.command, front_end=1)
+    return AdminGate(endpoint, admin, port=port, keys=keys)
+
+
+def ask(app: Any, method: str, url: str, **arguments: Any) -> httpx2.Response:
+    async def send() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app)) as client:
+            return await client.request(method, url, **arguments)
+
+    return asyncio.run(send())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_the_world() -> None:
+    answer = ask(gate(World(view(member("a", 0), member("b", 1)))), "GET", f"{ADMIN}/admin/world").json()
+    assert (answer["epoch"], answer["size"], answer["front_end"]) == (1, 2, 1)
+    assert answer["coordinator_silent_for"] == 0.25
+    first, second = answer["instances"]
+    assert (first["rank"], first["state"], first["load"]["running"]) == (0, "ready", 0)
+    assert first["router"] == {"attached": True, "failures": 1, "in_flight": 3}
+    assert second["router"] is None
+    unknown = ask(gate(World(None)), "GET", f"{ADMIN}/admin/world")
+    assert unknown.status_code == 503
+    assert unknown.headers["retry-after"] == "1"
+
+
+def test_the_requests() -> None:
+    answer = ask(gate(World(None)), "GET", f"{ADMIN}/admin/requests").json()
+    assert (answer["front_end"], answer["in_flight"], len(answer["requests"])) == (1, 1200, 1000)
+    told = {"request_id": "cmpl-x", "prompt_tokens": 5, "output_tokens": 7, "attempts": 2, "age": 0.5}
+    assert answer["requests"][:2] == [told | {"rank": rank} for rank in (1, None)]
+
+
+def test_the_faults() -> None:
+    assert ask(gate(World(None)), "GET", f"{ADMIN}/admin/faults").json() == {
+        "detections": {},
+        "restarts": {"engine": 1},
+        "resumes": {},
+        "recent": [
+            {
+                "at": 5.0,
+                "event": "restart",
+                "kind": "engine",
+                "count": 1,
+                "text": "Engine_1 is started again",
+            }
+        ],
+    }
+
+
+def test_commands_are_passed_on() -> None:
+    world = World(None)
+    done = ask(gate(world), "POST", f"{ADMIN}/admin/drain", json={"rank": 1, "timeout": 2.5, "force": True})
+    assert (done.status_code, done.json()) == (202, {"accepted": True, "text": "done"})
+    ask(gate(world), "POST", f"{ADMIN}/admin/scale", json={"n": 3})
+    drain, scale = world.wishes
+    assert isinstance(drain, Drain)
+    assert (drain.rank, drain.timeout, drain.force) == (1, 2.5, True)
+    assert isinstance(scale, Scale)
+    assert (scale.size, scale.force) == (3, False)
+    assert drain.command != scale.command
+
+
+@pytest.mark.parametrize("status", [404, 409, 503])
+def test_what_is_in_the_way_is_told(status: int) -> None:
+    world = World(None)
+    world.answer = (status, "instance 0 is the last one")
+    answer = ask(gate(world), "POST", f"{ADMIN}/admin/drain", json={"rank": 0})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == "instance 0 is the last one"
+    assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_a_coordinator_that_is_away() -> None:
+    world = World(None)
+    world.answer = None
+    answer = ask(gate(world), "POST", f"{ADMIN}/admin/scale", json={"n": 2})
+    assert answer.status_code == 503
+    assert "it may have been done or begun" in answer.json()["error"]["message"], "serve answers late"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("drain", {}, "rank"),
+        ("drain", {"rank": -1}, "rank"),
+        ("drain", {"rank": 0, "timeout": -1}, "timeout"),
+        ("drain", {"rank": 0, "when": "now"}, "when"),
+        ("drain", {"rank": 2**70}, "rank"),
+        ("scale", {"n": 0}, "n"),
+        ("scale", {"n": 2**70}, "n"),
+        ("scale", {"n": "two"}, "n"),
+        ("scale", [3], "object"),
+    ],
+)
+def test_bad_bodies(path: str, body: object, word: str) -> None:
+    world = World(None)
+    answer = ask(gate(world), "POST", f"{ADMIN}/admin/{path}", json=body)
+    assert answer.status_code == 400
+    assert word in answer.json()["error"]["message"]
+    assert not world.wishes
+
+
+def test_clients_of_the_endpoint_do_not_get_in() -> None:
+    world = World(view(member("a", 0)))
+    for app in (gate(world), gate(world, port=None)):
+        answer = ask(app, "POST", f"{ENDPOINT}/admin/drain", json={"rank": 0})
+        assert answer.status_code == 404
+    assert not world.wishes
+
+
+def test_the_admin_port_has_nothing_else() -> None:
+    app = gate(World(None))
+    assert ask(app, "GET", f"{ADMIN}/v1/models").status_code == 404
+    assert ask(app, "GET", f"{ADMIN}/metrics").status_code == 200
+    assert ask(app, "GET", f"{ADMIN}/admin/nothing").status_code == 404
+    assert ask(app, "GET", f"{ADMIN}/admin/world/").status_code == 404
+    assert ask(app, "GET", f"{ADMIN}/admin/drain").status_code == 405
+
+
+def test_a_key_opens_it_on_both_ports_and_clients_keys_do_not() -> None:
+    world = World(view(member("a", 0)))
+    app = gate(world, "root", api_key="client")
+    for url in (ENDPOINT, ADMIN):
+        assert ask(app, "GET", f"{url}/admin/world").status_code == 401
+        assert ask(app, "GET", f"{url}/admin/world", headers=bearer("client")).status_code == 401
+        assert ask(app, "GET", f"{url}/admin/world", headers=bearer("root")).status_code == 200
+    assert ask(app, "GET", f"{ENDPOINT}/v1/models", headers=bearer("root")).status_code == 401
+    assert ask(gate(world, api_key="client"), "GET", f"{ADMIN}/admin/world").status_code == 200
+
+
+def test_web_pages_need_the_key() -> None:
+    world = World(view(member("a", 0)))
+    origin = {"origin": "http://evil.example"}
+    assert ask(gate(world), "GET", f"{ADMIN}/admin/world", headers=origin).status_code == 403
+    form = ask(gate(world), "POST", f"{ADMIN}/admin/drain", data={"rank": "0"})
+    assert form.status_code == 400
+    assert not world.wishes
+    app = gate(world, "root")
+    assert ask(app, "GET", f"{ADMIN}/admin/world", headers={**origin, **bearer("root")}).status_code == 200
+
+
+def test_sites_of_other_names_need_the_key() -> None:
+    """Their names may be made to mean 127.0.0.1 once their pages are loaded."""
+    world = World(view(member("a", 0)))
+    for host, status in (("site.example:9000", 403), ("localhost:9000", 200), ("127.0.0.1", 200)):
+        assert ask(gate(world), "GET", f"{ADMIN}/admin/world", headers={"host": host}).status_code == status
+    drain = {"headers": {"host": "site.example"}, "json": {"rank": 0}}
+    assert ask(gate(world), "POST", f"{ADMIN}/admin/drain", **drain).status_code == 403
+    assert not world.wishes
+    named = {"host": "site.example", **bearer("root")}
+    assert ask(gate(world, "root"), "GET", f"{ADMIN}/admin/world", headers=named).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--admin-port", "9000", "--admin-host", "0.0.0.0"], "give --admin-api-key"),
+        (["--admin-port", "8000"], "--admin-port 8000 is --port, too"),
+    ],
+)
+def test_settings_that_clash(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags.parse(ServeConfig, argv, prog="serve", description="")
+    assert problem in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""The pure parts of the mesh client: pool, policy, ledger."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coordinator.messages import Load, Member, State, View
+from engine.messages import Capacity, Counters, Delta, FinishReason, Report
+from engine.sampling import SamplingParams
+from router.dispatch import policy
+from router.dispatch.chooser import Chooser
+from router.dispatch.ledger import Entry, Ledger, Loss
+from router.dispatch.policy import Candidate
+from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
+from router.mesh import MeshError, Prompt
+
+
+def member(name: str, rank: int, state: State = State.READY, address: str = "tcp://a:1") -> Member:
+    return Member(
+        instance=name, rank=rank, state=state, phase="serving", address=address, host="h", pid=1, load=Load()
+    )
+
+
+def view(*members: Member) -> View:
+    return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
+
+
+def report(last_dispatch: int, running: int = 0, waiting: int = 0, waiting_tokens: int = 0) -> Report:
+    return Report(
+        last_dispatch, running, waiting, waiting_tokens, 0, 10, Counters(), uncached_tokens=waiting_tokens
+    )
+
+
+def candidate(rank: int, **fields: object) -> Candidate:
+    return Candidate(
+        **{  # type: ignore[arg-type]
+            "rank": rank,
+            "ready": True,
+            "stalled_for": 0.0,
+            "waiting_tokens": 0,
+            "requests": 0,
+            "dispatches": 0,
+            **fields,
+        }
+    )
+
+
+def take(ledger: Ledger, instance: str, delta: Delta) -> tuple[Entry, Delta] | None:
+    """As the client does it with what comes from an instance."""
+    entry = ledger.at(instance).get(delta.request)
+    return None if entry is None else (entry, ledger.book(entry, delta))
+
+
+# ---- pool
+
+
+def test_who_has_just_come_is_waited_for_and_not_for_long() -> None:
+    pool = Pool()
+    chooser = Chooser(pool, Ledger())
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+    assert not chooser.may_soon_choose(entry, 10.0), "nobody is there"
+    pool.apply(view(member("a", 0, State.LOADING)), 10.0)
+    assert not chooser.may_soon_choose(entry, 10.0)
+    pool.apply(view(member("a", 0)), 11.0)
+    with pytest.raises(MeshError):
+        chooser.choose(entry, 11.0)
+    assert chooser.may_soon_choose(entry, 11.0), "it serves, but has not answered on our connection yet"
+    assert not chooser.may_soon_choose(entry, 10.0 + ANSWER_TIMEOUT)
+    (instance,) = pool
+    instance.attached = True
+    assert chooser.choose(entry, 11.0) is instance
+    assert not chooser.may_soon_choose(entry, 11.0)
+
+
+def test_an_instance_without_a_group_is_not_idle_for_ever() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0)), 1.0)
+    (instance,) = pool
+    assert instance.idle_since is None
+    for now in (2.0, 3.0):
+        pool.apply(view(member("a", 0, State.LOADED)), now)
+        assert instance.idle_since == 2.0
+    assert pool.without_group(61.0, 60.0) == []
+    assert pool.without_group(62.5, 60.0) == [instance]
+    pool.apply(view(member("a", 0)), 63.0)
+    assert instance.idle_since is None
+    assert pool.without_group(200.0, 60.0) == []
+
+
+def capacity(num_blocks: int) -> Capacity:
+    return Capacity(
+        block_size=16,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        max_num_queued_reqs=9,
+    )
+
+
+def test_who_holds_a_request_is_preferred() -> None:
+    """Instances of one mesh may have KV caches of different sizes."""
+    pool = Pool()
+    chooser = Chooser(pool, Ledger())
+    pool.apply(view(member("small", 0), member("large", 1)), 0.0)
+    small, large = pool
+    for instance, num_blocks in ((small, 4), (large, 8)):
+        instance.attached, instance.capacity = True, capacity(num_blocks)
+
+    def entry(tokens: int, *, owed: bool = False) -> Entry:
+        prompt = Prompt(request_id="r", prompt_ids=[1] * tokens, params=SamplingParams(), seed=9)
+        return Entry(prompt, owed=owed)
+
+    for _ in range(8):
+        large.dispatch(1, 0.0)
+    assert chooser.choose(entry(63), 0.0) is small, "it has less to do"
+    assert chooser.choose(entry(64), 0.0) is large
+    assert chooser.choose(entry(500), 0.0) in (small, large), "whoever gets it says what is wrong"
+    large.attached = False
+    with pytest.raises(MeshError, match="no instance that is ready holds the 100 tokens") as caught:
+        chooser.choose(entry(100, owed=True), 0.0)
+    assert caught.value.status == 503
+
+
+def test_a_report_never_hides_or_doubles_a_dispatch() -> None:
+    instance = Instance(member("a", 0))
+    numbers = [instance.dispatch(tokens, 0.0) for tokens in (100, 50, 25)]
+    assert numbers == [1, 2, 3]
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
+    instance.take_report(report(2, waiting=2, waiting_tokens=150), 0.0)
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (175, 3)
+    instance.take_report(report(3, running=3), 0.0)
+    assert (instance.candidate(0.0).waiting_tokens, instance.candidate(0.0).requests) == (0, 3)
+    instance.take_report(report(3), 0.0)
+    assert instance.candidate(0.0).requests == 0
+
+
+def test_the_pool_follows_the_view() -> None:
+    pool = Pool()
+    changes = pool.apply(view(member("a", 0), member("b", 1, State.LOADING, address="")), 0.0)
+    assert [instance.name for instance in changes.added] == ["a"], "b cannot be reached yet"
+    pool.apply(view(member("a", 0, State.DRAINING), member("b", 1)), 0.0)
+    first, second = pool
+    first.attached = second.attached = True
+    assert [first.ready, second.ready] == [False, True]
+    changes = pool.apply(view(member("b", 1), member("a2", 0)), 0.0)
+    assert [instance.name for instance in changes.removed] == ["a"]
+    assert repr(pool) == "<Pool 1:ready 0:ready>"
+    restarted = pool.with_rank(0)
+    assert restarted is not None
+    assert restarted.name == "a2"
+
+
+def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    assert pool.apply(msgspec.structs.replace(view(member("b", 1)), complete=False), 0.0).removed == []
+    assert [instance.name for instance in pool.apply(view(member("b", 1)), 0.0).removed] == ["a"]
+
+
+def test_a_rank_has_one_holder_also_while_the_coordinator_does_not_know_all() -> None:
+    """Else the new one would be chosen by its rank, and the dead one that had it be sent to."""
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    starting = member("a2", 0, State.LOADING, address="")
+    changes = pool.apply(msgspec.structs.replace(view(starting), complete=False), 0.0)
+    assert [instance.name for instance in changes.removed] == ["a"]
+    assert [instance.name for instance in pool] == ["b"], "of whose rank nothing is known"
+    pool.apply(msgspec.structs.replace(view(member("a2", 0)), complete=False), 0.0)
+    for instance in pool:
+        instance.attached = instance.name == "a2"
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+    assert Chooser(pool, Ledger()).choose(entry, 0.0).name == "a2"
+
+
+def test_who_says_that_it_leaves_gets_nothing_more_whatever_the_view_says() -> None:
+    pool = Pool()
+    pool.apply(view(member("a", 0), member("b", 1)), 0.0)
+    for instance in pool:
+        instance.attached, instance.leaves = True, instance.name == "a"
+    chooser = Chooser(pool, Ledger())
+    entry = Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9), owed=True)
+    entry.failed_ranks = frozenset({0, 1})
+    assert chooser.choose(entry, 0.0).name == "b"
+    pool.apply(view(member("a", 0)), 0.0)
+    with pytest.raises(MeshError):
+        chooser.choose(entry, 0.0)
+
+
+def test_who_reports_steps_does_not_stand_still_whatever_an_old_view_says() -> None:
+    pool = Pool()
+    stalled = member("a", 0)
+    stalled = msgspec.structs.replace(stalled, load=msgspec.structs.replace(stalled.load, stalled_for=20.0))
+    pool.apply(view(stalled), 0.0)
+    (instance,) = pool
+
+    def after(steps: int) -> Report:
+        return Report(0, 1, 0, 0, 0, 10, Counters(steps=steps))
+
+    for steps in (7, 7):
+        instance.take_report(after(steps), 1.0)
+        assert instance.candidate(1.0).stalled_for == 20.0
+    instance.take_report(after(8), 2.0)
+    assert instance.candidate(2.0).stalled_for == 0.0
+    pool.apply(view(stalled), 3.0)
+    assert instance.candidate(3.0).stalled_for == 20.0
+
+
+# ---- policy
+
+
+def test_only_ready_moving_instances_are_eligible() -> None:
+    candidates = [candidate(0, ready=False), candidate(1, stalled_for=60.0), candidate(2), candidate(3)]
+    assert [c.rank for c in policy.eligible(candidates)] == [2, 3]
+    assert [c.rank for c in policy.eligible(candidates, frozenset({2}))] == [3]
+    assert [c.rank for c in policy.eligible(candidates, frozenset({2, 3}))] == [2, 3], "better than nobody"
+
+
+# ---- ledger
+
+
+def entry() -> Entry:
+    return Entry(Prompt(request_id="r", prompt_ids=[1, 2, 3], params=SamplingParams(), seed=9))
+
+
+def test_a_request_resumes_from_what_was_passed_on() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    assert take(ledger, "a", Delta(1, [10])) is not None
+    assert take(ledger, "a", Delta(1, [11])) is not None
+    ledger.place(request, "b", 7)
+    submit = request.submit(7)
+    assert (submit.request, submit.prompt_ids, submit.output_ids, submit.seed) == (7, [1, 2, 3], [10, 11], 9)
+    assert request.work == 5
+    assert take(ledger, "a", Delta(1, [99])) is None, "a late answer of the lost instance"
+    taken = take(ledger, "b", Delta(7, [12], FinishReason.LENGTH))
+    assert taken is not None
+    assert request.emitted == [10, 11, 12]
+    assert len(ledger) == 0
+
+
+def test_a_loss_is_over_when_all_its_requests_have_a_token_again() -> None:
+    loss, requests = Loss(rank=2, at=10.0, away=3), [entry() for _ in range(3)]
+    for request in requests:
+        request.moves(loss)
+    requests[0].emitted = [7, 8]
+    assert requests[0].returns(Delta(1, [8], num_cached_tokens=1), 10.25) is None
+    assert requests[0].returns(Delta(1, [9]), 10.5) is None, "once only"
+    requests[1].ends_its_move()  # its client is gone
+    requests[2].emitted = [7]
+    assert requests[2].returns(Delta(1, [7]), 10.5) is loss
+    text = "2 requests of instance 2 are back after 250 to 500 ms: 6 tokens computed again, 1 were cached"
+    assert str(loss) == text
+
+
+def test_tries_that_give_tokens_are_not_fruitless() -> None:
+    ledger, request = Ledger(), entry()
+    for number in range(1, 4):
+        ledger.place(request, "a", number)
+    assert (request.attempts, request.fruitless) == (3, 3)
+    take(ledger, "a", Delta(3, [10]))
+    ledger.place(request, "b", 1)
+    assert (request.attempts, request.fruitless) == (4, 1)
+
+
+def test_tries_that_the_request_did_not_end_are_not_fruitless() -> None:
+    ledger, request = Ledger(), entry()
+    for instance in ("a", "b"):
+        ledger.place(request, instance, 1)
+    request.uncount_try()
+    assert (request.attempts, request.fruitless) == (2, 1)
+    ledger.place(request, "c", 1)
+    take(ledger, "c", Delta(1, [10]))
+    request.uncount_try()
+    assert request.fruitless == 0
+
+
+def test_who_failed_a_request_is_avoided_until_it_has_a_token_again() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    request.uncount_try()  # it was refused
+    request.failed_at(0)
+    ledger.place(request, "b", 1)
+    request.uncount_try()
+    request.failed_at(1)
+    assert request.failed_ranks == {0, 1}
+    ledger.place(request, "c", 1)
+    take(ledger, "c", Delta(1, [10]))
+    request.failed_at(2)
+    assert request.failed_ranks == {2}
+
+
+def test_who_moves_twice_counts_for_the_later_loss() -> None:
+    first, second, request = Loss(0, 1.0, 1), Loss(1, 2.0, 1), entry()
+    request.moves(first)
+    request.moves(second)
+    assert first.away == 0
+    assert request.returns(Delta(1, []), 3.0) is second
+    assert second.waits == [1.0]
+
+
+def test_dropping_tells_where_to_abort() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 4)
+    assert (ledger.of_instance("a")) == [request]
+    assert ledger.find("a", 4) is request
+    assert ledger.drop(request) == ("a", 4)
+    assert ledger.drop(request) is None
+    assert repr(ledger) == "<Ledger 0 in flight>"
+
+
+def test_prompt_logprobs_are_told_once() -> None:
+    ledger, request = Ledger(), entry()
+    ledger.place(request, "a", 1)
+    first = take(ledger, "a", Delta(1, [10], prompt_logprobs=[None]))
+    assert first is not None
+    assert first[1].prompt_logprobs == [None]
+    ledger.place(request, "b", 1)
+    second = take(ledger, "b", Delta(1, [11], prompt_logprobs=[None]))
+    assert second is not None
+    assert second[1].prompt_logprobs is None

@@ -1,0 +1,96 @@
+"""How long ``lockstep drain`` waits, and what it says of an instance that stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from coordinator.messages import Load, Member, State, View
+from router.tools.operate import (
+    LEAVE_TIMEOUT,
+    WAIT_TIMEOUT,
+    DrainConfig,
+    _has_size,
+    _is_gone,
+    _why_it_stays,
+    main_drain,
+    main_scale,
+)
+
+
+def view(*members: Member) -> View:
+    return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
+
+
+def member(name: str, rank: int, state: State, load: Load) -> Member:
+    return Member(
+        instance=name, rank=rank, state=state, phase="", address="", host="alpha", pid=77, load=load
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, WAIT_TIMEOUT),
+        ({"timeout": 5.0}, 5.0 + LEAVE_TIMEOUT),
+        ({"timeout": 5.0, "wait_timeout": 2.0}, 2.0),
+    ],
+)
+def test_it_never_waits_without_end(given: dict[str, float], seconds: float) -> None:
+    assert DrainConfig(rank=1, **given).patience == seconds  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--no-wait waits for nothing"):
+        DrainConfig(rank=1, wait=False, wait_timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (Load(running=2, waiting=1), "2 requests run and 1 wait there.* lockstep drain 1 --timeout 0"),
+        (Load(running=2, stalled_for=9.0), "no step has ended for 9 s.* kill -9 77 on alpha"),
+        (Load(), "0 requests run and 0 wait there.* its log says what it waits for"),
+    ],
+)
+def test_what_still_runs_is_said(load: Load, says: str) -> None:
+    before = view(member("a", 0, State.READY, Load()), member("b", 1, State.READY, load))
+    now = view(member("a", 0, State.READY, Load()), member("b", 1, State.DRAINING, load))
+    assert not _is_gone(before, 1)(now)
+    said = _why_it_stays(before, now, 1)
+    assert said.startswith("instance 1 is draining, ")
+    assert re.search(says, said)
+
+
+def test_another_instance_of_its_rank_is_not_the_one_that_was_told() -> None:
+    before = view(member("b", 1, State.READY, Load()))
+    successor = view(member("c", 1, State.READY, Load(running=1)))
+    assert _is_gone(before, 1)(successor)
+    assert "gone by now" in _why_it_stays(before, successor, 1)
+
+
+def test_a_coordinator_that_has_just_been_started_again_knows_nobody_yet() -> None:
+    ready = [member("ab"[rank], rank, State.READY, Load()) for rank in (0, 1)]
+    before, early = view(*ready), msgspec.structs.replace(view(*ready[:1]), complete=False)
+    assert not _is_gone(before, 1)(early)
+    assert "has not heard of instance 1 yet" in _why_it_stays(before, early, 1)
+    assert not _has_size(1)(early), "1 may still be there"
+    assert _is_gone(before, 1)(view(*ready[:1]))
+    assert _has_size(1)(view(*ready[:1]))
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "said"),
+    [
+        (main_scale, ["0"], "lockstep scale: error: SIZE: Expected `int` >= 1"),
+        (main_scale, ["many"], "lockstep scale: error: SIZE must be a number, not 'many'"),
+        (main_drain, ["x"], "lockstep drain: error: RANK must be a number, not 'x'"),
+    ],
+)
+def test_errors_name_what_was_given(
+    command: Callable[[list[str]], int], argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
