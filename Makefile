@@ -11,8 +11,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # Files with tests that start processes. The longest comes first and short ones last, so that the two processes which
 # take file after file end at about the same time.
 MESH_FILES = $(sort $(shell grep -rl 'mark\.mesh' tests --include='test_*.py'))
-MESH_SHORT = tests/engine/% tests/parallel/% $(patsubst %,tests/mesh/test_%.py,apis bad_input observability structured wheel)
-MESH_TESTS = tests/mesh/test_chaos.py $(filter-out tests/mesh/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
+MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
+             $(patsubst %,tests/mesh/clients/test_%.py,apis bad_input observability structured)
+MESH_TESTS = tests/mesh/faults/test_chaos.py $(filter-out tests/mesh/faults/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
              $(filter $(MESH_SHORT),$(MESH_FILES))
 
 .PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
@@ -39,70 +40,70 @@ format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## collectives, then other serving systems (examples/install_peers.sh first): about a quarter of an hour
-	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json
+bench: $(STAMP)  ## collectives, then other serving systems (examples/benchmarks/install_peers.sh first): about a quarter of an hour
+	$(BIN)/python examples/benchmarks/bench_collectives.py --output-json build/bench-collectives.json
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python examples/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_peers.py --output-json build/bench-peers.json --plots build/plots $(ARGS)
 
 bench-collectives: $(STAMP)  ## gloo and shared memory side by side, 64 bytes to 4 MB, 2 and 4 members
-	$(BIN)/python examples/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_collectives.py --output-json build/bench-collectives.json $(ARGS)
 
 bench-growth: $(STAMP)  ## tokens per second against requests at once, context and instances, as plots (about five minutes)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python examples/bench_growth.py --output-json build/bench-growth.json --plots build/plots $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_growth.py --output-json build/bench-growth.json --plots build/plots $(ARGS)
 
 bench-kv-room: $(STAMP)  ## what -tp and -pp do to the room for the KV cache, and to throughput
-	$(BIN)/python examples/make_bench_models.py build/models dense-small
-	$(BIN)/python examples/bench_kv_room.py --model build/models/dense-small --worker-memory 70M --output-json build/bench-kv-room.json $(ARGS)
+	$(BIN)/python examples/benchmarks/make_bench_models.py build/models dense-small
+	$(BIN)/python examples/benchmarks/bench_kv_room.py --model build/models/dense-small --worker-memory 70M --output-json build/bench-kv-room.json $(ARGS)
 
 bench-lockstep: $(STAMP)  ## experts spread over two instances against not: throughput, step times (about a quarter of an hour)
-	$(BIN)/python examples/bench_lockstep.py --output-json build/bench-lockstep.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_lockstep.py --output-json build/bench-lockstep.json $(ARGS)
 
 bench-overhead: $(STAMP)  ## CPU time of a step beside the model
-	$(BIN)/python examples/bench_overhead.py --output-json build/bench-overhead.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_overhead.py --output-json build/bench-overhead.json $(ARGS)
 
 bench-router: $(STAMP)  ## CPU of a front end per token and per request, beside sglang-router's and vLLM's where installed
-	$(BIN)/python examples/bench_router.py --output-json build/bench-router.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_router.py --output-json build/bench-router.json $(ARGS)
 
 bench-serving: $(STAMP)  ## the load generator against the shipped model: table and JSON
-	$(BIN)/python examples/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_serving.py --serve "-dp 2" --ignore-eos --concurrency 1 8 32 --output-json build/bench-serving.json $(ARGS)
 
 bench-wake: $(STAMP)  ## what the first token after a sleep costs
-	$(BIN)/python examples/bench_wake.py --output-json build/bench-wake.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_wake.py --output-json build/bench-wake.json $(ARGS)
 
 bench-startup: $(STAMP)  ## from the command line to the first token, and where the time goes
-	$(BIN)/python examples/bench_startup.py --output-json build/bench-startup.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_startup.py --output-json build/bench-startup.json $(ARGS)
 
 bench-structured: $(STAMP)  ## what structured outputs cost: masks per step, compiling schemas
-	$(BIN)/python examples/bench_structured.py --output-json build/bench-structured.json $(ARGS)
+	$(BIN)/python examples/benchmarks/bench_structured.py --output-json build/bench-structured.json $(ARGS)
 
 structured: $(STAMP)  ## 200 JSON schemas at temperature 1, every answer validated, and again while an instance is killed
-	$(BIN)/python -m tests.mesh.structured --schemas 200 --kill $(ARGS)
+	$(BIN)/python -m tests.mesh.clients.structured --schemas 200 --kill $(ARGS)
 
 soak: $(STAMP)  ## ten minutes of bursts and gaps on a mesh in lockstep; fails if anything is lost
-	$(BIN)/python examples/soak.py --minutes 10 --output-json build/soak.json $(ARGS)
+	$(BIN)/python examples/benchmarks/soak.py --minutes 10 --output-json build/soak.json $(ARGS)
 
 chaos: $(STAMP)  ## two minutes (--seconds) of deaths, stops, joins and leaves under load, checked token for token
-	$(BIN)/python -m tests.mesh.chaos $(ARGS)
+	$(BIN)/python -m tests.mesh.faults.chaos $(ARGS)
 
 fuzz: $(STAMP)  ## many requests made of the OpenAPI document, wrong ones most of all: no 5xx
 	LOCKSTEP_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/router/app/test_openapi_fuzz.py $(ARGS)
 
 crowd: $(STAMP)  ## 1,000 clients at once that stall, leave and send garbage; fails if anything is left of them
-	$(BIN)/python -m tests.mesh.crowd $(ARGS)
+	$(BIN)/python -m tests.mesh.faults.crowd $(ARGS)
 
 clients: $(STAMP)  ## openai, anthropic, langchain, lm-eval and others, each in its own environment (4 GB) against one mesh
 	$(BIN)/python examples/clients/run.py $(ARGS)
 
 screenshots: $(STAMP)  ## the pictures of the page in docs/ (needs chromium)
-	LOCKSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/mesh/test_dashboard.py $(ARGS)
+	LOCKSTEP_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/mesh/clients/test_dashboard.py $(ARGS)
 
 kills: $(STAMP)  ## 20 kills each of MoE, two of four, tp and dense instances under 32 streams: what is lost (nothing), and how long it takes
-	$(BIN)/python -m tests.mesh.kills --output-json build/kills.json $(ARGS)
+	$(BIN)/python -m tests.mesh.faults.kills --output-json build/kills.json $(ARGS)
 
 joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, and throughput in a plot
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m tests.mesh.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
+	$(BIN)/python -m tests.mesh.faults.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
 nightly: $(STAMP)  ## what takes too long for each push: native kernels at 20,000 positions of each family, and all families in every layout
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
@@ -112,7 +113,7 @@ simulate: $(STAMP)  ## 50,000 schedules of the protocol with deaths, stops, join
 	$(BIN)/python -m tests.simulator.elastic --schedules 50000 --jobs 2 $(ARGS)
 
 model: $(STAMP)  ## train the shipped model again (about an hour)
-	$(BIN)/python examples/train_model.py $(ARGS)
+	$(BIN)/python examples/training/train_model.py $(ARGS)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer")'

@@ -2,7 +2,7 @@
 """Kill an instance of a mesh while it streams, and see every stream go on.
 
     python examples/kill_a_rank.py
-    python examples/kill_a_rank.py --record docs/kill_a_rank.svg
+    python examples/kill_a_rank.py --record docs/images/kill_a_rank.svg
 
 Starts ``serve -dp 3 -ep`` on the shipped model: its experts are spread over three instances, so that none can
 compute a step alone. A few requests run twice, greedy ones and seeded samples: first undisturbed, then one of

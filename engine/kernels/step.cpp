@@ -6,7 +6,7 @@
 // the same layout, so attention is the same inner loop: keys are a panel of 16 "outputs" (scores), values a
 // panel along their keys. Every output is summed in one fixed order, whatever else is in the batch.
 //
-// This file and the headers beside it need nothing but OpenMP; program.py writes the operations, docs/kernels.md
+// This file and the headers beside it need nothing but OpenMP; program.py writes the operations, docs/design/kernels.md
 // explains.
 
 #include <omp.h>

@@ -1,1 +1,1 @@
-"""How the shipped model is made, stage by stage; ``examples/train_model.py`` is the command."""
+"""How the shipped model is made, stage by stage; ``examples/training/train_model.py`` is the command."""

@@ -53,7 +53,7 @@ tags: [mixture-of-experts, demonstration]
 A very small mixture-of-experts language model that ships with Lockstep, so that the mesh can be tried, tested
 and measured anywhere with a real model: real routing, real weights, readable text. It is a
 `Qwen3MoeForCausalLM` in the usual hub layout (one tensor per expert and projection) and was trained from
-nothing by `examples/train_model.py`.
+nothing by `examples/training/train_model.py`.
 
 ## Data
 
@@ -99,7 +99,7 @@ part in that one choice.
 To make it again on a Debian machine:
 
     apt-get update
-    python examples/train_model.py {budget} --work /tmp/lockstep-moe --out engine/models/lockstep-moe
+    python examples/training/train_model.py {budget} --work /tmp/lockstep-moe --out engine/models/lockstep-moe
 
 With `--minutes` the number of steps depends on the machine; `--steps {progress.steps}` gives the same
 amount of training anywhere. The weights will be alike, but not the same bit for bit.

@@ -1,4 +1,4 @@
-"""Writes the table of docs/families.md: ``python -m tests.families [FAMILY ...]``.
+"""Writes the table of docs/use/families.md: ``python -m tests.families [FAMILY ...]``.
 
 Each family is tried in a process of its own, so that one that hangs or dies costs its own row only. Rows are
 kept in ``--rows`` as they come; ``--keep`` leaves out families that have one there already.
@@ -21,7 +21,7 @@ from tests.families.measure import EXACT, NONE, REFUSED, Row, measure, quieten
 
 SECONDS = 180.0
 """For one family in all its layouts: most take five."""
-PAGE = Path("docs/families.md")
+PAGE = Path("docs/use/families.md")
 MARK = "<!-- made by python -m tests.families -->"
 """Line of the page after which this writes."""
 

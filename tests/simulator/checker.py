@@ -1,7 +1,7 @@
 """What must hold in every schedule: an observer that sees what instances do, never their insides.
 
 The world tells the checker every header, decision, wake and piece of work as it happens. Each rule is one of
-the proof obligations of docs/lockstep.md. Time is the world's *counted* time, which stands still while any
+the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands still while any
 instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
 """
 

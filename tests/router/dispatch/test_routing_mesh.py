@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from examples.bench_routing import GPU
-from examples.routing.cluster import DELAY, Cluster, Machine
-from examples.routing.outcome import Outcome
-from examples.routing.report import percentile
-from examples.routing.workloads import Arrival, Conversation, words
+from examples.benchmarks.bench_routing import GPU
+from examples.benchmarks.routing.cluster import DELAY, Cluster, Machine
+from examples.benchmarks.routing.outcome import Outcome
+from examples.benchmarks.routing.report import percentile
+from examples.benchmarks.routing.workloads import Arrival, Conversation, words
 
 SMALL = Machine(GPU, num_blocks=600, max_num_seqs=6)
 """So few slots and blocks that requests queue, are preempted, and prefixes are evicted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples.routing.report import key_of, table, verdict
+from examples.benchmarks.routing.report import key_of, table, verdict
 
 
 def runs(policy: str, *p99: float) -> list[dict[str, object]]:

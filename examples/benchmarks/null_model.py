@@ -1,0 +1,149 @@
+"""A model that computes nothing, in a real instance: what is left is the cost of everything else.
+
+``python examples/benchmarks/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances. Each of
+their steps waits for so long as environment variables say, all 0 by default: ``NULL_STEP_MS`` milliseconds,
+and ``NULL_TOKEN_US`` microseconds for each token that it computes and ``NULL_CONTEXT_NS`` nanoseconds for
+each that these see. Waiting takes no core, so such instances stand for some with a device each.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
+STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US", "NULL_CONTEXT_NS"
+
+
+class NullModel:
+    """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
+
+    def __init__(self, vocabulary: int, most: int) -> None:
+        import torch
+
+        self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
+        self._last = 0
+
+    def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
+        return self._logits[: len(wanted)]
+
+    def can_choose(self, _tokens: int, draws: Any) -> bool:
+        return len(draws) == 0
+
+    def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
+        self._last = len(wanted)
+        return self.go_on({})
+
+    def go_on(self, _new_blocks: Any) -> Any:
+        return self._logits[: self._last].numpy().argmax(axis=1).tolist()
+
+
+class NullExecutor:
+    """The part of an executor that an instance without shards or spread experts uses."""
+
+    in_flight, needs_tokens, computes_apart = 1, False, False
+
+    def __init__(
+        self,
+        vocabulary: int,
+        block_size: int,
+        most: int,
+        step_seconds: Callable[[Any], float] = lambda _: 0.0,
+    ) -> None:
+        import torch
+
+        from engine.compute.runner import ModelRunner
+        from engine.model.weights import LoadedModel
+
+        model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
+        null: Any = NullModel(vocabulary, most)
+        self._runner = ModelRunner(model, None, block_size, null)
+        self._vocabulary = vocabulary
+        self._step_seconds = step_seconds
+        self.decode_steps: list[tuple[float, float]] = []
+        """CPU seconds of the loop's thread and of the process when a step of single tokens began."""
+
+    def load(self, _progress: Any) -> Any:
+        from engine.step import KVSpec, ModelFacts
+
+        return ModelFacts(
+            architecture="null",
+            num_parameters=0,
+            weight_bytes=0,
+            vocab_size=self._vocabulary,
+            dtype="float32",
+            device="cpu",
+            kv=KVSpec(num_layers=1, bytes_per_token=1),
+        )
+
+    def free_kv_memory(self) -> int:
+        return 1 << 22
+
+    def execute(self, step: Any, _sizes: Any = ()) -> Any:
+        if all(count == 1 for count in step.counts):
+            self.decode_steps.append((time.thread_time(), time.process_time()))
+        end = time.perf_counter() + self._step_seconds(step)
+        result = self._runner.run(step)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+    def expert_times(self) -> None:
+        return None
+
+    def tokens_per_expert(self) -> dict[int, int]:
+        return {}
+
+    def allocate(self, num_blocks: int) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def set_threads(self, threads: int, cores: Any = ()) -> None: ...
+
+
+def step_time() -> Callable[[Any], float]:
+    """Seconds of a step, by the variables."""
+    names, units = (STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE), (1e-3, 1e-6, 1e-9)
+    each, token, context = (
+        float(os.environ.get(name, "0")) * unit for name, unit in zip(names, units, strict=True)
+    )
+    return lambda step: each + token * step.num_tokens + context * sum(step.ends)
+
+
+def instance(argv: list[str]) -> int:
+    """``python -m engine ARGV`` with such a model."""
+    import engine.host.cores
+    import engine.instance
+    from engine.__main__ import main
+
+    def make_executor(config: Any, info: Any, *_: Any, **__: Any) -> Any:
+        most = max(config.scheduler.max_num_seqs, config.scheduler.token_budget())
+        return NullExecutor(info.vocab_size, config.cache.block_size, most, step_time())
+
+    engine.instance.make_executor = make_executor  # type: ignore[attr-defined]  # imported there
+    engine.host.cores.has_gpu = lambda _: True  # type: ignore[attr-defined]  # it does not slow down others
+    return main(argv)
+
+
+def serve(argv: list[str]) -> int:
+    """``serve ARGV`` with such instances."""
+    from router.launcher.launch import ProcessSpec
+    from router.launcher.serve import main_serve
+
+    real = ProcessSpec.command
+
+    def command(spec: ProcessSpec) -> list[str]:
+        if spec.role != "engine":
+            return real(spec)
+        return [sys.executable, "-P", __file__, "instance", *spec.argv]
+
+    ProcessSpec.command = command  # type: ignore[method-assign]
+    os.environ["LOCKSTEP_FORK_SERVER"] = "0"  # which would make real instances
+    return main_serve(argv)
+
+
+if __name__ == "__main__":
+    sys.exit({"serve": serve, "instance": instance}[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,152 @@
+"""The serving systems that ``bench_peers.py`` compares: how each is started, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PEERS = Path(os.environ.get("PEERS", ROOT / "build" / "peers"))
+CORES = os.cpu_count() or 1
+START_SECONDS = 600.0
+STOP_SECONDS = 30.0
+KV_GIB = 1
+
+
+class NotReady(Exception):
+    """A server ended, or did not become healthy in time; says why."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and
+    ``{python}`` of its command are filled in."""
+
+    command: str
+    environment: dict[str, str] = field(default_factory=dict)
+    peer: str = ""
+    """The environment under build/peers that it needs; none: it is ours."""
+    texts: bool = False
+    """It takes no token ids, ends its streams without [DONE] and knows no ignore_eos."""
+    name: str = "bench"
+    """Of the model in requests; empty: its directory."""
+    most: int = 1 << 30
+    """Requests at once that it is made for."""
+    model_types: tuple[str, ...] = ()
+    """That it serves; none: all."""
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.peer
+
+    def lacks(self, model: Path) -> str:
+        """Why it cannot serve the model; empty if it can."""
+        if self.peer and not (PEERS / self.peer / "bin" / shlex.split(self.command)[0]).exists():
+            return "is not installed (examples/benchmarks/install_peers.sh)"
+        model_type = json.loads((model / "config.json").read_text()).get("model_type", "")
+        if self.model_types and model_type not in self.model_types:
+            return f"is not set up for {model_type} here"
+        return ""
+
+    def words(self, **values: object) -> list[str]:
+        """Its command with all of these, and what is the same for every system."""
+        values |= {"python": sys.executable, "examples": Path(__file__).parent, "drafts": DRAFTS}
+        quoted = {name: shlex.quote(str(value)) for name, value in values.items()}
+        words = shlex.split(self.command.format_map(quoted))
+        if self.peer:
+            words[0] = str(PEERS / self.peer / "bin" / words[0])
+        return words
+
+
+DRAFTS = json.dumps(
+    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+)
+OURS = "{python} -P -m router.launcher.serve {model} --served-model-name bench --dtype {dtype} --port {port}"
+OURS += " --data-parallel-rpc-port {rpc_port}"
+OURS += f" --max-model-len 2048 --disable-access-log --kv-cache-memory-bytes {KV_GIB}G"
+VLLM = "vllm serve {model} --served-model-name bench --dtype {dtype} --host 127.0.0.1 --port {port}"
+VLLM += " --max-model-len 2048"
+HF = "transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype {dtype}"
+HF += " --continuous-batching --cb-num-blocks 64"
+LLAMA = "python {examples}/llama_cpp_server.py {model} --port {port} --threads " + str(CORES)
+KV = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB)}
+SYSTEMS = {
+    "lockstep": System(OURS + " -dp 2 --no-enable-expert-parallel"),
+    "lockstep-dp1": System(OURS + " -dp 1"),
+    "lockstep-drafts": System(OURS + " -dp 1 --speculative-config {drafts}"),
+    "lockstep-ep": System(OURS + " -dp 2 -ep"),
+    "lockstep-pp2": System(OURS + " -pp 2"),
+    "lockstep-tp2": System(OURS + " -tp 2"),
+    "lockstep-tp2-torch": System(OURS + " -tp 2", {"LOCKSTEP_NATIVE_KERNELS": "0"}),
+    "vllm": System(VLLM, KV, peer="vllm"),
+    "vllm-cores": System(VLLM, KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"}, peer="vllm"),
+    "vllm-drafts": System(
+        VLLM + " --speculative-config {drafts}",
+        KV | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{CORES - 1}"},
+        peer="vllm",
+    ),
+    "vllm-dp2": System(
+        VLLM + " --enforce-eager -dp 2 --data-parallel-rpc-port {rpc_port}",
+        KV | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        peer="vllm",
+    ),
+    "vllm-eager": System(VLLM + " --enforce-eager", KV, peer="vllm"),
+    "vllm-pp2": System(VLLM + " -pp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
+    "vllm-tp2": System(VLLM + " -tp 2", KV | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, peer="vllm"),
+    "transformers": System(HF, {"OMP_NUM_THREADS": str(CORES)}, peer="vllm", texts=True, name=""),
+    "llama.cpp": System(LLAMA, peer="llama.cpp", most=1, model_types=("llama",)),
+}
+
+
+@contextlib.contextmanager
+def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """A server as a child, its address and its log; ended with the block, and its children with it."""
+    system = SYSTEMS[name]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port, rpc_port = one.getsockname()[1], other.getsockname()[1]
+    words = system.words(model=model, dtype=dtype, port=port, rpc_port=rpc_port)
+    environment = {**os.environ, "LOCKSTEP_PARENT_PID": str(os.getpid()), "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1"} | system.environment
+    for variable in {"OMP_NUM_THREADS"} - system.environment.keys():
+        environment.pop(variable, None)  # each chooses its own
+    if system.peer:
+        environment.pop("PYTHONPATH", None)
+    with tempfile.NamedTemporaryFile("w+", prefix=f"bench-{name}-", suffix=".log") as log:
+        print(f"starting {name} (log: {log.name})", file=sys.stderr, flush=True)
+        child = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            yield child, f"http://127.0.0.1:{port}", Path(log.name)
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_SECONDS)
+            with contextlib.suppress(ProcessLookupError):  # whatever it left behind
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def until_ready(child: subprocess.Popen[bytes], url: str, log: Path) -> float:
+    """Seconds until it is healthy.
+
+    Raises:
+        NotReady: it ended, or START_SECONDS have passed.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < START_SECONDS and child.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/health", timeout=2) as response:
+            if response.status == 200:
+                return time.monotonic() - began
+        time.sleep(0.2)
+    raise NotReady(f"did not become ready; its log ends with\n{log.read_text(errors='replace')[-2000:]}")

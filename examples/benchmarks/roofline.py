@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Where the time of a step goes, and how far it is from what memory and cores allow.
+
+    python examples/benchmarks/roofline.py build/models/dense-small
+    python examples/benchmarks/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
+
+Loads a model into this process and runs its steps with the native kernels, without any server: decode of
+so many sequences with 160 tokens of context each, prompts, and decode with a piece of a prompt beside it.
+Printed for each step:
+
+    ms          median of the steps' wall time
+    bytes       weights and cached keys and values that the step must read, each once; weights as they are
+                laid out, compressed or not (LOCKSTEP_COMPRESS_WEIGHTS=0)
+    limit ms    the longer of bytes / measured memory bandwidth and operations / measured matrix rate
+    share       limit / ms
+    then        ms by kind of operation, by the kernels' own account
+
+The limits are measured first, on the same threads: reading a GiB, and reading a block of the model's size
+again and again (which a large cache may hold); a product of 1024 x 1024 matrices, in this
+type or in float32, whichever is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
+import numpy as np
+import torch
+
+from engine.attention.base import PackedRows
+from engine.config import ModelConfig
+from engine.kernels import library
+from engine.kernels.cache import NativeCache
+from engine.kernels.decoder import Decoder, Mlp, recognise
+from engine.kernels.operations import Kind
+from engine.kernels.program import Program
+from engine.model.checkpoint import read_model_info
+from engine.model.weights import load_model
+from examples.benchmarks.bench_lockstep import print_table
+from router.tools.bench.report import machine
+
+CONTEXT = 160
+BLOCK = 16
+Rows = list[tuple[int, int]]
+"""(start, count) of each sequence's tokens in a step."""
+
+
+def median_of(action: Callable[[], object], times: int) -> float:
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
+    """Bytes and operations per second that these threads reach."""
+    large = torch.ones(1 << 28, dtype=torch.float32)
+    small = torch.ones(max(1, model_bytes // 4), dtype=torch.float32)
+    matrices = [torch.ones(1024, 1024, dtype=each) for each in {dtype, torch.float32}]  # bfloat16 may be slow
+    return {
+        "memory": large.nbytes / median_of(large.sum, 5),
+        "memory_model_size": small.nbytes / median_of(small.sum, 20),
+        "matrix": max(2 * 1024**3 / median_of(lambda each=each: each @ each, 5) for each in matrices),
+    }
+
+
+def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
+    """Weights that a step with so many tokens reads, and how many products it makes with them if it wants
+    logits of so many. Of the experts those that are chosen if all choose at random."""
+    read = float(decoder.vocab * decoder.hidden)
+    products = wanted * read
+    for layer in decoder.layers:
+        rows = wanted if layer is decoder.layers[-1] else tokens  # behind the last layer's keys and values
+        qkv, own = sum(each.numel() for each in layer.attention.qkv), layer.attention.out.numel()
+        if isinstance(layer.mlp, Mlp):
+            own += sum(each.numel() for each in (layer.mlp.gate, layer.mlp.up, layer.mlp.down))
+        else:
+            moe, one = layer.mlp, 3 * layer.mlp.width * decoder.hidden
+            missed = (1 - moe.top_k / moe.num_experts) ** rows
+            own += moe.router.numel()
+            read += moe.num_experts * (1 - missed) * one
+            products += rows * moe.top_k * one
+        read, products = read + qkv + own, products + tokens * qkv + rows * own
+    return read, products
+
+
+def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np.ndarray]:
+    starts, counts = (np.array(column) for column in zip(*rows, strict=True))
+    positions = np.concatenate([np.arange(start, start + count) for start, count in rows])
+    width = int((starts + counts).max()) // BLOCK + 1
+    tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)
+    ids = (positions * 31 + np.repeat(np.arange(len(rows)), counts) * 977) % vocabulary
+    return PackedRows(starts, counts, tables, positions, int((counts == 1).sum())), ids, np.cumsum(counts) - 1
+
+
+def measure(
+    program: Program, decoder: Decoder, rows: Rows, reach: dict[str, float], times: int
+) -> dict[str, Any]:
+    """One kind of step."""
+    packed, ids, wanted = packed_step(rows, decoder.vocab)
+    program.forward(packed, ids, wanted)
+    before = program.seconds.copy()
+    seconds = median_of(lambda: program.forward(packed, ids, wanted), times)
+    spent = (program.seconds - before) / times
+    size, tokens = decoder.dtype.itemsize, len(ids)
+    read, products = weight_numbers(decoder, tokens, len(wanted))
+    keys = sum(start + count for start, count in rows)
+    pairs = sum(count * (start + (count + 1) / 2) for start, count in rows)
+    cached = sum(2 * layer.attention.kv_heads * layer.attention.dim for layer in decoder.layers)
+    *widths, last = (layer.attention.heads * layer.attention.dim for layer in decoder.layers)
+    operations = 2 * products + 4 * sum(widths) * pairs + 4 * last * keys
+    kept = program.weight_bytes / (program.weight_bytes + program.saved_bytes)
+    num_bytes = (kept * read + cached * keys) * size
+    limit = max(num_bytes / reach["memory"], operations / reach["matrix"])
+    return {
+        "ms": 1000 * seconds,
+        "mb": num_bytes / 1e6,
+        "gflop": operations / 1e9,
+        "limit_ms": 1000 * limit,
+        "share": limit / seconds,
+        "parts_ms": {kind.name.lower(): 1000 * float(spent[kind]) for kind in Kind if spent[kind] > 0},
+    }
+
+
+def beside(text: str) -> tuple[int, int]:
+    """``31:64``: rows that decode, and tokens of a prompt."""
+    rows, _, tokens = text.partition(":")
+    return int(rows), int(tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("model", type=Path, help="a directory")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
+    add("--threads", type=int, default=1, help="(default: %(default)s)")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="of decode (default: %(default)s)")
+    add("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="lengths (default: %(default)s)")
+    add("--beside", type=beside, nargs="*", default=[(31, 64)], metavar="ROWS:TOKENS",
+        help="decode of so many, with so many tokens of a prompt (default: 31:64)")  # fmt: skip
+    add("--times", type=int, default=20, help="of each step (default: %(default)s)")
+    add("--output-json", type=Path, metavar="FILE", help="write all numbers into this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    kernels = library.load()
+    if kernels is None:
+        raise SystemExit("there are no native kernels here: see docs/design/kernels.md")
+    model = load_model(read_model_info(args.model), ModelConfig(), dtype=dtype, device=torch.device("cpu"))
+    decoder = recognise(model.module, model.layers, dtype)
+    program = Program(kernels, decoder)
+    steps: dict[str, Rows] = {f"decode, batch {batch}": [(CONTEXT, 1)] * batch for batch in args.batches}
+    steps |= {f"prompt of {length}": [(0, length)] for length in args.prompts}
+    steps |= {
+        f"decode of {rows}, {tokens} of a prompt": [(CONTEXT, 1)] * rows + [(tokens, tokens)]
+        for rows, tokens in args.beside
+    }
+    blocks = max(
+        sum((start + count) // BLOCK + 1 for start, count in rows) + len(rows) for rows in steps.values()
+    )
+    cache = NativeCache(model.layers, num_blocks=blocks, block_size=BLOCK, dtype=dtype)
+    for stored in (*cache.keys, *cache.values):
+        stored.fill_(0.5)  # memory that nobody has written is one page of zeros, read from the first cache
+    program.use(cache)
+    reach = limits(dtype, model.weight_bytes)
+    tiles = "AVX-512" if kernels.has_avx512 else "AVX2"
+    if kernels.has_tiles and dtype == torch.bfloat16:
+        tiles = "AMX"
+    print(f"{args.model.name}, {args.dtype}, {args.threads} thread(s), {tiles}; {machine()}")
+    memory, cached, matrix = (value / 1e9 for value in reach.values())
+    print(f"Memory {memory:.1f} GB/s (a block of the model's size: {cached:.1f}), ", end="")
+    print(f"products {matrix:.0f} GFLOP/s\n")
+    results = {}
+    with torch.inference_mode():
+        for title, rows in steps.items():
+            results[title] = measure(program, decoder, rows, reach, args.times)
+    kinds = [kind.name.lower() for kind in Kind]
+    shown = [
+        k for k in kinds if any(one["parts_ms"].get(k, 0) > 0.02 * one["ms"] for one in results.values())
+    ]
+    print_table(
+        ["step", "ms", "MB", "GFLOP", "limit ms", "share", *shown],
+        [
+            [
+                title,
+                *(f"{one[key]:.2f}" for key in ("ms", "mb", "gflop", "limit_ms")),
+                f"{100 * one['share']:.0f}%",
+            ]
+            + [f"{one['parts_ms'].get(kind, 0):.2f}" for kind in shown]
+            for title, one in results.items()
+        ],
+    )
+    if args.output_json is not None:
+        page = {"model": args.model.name, "dtype": args.dtype, "threads": args.threads, "machine": machine()}
+        args.output_json.parent.mkdir(parents=True, exist_ok=True)
+        args.output_json.write_text(json.dumps(page | {"limits": reach, "steps": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

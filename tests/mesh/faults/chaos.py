@@ -1,0 +1,263 @@
+"""``python -m tests.mesh.faults.chaos --seed 1 --seconds 120``: everything happens to a mesh with spread experts.
+
+While streams run (:mod:`tests.mesh.faults.load`), instances are killed, stopped for a while, drained and started, one or
+two at a time, and the coordinator is killed, alone or with an instance; some clients leave in the middle. Each
+stream that is not given up must have the token ids that it has in an undisturbed mesh, without any error. At the
+end the mesh must come to rest, and hold nothing; no process may have grown (:mod:`tests.mesh.faults.rest`).
+
+At least one instance is always left alone, as nobody can promise anything where all die at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator.messages import Member, State, View
+from tests.mesh.faults.load import LONGEST, Load, Verdict, body_of, undisturbed
+from tests.mesh.faults.rest import Growth, assert_at_rest
+from tests.mesh.harness import wait_until
+from tests.mesh.spread_mesh import SpreadMesh
+
+NUM_BODIES = 32
+CANCELLED = 0.15
+"""Share of the streams whose client leaves."""
+WARM_UP = 60.0
+"""Seconds of service after which a process should not grow any more; a third of a short run."""
+FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
+ENGINE_FILLS = 200 * 2**20
+"""Bytes that an instance may come to use after any warm-up: the pages of its KV cache (94 MiB with these flags)
+are its own from their first use on, it takes over the experts of others when they die (42 MiB, kernels' copies
+included), and what it computes with grows with its largest step. Seen on a busy machine: 172 MiB."""
+SAY_INTERVAL = 60.0
+"""Seconds between two lines on how the streams fare."""
+
+
+class Chaos:
+    """What happens to the instances."""
+
+    def __init__(self, mesh: SpreadMesh, seed: int) -> None:
+        self._mesh = mesh
+        self._rng = random.Random(seed)
+        self.began = time.monotonic()
+        self._stopped: dict[str, tuple[int, float]] = {}
+        """Which instances are stopped: the process, and until when."""
+        self._doomed: set[str] = set()
+        """Instances that were killed or told to go. The view may still show them, for a while on a busy machine."""
+        self.events: collections.Counter[str] = collections.Counter()
+        self.story: list[str] = []
+        """All that happened, and when."""
+        self.problems: list[str] = []
+
+    def run(self, seconds: float, look: Callable[[View], None]) -> None:
+        """``look`` is called in between."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(self._rng.uniform(0.2, 3.0))
+            self._resume()
+            try:
+                view = self._mesh.view()
+                look(view)
+                self._something(view)
+            except (
+                TimeoutError,
+                AssertionError,
+            ) as error:  # no coordinator; what was looked for is not there
+                self.problems.append(f"{self._now()}  {error!r}")
+        self._resume(everything=True)
+
+    def _something(self, view: View) -> None:
+        members = [member for member in view.members if member.instance not in self._doomed]
+        ready = [m for m in members if m.state is State.READY and m.instance not in self._stopped]
+        rank = self._rng.choice([m.rank for m in ready]) if ready else None
+        if len(members) < self._mesh.size + (self._rng.random() < 0.3) and self._rng.random() < 0.7:
+            self._say("join")
+            self._mesh.join_one()
+        elif self._rng.random() < 0.1:
+            self._kill_coordinator(ready)
+        elif len(ready) > 1 and rank is not None:
+            self._harm(ready, rank)
+
+    def _kill_coordinator(self, ready: list[Member]) -> None:
+        """Half the time together with an instance."""
+        victim = self._rng.choice(ready) if len(ready) > 1 and self._rng.random() < 0.5 else None
+        self._say("kill the coordinator" + (f" and {victim.rank}" if victim else ""))
+        self._mesh.command.child("Coordinator").send_signal(signal.SIGKILL)
+        if victim is not None:
+            self._end(victim, signal.SIGKILL)
+
+    def _harm(self, ready: list[Member], rank: int) -> None:
+        victim = next(m for m in ready if m.rank == rank)
+        match self._rng.choice(["kill", "kill", "kill two", "stop", "drain"]):
+            case "kill two" if len(ready) > 2:
+                other = next(m for m in ready if m.rank != rank)
+                self._say(f"kill {rank} and {other.rank}")
+                self._end(victim, signal.SIGKILL)
+                self._end(other, signal.SIGKILL)
+            case "stop":
+                pause = self._rng.choice([0.1, 1.0, 4.0, 8.0])
+                self._say(f"stop {rank} for {pause} s")
+                self._signal(victim, signal.SIGSTOP)
+                self._stopped[victim.instance] = victim.pid, time.monotonic() + pause
+            case "drain":
+                self._say(f"drain {rank}")
+                self._end(victim, signal.SIGTERM)
+            case _:
+                self._say(f"kill {rank}")
+                self._end(victim, signal.SIGKILL)
+
+    def _resume(self, everything: bool = False) -> None:
+        for instance, (pid, until) in list(self._stopped.items()):
+            if everything or time.monotonic() >= until:
+                del self._stopped[instance]
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).resume()
+
+    def _end(self, member: Member, number: signal.Signals) -> None:
+        self._doomed.add(member.instance)
+        self._signal(member, number)
+
+    def _signal(self, member: Member, number: signal.Signals) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(member.pid).send_signal(number)
+
+    def _now(self) -> str:
+        return f"{time.monotonic() - self.began:6.1f} s"
+
+    def _say(self, event: str) -> None:
+        self.events["kill the coordinator" if "coordinator" in event else event.split()[0]] += 1
+        self.story.append(f"{self._now()}  {event}")
+        print(self.story[-1], flush=True)
+
+
+class Watch:
+    """Looks at the mesh between two events."""
+
+    def __init__(self, mesh: SpreadMesh, load: Load, growth: Growth) -> None:
+        self._mesh, self._load, self._growth = mesh, load, growth
+        self._began = self._said_at = time.monotonic()
+        self.minutes: list[dict[str, Any]] = []
+        """How it stood then: every ``SAY_INTERVAL``."""
+
+    def look(self, view: View) -> None:
+        self._mesh.forget_ended()
+        self._growth.look(self._mesh, view)
+        if time.monotonic() - self._said_at > SAY_INTERVAL:
+            self._said_at = time.monotonic()
+            gap = max(self._load.gaps, default=(0.0, 0.0))[0]
+            print(f"          {counts(self._load)}, longest gap {gap:.1f} s, epoch {view.epoch}", flush=True)
+            self.minutes.append(
+                {
+                    "at": round(self._said_at - self._began, 1),
+                    "requests": counts(self._load),
+                    "epoch": view.epoch,
+                    "mebibytes": self._growth.memory(),
+                }
+            )
+
+
+def counts(load: Load) -> dict[str, int]:
+    """How the requests ended, all ways included."""
+    return {verdict.value: load.verdicts[verdict] for verdict in Verdict}
+
+
+def settle(mesh: SpreadMesh, size: int) -> None:
+    """Let so many instances be ready. Who is a member now may be about to go, so it is looked at again."""
+    for _ in range(3):
+        for _ in range(size - len(mesh.view().members)):
+            mesh.join_one()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: len(mesh.ready()) >= size, 10)
+            return
+    wait_until(lambda: len(mesh.ready()) >= size, 30, "the mesh settles")
+
+
+def run(asked: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """All of it; what is to be told."""
+    mesh = SpreadMesh(directory, stack, asked.instances, apart=True, backend=asked.backend, flags=FLAGS)
+    bodies = [body_of(number, longest=asked.longest) for number in range(NUM_BODIES)]
+    truth = undisturbed(mesh.url, bodies, asked.streams)
+    load = Load(
+        mesh.url, truth, bodies, streams=asked.streams, leaves=CANCELLED, seed=asked.seed, keeps=False
+    )
+    growth = Growth(min(WARM_UP, asked.seconds / 3), fills={"Engine": ENGINE_FILLS})
+    watch, chaos = Watch(mesh, load, growth), Chaos(mesh, asked.seed)
+    problems = chaos.problems
+    with load:
+        chaos.run(asked.seconds, watch.look)
+        try:
+            settle(mesh, asked.instances)
+        except (AssertionError, TimeoutError) as error:
+            problems.append(f"the mesh does not settle: {error}")
+    problems += [*mesh.tracebacks(), *load.problems]  # there may be many of the last kind, of one cause
+    try:
+        assert_at_rest(mesh)
+    except (AssertionError, OSError) as error:
+        problems.append(f"not at rest: {error}; {mesh.view()}")
+    problems += growth.problems()
+    return {
+        "seed": asked.seed,
+        "seconds": round(time.monotonic() - chaos.began, 1),
+        "instances": asked.instances,
+        "streams": asked.streams,
+        "events": dict(chaos.events),
+        "requests": counts(load),
+        "tokens": load.tokens,
+        "longest_client_gaps": [
+            {"seconds": round(gap, 2), "until": round(at - chaos.began, 1)}
+            for gap, at in sorted(load.gaps, reverse=True)
+        ],
+        "epoch": mesh.view().epoch,
+        "processes": growth.table(),
+        "problems": problems,
+        "minutes": watch.minutes,
+        "story": chaos.story,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--instances", type=int, default=3)
+    parser.add_argument("--backend", default="auto", help="--all2all-backend of the mesh")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")
+    parser.add_argument("--logs", type=Path, help="directory for the logs, kept (default: a temporary one)")
+    parser.add_argument(
+        "--output-json", type=Path, help="what happened, counted, and what the processes hold"
+    )
+    asked = parser.parse_args()
+    print(f"seed {asked.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        directory = asked.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        page = run(asked, directory, stack)
+    if asked.output_json is not None:
+        asked.output_json.parent.mkdir(parents=True, exist_ok=True)
+        asked.output_json.write_text(json.dumps(page, indent=1) + "\n")
+    print(page["events"], page["requests"])
+    print(f"epoch {page['epoch']}; longest gaps of clients {page['longest_client_gaps'][:3]}")
+    for process in page["processes"]:
+        print(f"{process['name']}: {process['before']} -> {process['after']}")
+    for problem in page["problems"][:20]:
+        print("PROBLEM:", problem)
+    return 1 if page["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

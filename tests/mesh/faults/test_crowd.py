@@ -1,0 +1,18 @@
+"""A small crowd of bad clients (``python -m tests.mesh.faults.crowd`` is the large one) leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mesh.conftest import Mesh
+from tests.mesh.faults.crowd import KINDS, run
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+
+
+def test_a_crowd_of_bad_clients_leaves_no_trace(mesh: Mesh) -> None:
+    router = mesh.command.child("Router")
+    before = router.num_fds()
+    found = run(mesh, router, 6 * len(KINDS))
+    assert set(found["clients"].values()) == {6}
+    assert found["descriptors"] <= before + 5

@@ -1,0 +1,19 @@
+"""The demonstration in the README still shows what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(200)]
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "kill_a_rank.py"
+
+
+def test_a_rank_is_killed_and_its_streams_go_on() -> None:
+    shown = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=180)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "token ids are those of the undisturbed run" in shown.stdout

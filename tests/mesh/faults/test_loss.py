@@ -1,0 +1,155 @@
+"""An independent instance dies under load; every stream goes on at the others, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+from coordinator.process import process
+from engine.config import SHIPPED_MODEL
+from tests.mesh.faults.frozen_thread import FrozenThread
+from tests.mesh.harness import Ports, serve, wait_until
+from tests.mesh.spread_mesh import SpreadMesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+STEP_TIMEOUT = 4.0
+"""Seconds. Longer than any step takes, also on a busy machine."""
+NUM_STREAMS = 24
+NUM_TOKENS = 250
+"""Of each: long enough that a kill finds them all under way."""
+
+
+async def stream(
+    client: openai.AsyncOpenAI,
+    index: int,
+    begun: set[int],
+    rank: int | None = None,
+    salt: str = "none",
+    num_tokens: int = NUM_TOKENS,
+) -> list[int]:
+    """Token ids of one stream: greedy ones and seeded samples, some with penalties. It adds itself to those that
+    have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose cached prompts it may use."""
+    rng = random.Random(index)
+    chunks = await client.completions.create(
+        model=SHIPPED_MODEL,
+        prompt=[rng.randrange(5, 4000) for _ in range(rng.randrange(3, 200))],
+        max_tokens=num_tokens,
+        temperature=0 if index % 2 else 0.8,
+        seed=index,
+        presence_penalty=0.5 if index % 3 == 0 else 0.0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
+        extra_headers={} if rank is None else {"X-data-parallel-rank": str(rank)},
+    )
+    ids: list[int] = []
+    async with chunks:
+        async for chunk in chunks:
+            begun.add(index)
+            for choice in chunk.choices:
+                ids += choice.token_ids  # type: ignore[attr-defined]
+    return ids
+
+
+def crowd_of(ports: Ports, count: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """Token ids of so many streams at once, which may use the prompts of earlier ones."""
+    return asyncio.run(crowd(ports, count=count, salt="none", num_tokens=num_tokens))
+
+
+async def crowd(
+    ports: Ports,
+    kill: object = None,
+    count: int = NUM_STREAMS,
+    ranks: dict[int, int] | None = None,
+    salt: str = "",
+    num_tokens: int = NUM_TOKENS,
+) -> list[list[int]]:
+    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called. Without a
+    ``salt`` no instance has their prompts cached, so that they go to all that are there."""
+    begun: set[int] = set()
+    pinned, salt = ranks or {}, salt or secrets.token_hex(4)
+    async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [
+            asyncio.create_task(stream(client, index, begun, pinned.get(index), salt, num_tokens))
+            for index in range(count)
+        ]
+        if callable(kill):
+            await asyncio.to_thread(wait_until, lambda: begun >= pinned.keys(), 20, "those with an instance")
+            await asyncio.to_thread(kill)
+        return await asyncio.gather(*streams)
+
+
+def test_an_instance_that_is_killed_or_stopped_or_hangs_costs_no_token(tmp_path: Path) -> None:
+    ports = Ports()
+    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32"]
+    flags += ["--execute-model-timeout", str(STEP_TIMEOUT)]
+    with serve(tmp_path / "log", "-dp", "3", "--no-enable-expert-parallel", *ports.head(), *flags) as command:
+        command.wait_for("3 instances ready")
+        undisturbed = asyncio.run(crowd(ports))
+        assert all(len(ids) == NUM_TOKENS for ids in undisturbed)
+        one, two = command.child("Engine_1"), command.child("Engine_2")
+
+        def once_busy(rank: int, do: Callable[[], object]) -> None:
+            def busy() -> bool:
+                return any(member.rank == rank and member.load.running > 2 for member in ports.view().members)
+
+            wait_until(busy, 20, f"instance {rank} works")
+            do()
+
+        killed = asyncio.run(crowd(ports, lambda: once_busy(1, one.kill), ranks={0: 1, 1: 1}))
+        assert killed == undisturbed, "those that had asked for instance 1 included"
+        assert "requests of instance 1 go on elsewhere" in command.log
+        assert "requests of instance 1 are back after" in command.log
+        wait_until(lambda: ranks(ports) == [0, 2], 10)
+
+        try:
+            stopped = asyncio.run(crowd(ports, lambda: once_busy(2, two.suspend)))
+            assert stopped == undisturbed, "its silence took it out, and its requests went on"
+            assert ranks(ports) == [0]
+        finally:
+            two.resume()
+        wait_until(lambda: ranks(ports) == [0, 2], 20, "it is back")
+        assert asyncio.run(crowd(ports, count=6)) == undisturbed[:6], "and says nothing of what it had before"
+
+        frozen: list[FrozenThread] = []
+
+        def hang() -> None:
+            frozen.append(FrozenThread(two.pid, lambda: stalled_for(ports, 2)))
+
+        assert asyncio.run(crowd(ports, lambda: once_busy(2, hang))) == undisturbed
+        assert frozen[0].status == process.EXIT_HUNG, "its signs of life went on, so it had to know by itself"
+        assert "a step has not ended after" in command.log
+        command.wait_for(f"Engine_2 (pid {two.pid}) ended with status {process.EXIT_HUNG}")
+        assert command.stop() == 0
+
+
+def stalled_for(ports: Ports, rank: int) -> float:
+    """Seconds since the last step of an instance that has work."""
+    return sum(member.load.stalled_for for member in ports.view().members if member.rank == rank)
+
+
+def ranks(ports: Ports) -> list[int]:
+    """Of who is in the world."""
+    return [member.rank for member in ports.view().members]
+
+
+def test_a_rank_is_taken_anew_before_a_restarted_coordinator_knows_all(tmp_path: Path) -> None:
+    """Routers keep who is missing from its first views, so also the dead: not one that had this rank."""
+    with contextlib.ExitStack() as stack:
+        mesh = SpreadMesh(tmp_path, stack, 3, apart=True, how=["--no-enable-expert-parallel"])
+        lost, left = [mesh.engine(0), mesh.engine(2)], mesh.engine(1)
+        mesh.command.child("Coordinator").kill()
+        for each in lost:
+            each.kill()
+        mesh.join_one()
+        wait_until(lambda: mesh.ready() == [0, 1], 20, "the new instance 0 serves")
+        left.kill()
+        asked = asyncio.run(asyncio.wait_for(crowd(mesh, count=4, num_tokens=20), 60))
+        assert all(len(ids) == 20 for ids in asked)

@@ -1,0 +1,50 @@
+"""The soak, short: hundreds of sleeps and wakes in place of thousands, with all that it checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mesh.conftest import Mesh
+
+SOAK = Path(__file__).parents[3] / "examples" / "benchmarks" / "soak.py"
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(280)]
+
+
+def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SOAK), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_bursts_and_gaps_lose_nothing(tmp_path: Path) -> None:
+    """The bound of a step is wide: a machine that runs tests may let a process wait for long."""
+    file = tmp_path / "soak.json"
+    flags = ["--minutes", "0.3", "--seed", "7", "--max-step-seconds", "5", "--rest-seconds", "4"]
+    done = soak(*flags, "--output-json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = json.loads(file.read_text())
+    assert page["failed"] == 0
+    assert all(page["requests"][kind] > 10 for kind in ("stream", "whole", "left"))
+    assert page["steps"]["0"] == page["steps"]["1"] > 300, "every step happens on both, or on none"
+    assert page["sleeps"]["0"] == page["sleeps"]["1"] > 50
+    assert max(page["idle_cpu_share"].values()) < 0.01
+    assert sum(page["steps_up_to_seconds"].values()) > 0
+
+
+def test_a_step_over_the_bound_fails(mesh: Mesh) -> None:
+    done = soak(
+        "--base-url", mesh.url, "--minutes", "0.01", "--rest-seconds", "0.1", "--max-step-seconds", "0.0001"
+    )
+    assert done.returncode == 1
+    assert "PROBLEM: a step took" in done.stdout
+
+
+def test_a_mesh_that_is_not_there_is_said() -> None:
+    done = soak("--base-url", "http://127.0.0.1:9", "--minutes", "0.01")
+    assert done.returncode == 1
+    assert "cannot be asked" in done.stderr
