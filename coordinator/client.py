@@ -1,4 +1,4 @@
-"""Talking to the coordinator: as an instance (:class:`Membership`), or as a watcher (:class:`Watcher`)."""
+"""Talking to the coordinator: as an instance (:class:`MemberConnection`), or as a watcher (:class:`Watcher`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from coordinator.addresses import reached
 from coordinator.messages import (
     Answer,
     Drain,
-    Form,
+    GroupPlan,
     FromCoordinator,
     Leave,
     Load,
     Lost,
     Reach,
     Reached,
-    Refused,
+    AdmissionRefused,
     Register,
     Scale,
     State,
@@ -36,7 +36,7 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
-from coordinator.standing import Standing
+from coordinator.standing import MemberState
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class StartupTimeout(Exception):
     """Nobody came in time; the message says who was missing."""
 
 
-class Membership:
+class MemberConnection:
     """An instance's place in the mesh, kept by a thread of its own: signs of life go out also while a
     step takes long. The coordinator may be away at any time; it is told all again when it is back.
     """
@@ -80,7 +80,7 @@ class Membership:
         self._drain = ""
         self._endpoint = endpoint
         self._keys = keys
-        self._standing = Standing(register)
+        self._standing = MemberState(register)
         self._load = load
         self._heard_at = self._complained_at = time.monotonic()
         self._progress_at = time.monotonic()
@@ -93,7 +93,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<Membership {self._standing!r}>"
+        return f"<MemberConnection {self._standing!r}>"
 
     def start(self) -> None:
         self._thread.start()
@@ -127,7 +127,7 @@ class Membership:
         """Instances on this host, this one included."""
         return self._standing.neighbours
 
-    def follow(self, on_form: Callable[[Form], None], on_fenced: Callable[[], None]) -> None:
+    def follow(self, on_form: Callable[[GroupPlan], None], on_fenced: Callable[[], None]) -> None:
         """From now on call ``on_form`` with each Form that comes (some come twice; one that has come already
         is handed over at once), and ``on_fenced`` when the others go on without this instance, which was
         taken for dead and has registered again. Both are called in the membership's thread: short."""
@@ -136,7 +136,7 @@ class Membership:
         if self._standing.form is not None:
             on_form(self._standing.form)
 
-    def enter(self, group: Form | None) -> None:
+    def enter(self, group: GroupPlan | None) -> None:
         """This instance steps in another group now, or in none."""
         self._standing.enter(group)
         self._wake()
@@ -233,7 +233,7 @@ class Membership:
             try:
                 message = await connection.receive()
             except OtherProtocol as error:
-                message = Refused(f"the coordinator speaks another protocol: {error}")
+                message = AdmissionRefused(f"the coordinator speaks another protocol: {error}")
             self._heard_at = time.monotonic()
             before = self._standing.waits_for
             if isinstance(message, Unknown) and self._standing.welcome is not None:
@@ -248,9 +248,9 @@ class Membership:
                 self._drain_once(message)
             if isinstance(message, Reach):
                 self._try_ways(connection, message)
-            if isinstance(message, Welcome | Refused):
+            if isinstance(message, Welcome | AdmissionRefused):
                 self._answered.set()
-            if isinstance(message, Refused):
+            if isinstance(message, AdmissionRefused):
                 return
 
     def _drain_once(self, message: Drain) -> None:
@@ -277,7 +277,7 @@ class Membership:
             await connection.broken()
             refused = await connection.refusal()
             if refused is not None and not self._answered.is_set():
-                self._standing.take(Refused(str(refused)))
+                self._standing.take(AdmissionRefused(str(refused)))
                 self._answered.set()
                 self._wake()
                 return

@@ -1,6 +1,6 @@
 """The groups of a mesh whose experts are spread, one after another (pure).
 
-Each group is a :class:`coordinator.messages.Form` with an epoch of its own, and each is sent to its members
+Each group is a :class:`coordinator.messages.GroupPlan` with an epoch of its own, and each is sent to its members
 again until they are in it. The next one is formed when
 
 - the mesh starts: as many instances as ``-dp`` says have their weights;
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from coordinator.messages import Form, Settings, State
+from coordinator.messages import GroupPlan, Settings, State
 from coordinator.reach import Reachability
 from coordinator.records import Record, Records, Rules
 from parallel.placement import Placement, cover, place
@@ -42,7 +42,7 @@ class Epochs:
         self._reach = reach
         self.number = 0
         """The highest epoch known."""
-        self.form: Form | None = None
+        self.form: GroupPlan | None = None
         """The newest group, begun or not."""
         self._names: frozenset[str] = frozenset()
         """Its members."""
@@ -81,7 +81,7 @@ class Epochs:
         self._began_at = now if self._began_at is None else self._began_at
         return now - self._began_at
 
-    def learn(self, epoch: int, group: Form | None, now: float) -> None:
+    def learn(self, epoch: int, group: GroupPlan | None, now: float) -> None:
         """An instance that registers knows this epoch, and steps in this group."""
         self.number = max(self.number, epoch, group.epoch if group is not None else 0)
         known = self.form.epoch if self.form is not None else 0
@@ -93,7 +93,7 @@ class Epochs:
             self._adopted_at = now
             self._take(group)
 
-    def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
+    def fences(self, instance: str, epoch: int, group: GroupPlan | None) -> bool:
         """Whether an instance that was here before, and knows this epoch, is to give up the group that it is
         in, or about to enter: the others go on without it."""
         form = self.form
@@ -135,7 +135,7 @@ class Epochs:
         """Whether an instance is in the newest group."""
         return instance in self._names
 
-    def awaits(self, record: Record) -> Form | None:
+    def awaits(self, record: Record) -> GroupPlan | None:
         """The group that an instance has not entered yet, to be told again."""
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
@@ -161,7 +161,7 @@ class Epochs:
         late = [record for record in members if record.epoch == 0 and record.ready_epoch < form.epoch]
         return late if len(late) < len(members) else []
 
-    def failure(self, now: float) -> tuple[Form, float] | None:
+    def failure(self, now: float) -> tuple[GroupPlan, float] | None:
         """The newest group and its seconds of stepping, if it broke or did not begin though all its members
         live. Returned once per group. To be asked while nobody is under suspicion."""
         form = self.form
@@ -188,7 +188,7 @@ class Epochs:
 
     # ---- the next group
 
-    def next_form(self, size: int | None, settings: Settings, now: float) -> tuple[Form, str] | None:
+    def next_form(self, size: int | None, settings: Settings, now: float) -> tuple[GroupPlan, str] | None:
         """The group to form now, and why; None if things stay as they are. To be asked while nobody is
         under suspicion."""
         if self._adopted_at is not None and not self._adoption_ends(size, now):
@@ -204,7 +204,7 @@ class Epochs:
         in_a_row = again and now - self._formed_at < 2 * MAX_BACK_OFF
         self._failures = self._failures + 1 if in_a_row else 0
         self.number += 1
-        form = Form(
+        form = GroupPlan(
             epoch=self.number,
             store=members[0].store if members else "",
             peers=[member.group_peer() for member in members],
@@ -218,7 +218,7 @@ class Epochs:
         self._take(form)
         return form, why
 
-    def _take(self, form: Form) -> None:
+    def _take(self, form: GroupPlan) -> None:
         self.form = form
         self._names = frozenset(peer.instance for peer in form.peers)
         self._told = self._names.union(form.leavers)

@@ -30,7 +30,7 @@ from coordinator.messages import (
     Member,
     Probe,
     Reached,
-    Refused,
+    AdmissionRefused,
     Register,
     Scale,
     Settings,
@@ -38,7 +38,7 @@ from coordinator.messages import (
     ToCoordinator,
     Unknown,
     View,
-    Wait,
+    AdmissionWait,
     Watch,
     Welcome,
 )
@@ -52,7 +52,7 @@ ALIVE_INTERVALS = 1.2
 """Of heartbeats: who was heard of within so many lives."""
 
 
-class Membership:
+class Registry:
     """The state machine of the coordinator."""
 
     def __init__(self, rules: Rules) -> None:
@@ -72,7 +72,7 @@ class Membership:
 
     def __repr__(self) -> str:
         ranks = " ".join(f"{rank}:{record.state}" for rank, record in sorted(self._records.items()))
-        return f"<Membership epoch {self._epochs.number} [{ranks}] {len(self._watchers)} watchers>"
+        return f"<Registry epoch {self._epochs.number} [{ranks}] {len(self._watchers)} watchers>"
 
     def handle(self, peer: Peer, message: ToCoordinator, now: float) -> list[Instruction]:
         """React to one message."""
@@ -148,10 +148,10 @@ class Membership:
         problem = problem_with(message, self._size, self._settings, self._records)
         if problem is not None:
             yield Note(f"refused an instance of {message.host} (pid {message.pid}): {problem}", warning=True)
-            yield Send(peer, Refused(problem))
+            yield Send(peer, AdmissionRefused(problem))
             return
         if self._settings is None and message.settings is None:
-            yield Send(peer, Wait("no instance has brought a model yet"))
+            yield Send(peer, AdmissionWait("no instance has brought a model yet"))
             return
         crowd = crowd_for(message, self._settings, self._records)
         if crowd is not None:
@@ -182,10 +182,10 @@ class Membership:
         that may be dead, waits for a place; others need not."""
         alive = self._rules.heartbeat_interval * ALIVE_INTERVALS
         if message.epoch > 0 or any(now - record.heard_at > alive for record in self._records.values()):
-            yield Send(peer, Wait(crowd))
+            yield Send(peer, AdmissionWait(crowd))
             return
         yield Note(f"refused an instance of {message.host} (pid {message.pid}): {crowd}", warning=True)
-        yield Send(peer, Refused(crowd))
+        yield Send(peer, AdmissionRefused(crowd))
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
         """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;
@@ -200,10 +200,10 @@ class Membership:
             holder.contested_at = None  # settled: whoever asks next begins another
             yield Send(
                 peer,
-                Refused(f"rank {rank} is taken by {holder.host} (pid {holder.pid}): choose another, or none"),
+                AdmissionRefused(f"rank {rank} is taken by {holder.host} (pid {holder.pid}): choose another, or none"),
             )
         else:
-            yield Send(peer, Wait(f"rank {rank} is held by {holder.host} (pid {holder.pid}); is it alive?"))
+            yield Send(peer, AdmissionWait(f"rank {rank} is held by {holder.host} (pid {holder.pid}); is it alive?"))
 
     def _free_rank(self) -> int:
         rank = 0

@@ -114,7 +114,7 @@ class Register(msgspec.Struct, frozen=True, tag="register", kw_only=True):
     pid: int
     epoch: Epoch = 0
     """The last epoch it knew, for a coordinator that was restarted."""
-    group: Form | None = None
+    group: GroupPlan | None = None
     """The group it steps in, for a coordinator that was restarted."""
 
 
@@ -149,7 +149,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
-    """A group is broken, or could not form. Repeated until a :class:`Form` of a later epoch comes."""
+    """A group is broken, or could not form. Repeated until a :class:`GroupPlan` of a later epoch comes."""
 
     instance: str
     """Who says so, and is therefore alive."""
@@ -233,13 +233,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     requests with it."""
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class AdmissionWait(msgspec.Struct, frozen=True, tag="wait"):
     """Not yet; ask again soon."""
 
     reason: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class AdmissionRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Never, as things are: the reason says what to change."""
 
     reason: str
@@ -254,7 +254,7 @@ class Peer(msgspec.Struct, frozen=True):
     instance: str = ""
 
 
-class Form(msgspec.Struct, frozen=True, tag="form", kw_only=True):
+class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     """Prepare the group of this epoch: have the experts that it gives you, connect to its members. When to
     enter it, :mod:`engine.groups.recovery` says. It takes the place of every earlier one."""
 
@@ -340,5 +340,5 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 FromCoordinator = (
-    Welcome | Wait | Refused | Form | Probe | Reach | Unknown | View | Beat | Drain | Scale | Answer
+    Welcome | AdmissionWait | AdmissionRefused | GroupPlan | Probe | Reach | Unknown | View | Beat | Drain | Scale | Answer
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.messages import MAX_REACH_PEERS, Evidence, Form, Reach, Reached
+from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Reach, Reached
 from coordinator.records import Record, Records, Rules
 
 MAX_REMEMBERED = 16
@@ -110,7 +110,7 @@ class Reachability:
         if evidence is Evidence.DEADLINE or not entered:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
-    def failed(self, form: Form, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
+    def failed(self, form: GroupPlan, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
         """A group broke, or could not form, though all its members live; ``lasted``: seconds since it began.
         Returns the questions to send, if that happened too often. They go to the members, and to the
         ``others`` that have their weights, since a group may need them in place of a member."""

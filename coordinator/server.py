@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import msgspec
 import zmq.asyncio
 
-from coordinator.membership import Membership
-from coordinator.messages import FromCoordinator, Refused, ToCoordinator, View
+from coordinator.membership import Registry
+from coordinator.messages import FromCoordinator, AdmissionRefused, ToCoordinator, View
 from coordinator.process.own_time import OwnTime
 from coordinator.records import Instruction, Note, Rules, Send
 from coordinator.rpc.codec import PROTOCOL, OtherProtocol
@@ -44,7 +44,7 @@ class Coordinator:
             keys=keys,
             listen_fd=listen_fd,
         )
-        self._membership = Membership(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
+        self._membership = Registry(msgspec.structs.replace(rules, token=uuid.uuid4().hex[:8]))
         self._time = OwnTime()
 
     @property
@@ -67,7 +67,7 @@ class Coordinator:
             peer, message = await self._listener.receive()
             if isinstance(message, OtherProtocol):
                 reason = f"this instance speaks protocol {message.version}, the coordinator {PROTOCOL}"
-                self._listener.send(peer, Refused(reason + ": install the same version everywhere"))
+                self._listener.send(peer, AdmissionRefused(reason + ": install the same version everywhere"))
             else:
                 self._carry_out(self._membership.handle(peer, message, self._time.at(time.monotonic())))
 

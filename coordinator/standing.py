@@ -1,7 +1,7 @@
 """What an instance tells the coordinator and has heard from it (pure: messages in, messages out).
 
 The coordinator may be away at any time, and another one may be there afterwards that knows nothing: so
-everything is said again and again, and what is lost does no harm. :class:`coordinator.client.Membership` is
+everything is said again and again, and what is lost does no harm. :class:`coordinator.client.MemberConnection` is
 the thread and the socket around it.
 """
 
@@ -13,25 +13,25 @@ import msgspec
 
 from coordinator.messages import (
     Beat,
-    Form,
+    GroupPlan,
     FromCoordinator,
     Heartbeat,
     Load,
     Lost,
     Probe,
     Reach,
-    Refused,
+    AdmissionRefused,
     Register,
     State,
     ToCoordinator,
     Unknown,
     View,
-    Wait,
+    AdmissionWait,
     Welcome,
 )
 
 
-class Standing:
+class MemberState:
     """An instance's standing in the mesh. Before each message it is set what is new, by assignment."""
 
     def __init__(self, register: Register) -> None:
@@ -49,19 +49,19 @@ class Standing:
         self.neighbours = 1
         self.epoch = register.epoch
         """The highest one heard of."""
-        self.form: Form | None = None
+        self.form: GroupPlan | None = None
         """The newest one."""
-        self.on_form: Callable[[Form], None] | None = None
+        self.on_form: Callable[[GroupPlan], None] | None = None
         self.on_fenced: Callable[[], None] | None = None
-        self._group: Form | None = None
+        self._group: GroupPlan | None = None
         self._lost: Lost | None = None
         self._answers = 0
 
     def __repr__(self) -> str:
         rank = self.welcome.rank if self.welcome else "?"
-        return f"<Standing rank {rank} {self.state} epoch {self.epoch}>"
+        return f"<MemberState rank {rank} {self.state} epoch {self.epoch}>"
 
-    def enter(self, group: Form | None) -> None:
+    def enter(self, group: GroupPlan | None) -> None:
         """This instance steps in another group now, or in none."""
         self._group = group
         if group is not None and self._lost is not None and self._lost.epoch < group.epoch:
@@ -96,14 +96,14 @@ class Standing:
             case Welcome():
                 self._welcomed(message)
                 return True
-            case Wait(reason):
+            case AdmissionWait(reason):
                 self.waits_for = reason
-            case Refused(reason):
+            case AdmissionRefused(reason):
                 self.refusal = reason
                 return True
             case Beat(epoch, neighbours):
                 self.epoch, self.neighbours = max(self.epoch, epoch), neighbours
-            case Form():
+            case GroupPlan():
                 self._take_form(message)
             case Probe(number):
                 self._answers = number
@@ -130,7 +130,7 @@ class Standing:
             if self.on_fenced is not None:
                 self.on_fenced()
 
-    def _take_form(self, form: Form) -> None:
+    def _take_form(self, form: GroupPlan) -> None:
         newest = self.form.epoch if self.form is not None else 0
         if form.epoch < newest:
             return

@@ -12,17 +12,17 @@ from coordinator.process.tracing import Tracing
 from coordinator.rpc.rpc import MAX_MESSAGE_BYTES
 from engine.config import EngineConfig
 from engine.executor_contract import Executor
-from engine.groups.step_profile import StepSplit
-from engine.groups.stepping import Agreement, Alone, Pace
-from engine.messages import BlockEvents, Capacity, LockstepCounters, Refused, Report, Submit, logprobs_bytes
+from engine.groups.step_profile import StepProfile
+from engine.groups.stepping import Agreement, Alone, Stepping
+from engine.messages import BlockEvents, Capacity, LockstepCounters, RequestRefused, InstanceReport, Submit, logprobs_bytes
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import BadParameter
 from engine.scheduling.block_log import BlockLog
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.grammar_compiler import GrammarCompiler
 from engine.scheduling.outcomes import handouts_of
-from engine.scheduling.outgoing_tokens import Handout
-from engine.scheduling.report_policy import Standing
+from engine.scheduling.outgoing_tokens import OutgoingTokens
+from engine.scheduling.report_policy import LoadSnapshot
 from engine.scheduling.request import Request, from_submit
 from engine.scheduling.scheduler import Scheduler, SchedulerRules
 from engine.scheduling.speculation import Speculation
@@ -43,7 +43,7 @@ class EngineCore:
         config: EngineConfig,
         info: ModelInfo,
         executor: Executor,
-        pace: Pace | None = None,
+        pace: Stepping | None = None,
         *,
         num_blocks: int,
         max_model_len: int,
@@ -60,8 +60,8 @@ class EngineCore:
         self._executor = executor
         self._max_model_len = max_model_len
         self._at_once = at_once
-        self.pace: Pace = pace or Alone()
-        self._split = StepSplit()
+        self.pace: Stepping = pace or Alone()
+        self._split = StepProfile()
         self._blocks = BlockLog()
         self._pool = BlockPool(
             num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching, observer=self._blocks
@@ -92,7 +92,7 @@ class EngineCore:
         """Under way in a pipeline, oldest first."""
         self._again: deque[Step] = deque()
         """To run in the pipeline before anything else is scheduled: they did not come to their end."""
-        self._handouts: dict[Peer, Handout] = defaultdict(Handout)
+        self._handouts: dict[Peer, OutgoingTokens] = defaultdict(OutgoingTokens)
         """Of steps of the pipeline that ended before one after them failed."""
         self._finished_at = 0.0
         """When the newest result of the pipeline came, or its first step began."""
@@ -110,26 +110,26 @@ class EngineCore:
         """Whether nothing is here, not even requests that wait for their grammar."""
         return not self.has_work and not self.grammars
 
-    def submit(self, peer: Peer, submit: Submit) -> Refused | None:
+    def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
         """Queue a request of a router, or say why not."""
         if self._is_full(submit) and not (submit.owed or submit.output_ids):
-            return Refused(submit.request, "the instance's queue is full", retry=True)
+            return RequestRefused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
         if problem is not None:
-            return Refused(submit.request, problem, retry=False)
+            return RequestRefused(submit.request, problem, retry=False)
         if self.scheduler.knows((peer, submit.request)) or (peer, submit.request) in self.grammars:
-            return Refused(submit.request, "a request of this number is here already", retry=False)
+            return RequestRefused(submit.request, "a request of this number is here already", retry=False)
         request = self._request_of(peer, submit)
         problem = self.scheduler.problem_with(request)
         if problem is not None:
-            return Refused(submit.request, problem, retry=False)
+            return RequestRefused(submit.request, problem, retry=False)
         if submit.params.grammar is not None:
             self.grammars.begin(request, submit.params.grammar)
         else:
             self.scheduler.add(request)
         return None
 
-    def take_compiled(self) -> list[tuple[Peer, Refused]]:
+    def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
         """Queue the requests whose grammars are ready; those that never will be, for their routers."""
         refused = []
         for compiled in self.grammars.take():
@@ -138,7 +138,7 @@ class EngineCore:
                 self.scheduler.add(compiled.request)
             else:
                 reason = f"structured outputs: {compiled.problem}"
-                refused.append((peer, Refused(number, reason, retry=False)))
+                refused.append((peer, RequestRefused(number, reason, retry=False)))
         return refused
 
     def abort(self, peer: Peer, numbers: list[int]) -> None:
@@ -166,7 +166,7 @@ class EngineCore:
         """Whether :meth:`step` has time for something else: others compute, and no instance is waited for."""
         return self._executor.computes_apart and isinstance(self.pace, Alone)
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, Handout]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
         """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
         Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
 
@@ -208,7 +208,7 @@ class EngineCore:
             self._steps.clear()
             self._again = deque(map(self._masked, self.scheduler.restart()))
 
-    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, Handout]:
+    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, OutgoingTokens]:
         """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
         for all."""
         try:
@@ -223,7 +223,7 @@ class EngineCore:
             self._steps.clear()
             self._again = deque(map(self._masked, self.scheduler.restart()))
             raise
-        handouts, self._handouts = self._handouts, defaultdict(Handout)
+        handouts, self._handouts = self._handouts, defaultdict(OutgoingTokens)
         return handouts
 
     def _fill_pipeline(self) -> bool:
@@ -257,7 +257,7 @@ class EngineCore:
         self.scheduler.others_run = any(self._others_ran)
         return agreement
 
-    def _finish_oldest(self) -> dict[Peer, Handout]:
+    def _finish_oldest(self) -> dict[Peer, OutgoingTokens]:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
         step, agreement = self._steps.popleft()
@@ -292,14 +292,14 @@ class EngineCore:
                     bits.append(mask)
         return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step
 
-    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, Handout]:
+    def _take_in(self, step: Step, result: StepResult) -> dict[Peer, OutgoingTokens]:
         return handouts_of(self.scheduler.update(step, result), self._tracing)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> LoadSnapshot:
         """The state after the last step, in short."""
         waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
-        return Standing(
+        return LoadSnapshot(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting + len(self.grammars),
             waiting_tokens=waiting_tokens,
@@ -310,10 +310,10 @@ class EngineCore:
             steps=self.scheduler.num_steps,
         )
 
-    def report(self, last_dispatch: int, bad_messages: int) -> Report:
+    def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
         """The same in full."""
         standing = self.standing
-        return Report(
+        return InstanceReport(
             last_dispatch=last_dispatch,
             running=standing.running,
             waiting=standing.waiting,

@@ -10,7 +10,7 @@ import msgspec
 from engine.step import ModelFacts, Span, Step, StepResult
 
 if TYPE_CHECKING:
-    from coordinator.messages import Form
+    from coordinator.messages import GroupPlan
     from parallel.communicators.base import Communicator
     from parallel.placement import Placement
 
@@ -129,7 +129,7 @@ class SpreadExecutor(Executor, Protocol):
         """
         ...
 
-    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """Get ready to hold the experts of a form's member at ``place``, in a background thread while steps
         run; returns how many had to be read.
 
@@ -144,7 +144,7 @@ class SpreadExecutor(Executor, Protocol):
         """
         ...
 
-    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """After :meth:`prepare`, in the same thread: ``group`` is formed among the instances; form what else
         the workers need in its epoch. The result stands for all of it: who aborts or closes it ends all.
         Raises as :meth:`prepare` does, and leaves nothing open then."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import msgspec
 
 from coordinator.addresses import interfaces, is_loopback, own, toward
-from coordinator.client import Membership, RegistrationRefused, StartupTimeout
+from coordinator.client import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.config import endpoint
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.process import process
@@ -114,8 +114,8 @@ class Instance:
             return None
         return resolve(self._config, self._mesh.data_parallel_size)[1]
 
-    def _register(self, settings: Settings | None) -> Membership:
-        membership = Membership(
+    def _register(self, settings: Settings | None) -> MemberConnection:
+        membership = MemberConnection(
             self._mesh.coordinator_endpoint,
             Register(
                 instance=self._name,
@@ -132,7 +132,7 @@ class Instance:
         membership.start()
         return membership
 
-    def _settle(self, membership: Membership) -> ModelInfo:
+    def _settle(self, membership: MemberConnection) -> ModelInfo:
         """Wait for the coordinator, then take over what the mesh shares."""
         try:
             welcome = membership.wait_for_welcome(self._mesh.startup_timeout)
@@ -161,7 +161,7 @@ class Instance:
 
     # ---- serving
 
-    def _serve(self, membership: Membership, info: ModelInfo) -> None:
+    def _serve(self, membership: MemberConnection, info: ModelInfo) -> None:
         began = time.monotonic()
         self._share_cores(membership)
         membership.update(phase="loading libraries")
@@ -253,7 +253,7 @@ class Instance:
         except OSError as error:
             logger.error("the trace could not be written: %s", error)
 
-    def _spread_experts(self, membership: Membership, executor: Executor, server: Server) -> Spread:
+    def _spread_experts(self, membership: MemberConnection, executor: Executor, server: Server) -> Spread:
         from engine.groups.spread import Spread  # loads torch.distributed
 
         return Spread(
@@ -268,7 +268,7 @@ class Instance:
             keys=self._keys,
         )
 
-    def _on_step(self, membership: Membership, core: EngineCore) -> None:
+    def _on_step(self, membership: MemberConnection, core: EngineCore) -> None:
         """Between two steps: pass on what signals and the coordinator said meanwhile."""
         self._share_cores(membership)
         if self._stats is not None and self._stats.is_due(now := time.monotonic()):
@@ -293,13 +293,13 @@ class Instance:
         except TooLittleMemory as error:
             raise Ended(process.EXIT_FAILED, str(error)) from error
 
-    def _neighbours(self, membership: Membership) -> int:
+    def _neighbours(self, membership: MemberConnection) -> int:
         """Instances on this host, this one included."""
         if self._server is not None or not self._config.num_local_workers:
             return membership.neighbours
         return max(membership.neighbours, self._mesh.instances_here)  # some may not have registered yet
 
-    def _share_cores(self, membership: Membership) -> None:
+    def _share_cores(self, membership: MemberConnection) -> None:
         """Take as many threads as are this instance's by now: others come and go."""
         config = self._config
         if not config.num_local_workers:

@@ -1,6 +1,6 @@
 """What routers and instances say to each other. The instance binds the socket, so it owns the words.
 
-Requests are verbs (``Submit``, ``Abort``), facts are nouns (``Tokens``, ``Report``). A router numbers
+Requests are verbs (``Submit``, ``Abort``), facts are nouns (``Tokens``, ``InstanceReport``). A router numbers
 its dispatches to one instance 1, 2, 3 ... (``Submit.request``); the number names the request between
 the two and tells how much of the router's work a report has counted.
 """
@@ -210,7 +210,7 @@ class BlockEvents(msgspec.Struct, frozen=True, array_like=True):
     dropped: bytes = b""
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
     """The state of an instance after a step, as seen by one router.
 
     ``last_dispatch`` is the highest ``Submit.request`` of that router which these numbers include:
@@ -237,7 +237,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
 
     deltas: list[Delta] = []
     """Those that are no ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
-    report: Report | None = None
+    report: InstanceReport | None = None
     """None: the last one says what a choice hangs on (:mod:`engine.scheduling.report_policy`)."""
     blocks: BlockEvents | None = None
     """Goes along with a report."""
@@ -250,7 +250,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
             raise ValueError("a request without a token")
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """A request was not taken. ``retry`` says that another instance may take it."""
 
     request: int
@@ -293,4 +293,4 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The router asked again, over the same connection: what it has here is not lost."""
 
 
-ToRouter = Tokens | Refused | Recalled | Attached
+ToRouter = Tokens | RequestRefused | Recalled | Attached

@@ -14,7 +14,7 @@ from coordinator.messages import Load
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import Listener, Peer, TooLarge
 from engine.core import EngineCore
-from engine.groups.recovery import End, Enter, Wait
+from engine.groups.recovery import LeaveMesh, Enter, AwaitGroup
 from engine.messages import (
     Abort,
     Attach,
@@ -23,15 +23,15 @@ from engine.messages import (
     FinishReason,
     Recall,
     Recalled,
-    Refused,
-    Report,
+    RequestRefused,
+    InstanceReport,
     Submit,
     ToInstance,
     Tokens,
     ToRouter,
 )
-from engine.scheduling.outgoing_tokens import Handout, halves
-from engine.scheduling.report_policy import News, Standing
+from engine.scheduling.outgoing_tokens import OutgoingTokens, halves
+from engine.scheduling.report_policy import ReportPolicy, LoadSnapshot
 from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
 
@@ -47,7 +47,7 @@ FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
 """Seconds that an instance which leaves waits for its routers at most, and between two looks at them."""
 RATE_WINDOW = 2.0
 """Seconds over which the token rate is told."""
-NOTHING = Handout()
+NOTHING = OutgoingTokens()
 
 
 class _Router(msgspec.Struct):
@@ -56,7 +56,7 @@ class _Router(msgspec.Struct):
     name: str
     heard_at: float
     last_dispatch: int = 0
-    news: News = msgspec.field(default_factory=News)
+    news: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
     wants_blocks: bool = False
     has_blocks: int | None = None
     """The changes of the prefix cache before this one are known to it; None: nothing is."""
@@ -69,9 +69,9 @@ class Progress:
         self._blocks_total = blocks_total
         self._stepped_at = self._rested_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
-        self._standing: Standing | None = None
+        self._standing: LoadSnapshot | None = None
 
-    def stepped(self, standing: Standing) -> None:
+    def stepped(self, standing: LoadSnapshot) -> None:
         """After each step, and when work arrives at an idle instance."""
         idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
@@ -82,7 +82,7 @@ class Progress:
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
             self._window.pop(0)
 
-    def rested(self, standing: Standing) -> None:
+    def rested(self, standing: LoadSnapshot) -> None:
         """While there is nothing to step: what was there may have been aborted since the last step, and what
         waits for its grammar is not late."""
         self._rested_at = time.monotonic()
@@ -117,7 +117,7 @@ class Server:
             self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
-        self._held: dict[Peer, Handout] = {}
+        self._held: dict[Peer, OutgoingTokens] = {}
         """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
@@ -156,11 +156,11 @@ class Server:
                 between_steps()
                 self._take_in()  # 1. requests and aborts that came meanwhile
                 turn = self._core.pace.turn()  # 2. is there a group to step in?
-                if isinstance(turn, End):
+                if isinstance(turn, LeaveMesh):
                     break
                 if isinstance(turn, Enter):
                     self._core.run_again()
-                steps = not isinstance(turn, Wait) and self._wants_step()
+                steps = not isinstance(turn, AwaitGroup) and self._wants_step()
                 if steps:
                     self._step()  # 3. one forward pass; tokens, one message per router
                 if self._draining.is_set() and self._drained() and self._core.pace.drained():
@@ -269,7 +269,7 @@ class Server:
     def _submit(self, peer: Peer, message: Submit) -> None:
         if self._draining.is_set():
             reason = "the instance is draining"
-            refused: Refused | None = Refused(message.request, reason, retry=True, leaves=True)
+            refused: RequestRefused | None = RequestRefused(message.request, reason, retry=True, leaves=True)
         else:
             refused = self._core.submit(peer, message)
         if refused is not None:
@@ -282,7 +282,7 @@ class Server:
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
-    def _tell(self, peer: Peer, message: Attached | Recalled | Refused) -> None:
+    def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused) -> None:
         """A router that this does not reach would wait for it for ever. It is forgotten like one that tokens
         do not reach, and hears so when it attaches again."""
         if not self._listener.send(peer, message) and peer in self._routers:
@@ -301,7 +301,7 @@ class Server:
 
     # ---- out
 
-    def _hand_out(self, standing: Standing | None = None) -> None:
+    def _hand_out(self, standing: LoadSnapshot | None = None) -> None:
         """Send the tokens that are held. They wait for the next step to begin, if that is at once."""
         if self._held:
             held, self._held = self._held, {}
@@ -312,10 +312,10 @@ class Server:
                     tells = router.news.go_along(standing, router.last_dispatch, now)
                     self._send(peer, handout, self._report(router) if tells else None)
 
-    def _report(self, router: _Router) -> Report:
+    def _report(self, router: _Router) -> InstanceReport:
         return self._core.report(router.last_dispatch, self._listener.bad_messages)
 
-    def _send(self, peer: Peer, handout: Handout, report: Report | None) -> None:
+    def _send(self, peer: Peer, handout: OutgoingTokens, report: InstanceReport | None) -> None:
         router = self._routers[peer]
         blocks = None
         if report is not None and router.wants_blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.messages import Counters
-from engine.scheduling.report_policy import Standing
+from engine.scheduling.report_policy import LoadSnapshot
 
 INTERVAL = 10.0
 """Seconds."""
@@ -24,7 +24,7 @@ class StatsLine:
     def is_due(self, now: float) -> bool:
         return now - self._at >= INTERVAL
 
-    def line(self, counters: Counters, standing: Standing, now: float) -> str | None:
+    def line(self, counters: Counters, standing: LoadSnapshot, now: float) -> str | None:
         """What was done since the last time; None if that was nothing, and the time before it, too."""
         before, seconds = self._told, now - self._at
         self._told, self._at = counters, now

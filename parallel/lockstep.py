@@ -56,7 +56,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
         return cls(*(int(number) for number in ints))
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunStep(msgspec.Struct, frozen=True):
     """Compute this step; ``sizes[r]`` rows come from rank r in every expert layer."""
 
     sizes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Switch(msgspec.Struct, frozen=True):
     epoch: int
 
 
-Decision = Run | Sleep | Switch
+Decision = RunStep | Sleep | Switch
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -99,7 +99,7 @@ def decide(headers: Sequence[Header]) -> Decision:
     if min(ready) == max(ready) > first.epoch:
         return Switch(ready[0])
     if max(ready) > first.epoch or any(header.num_tokens or header.in_flight for header in headers):
-        return Run(tuple(header.num_tokens for header in headers))
+        return RunStep(tuple(header.num_tokens for header in headers))
     return Sleep()
 
 

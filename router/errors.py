@@ -24,7 +24,7 @@ MAX_LOGGED = 300
 """Characters of an error's message in the log."""
 
 
-class Kind(enum.StrEnum):
+class ErrorKind(enum.StrEnum):
     """The ``type`` of an error body."""
 
     BAD_REQUEST = "BadRequestError"
@@ -41,17 +41,17 @@ class Kind(enum.StrEnum):
 
 
 KIND_OF_STATUS = {
-    400: Kind.BAD_REQUEST,
-    401: Kind.AUTHENTICATION,
-    404: Kind.NOT_FOUND,
-    405: Kind.METHOD_NOT_ALLOWED,
-    408: Kind.REQUEST_TIMEOUT,
-    413: Kind.REQUEST_TOO_LARGE,
-    415: Kind.UNSUPPORTED_MEDIA_TYPE,
-    429: Kind.RATE_LIMIT,
-    500: Kind.INTERNAL,
-    503: Kind.UNAVAILABLE,
-    504: Kind.TOO_LATE,
+    400: ErrorKind.BAD_REQUEST,
+    401: ErrorKind.AUTHENTICATION,
+    404: ErrorKind.NOT_FOUND,
+    405: ErrorKind.METHOD_NOT_ALLOWED,
+    408: ErrorKind.REQUEST_TIMEOUT,
+    413: ErrorKind.REQUEST_TOO_LARGE,
+    415: ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+    429: ErrorKind.RATE_LIMIT,
+    500: ErrorKind.INTERNAL,
+    503: ErrorKind.UNAVAILABLE,
+    504: ErrorKind.TOO_LATE,
 }
 
 

@@ -15,7 +15,7 @@ MAX_RECENT = 100
 MAX_TEXT = 300
 
 
-class Event(enum.StrEnum):
+class FaultEvent(enum.StrEnum):
     """What an entry tells of."""
 
     DETECTION = "detection"
@@ -27,9 +27,9 @@ class Event(enum.StrEnum):
 
 
 KINDS = {
-    Event.DETECTION: ("process_exit", "connection_lost", "removed"),
-    Event.RESTART: ("coordinator", "engine", "router"),
-    Event.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused", "no_group"),
+    FaultEvent.DETECTION: ("process_exit", "connection_lost", "removed"),
+    FaultEvent.RESTART: ("coordinator", "engine", "router"),
+    FaultEvent.RESUME: ("connection_lost", "removed", "reattached", "drained", "refused", "no_group"),
 }
 """Those that every mesh tells of from its start, so that their rates begin at zero."""
 
@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     at: float
     """Unix time in seconds."""
-    event: Event
+    event: FaultEvent
     kind: str
     count: int
     """How many at once (requests, for a resume)."""
@@ -49,15 +49,15 @@ class Fault(msgspec.Struct, frozen=True):
 class Faults(msgspec.Struct):
     """Counts since the start of the process, and the latest events, oldest first."""
 
-    counts: dict[Event, dict[str, int]] = {}
+    counts: dict[FaultEvent, dict[str, int]] = {}
     recent: list[Fault] = []
 
-    def count(self, event: Event, kind: str, count: int = 1) -> None:
+    def count(self, event: FaultEvent, kind: str, count: int = 1) -> None:
         """Without a word: for what may happen many times a second."""
         of_event = self.counts.setdefault(event, {})
         of_event[kind] = of_event.get(kind, 0) + count
 
-    def record(self, event: Event, kind: str, text: str, at: float, count: int = 1) -> None:
+    def record(self, event: FaultEvent, kind: str, text: str, at: float, count: int = 1) -> None:
         """``at``: Unix time in seconds."""
         self.count(event, kind, count)
         self.recent.append(Fault(at, event, kind, count, text[:MAX_TEXT]))
@@ -66,7 +66,7 @@ class Faults(msgspec.Struct):
     @classmethod
     def merged(cls, parts: Iterable[Faults]) -> Faults:
         """All counts added up, and the latest events of all."""
-        total = cls(counts={event: {} for event in Event})
+        total = cls(counts={event: {} for event in FaultEvent})
         for part in parts:
             for event, kinds in part.counts.items():
                 for kind, count in kinds.items():

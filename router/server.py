@@ -41,7 +41,7 @@ from router.http.listen import at_path, bind, inherited, let_successors_in, name
 from router.http.quotas import Quotas
 from router.http.request_path import prefix_of, without_prefix
 from router.metrics.metrics import Metrics
-from router.metrics.shared_counts import Shelf
+from router.metrics.shared_counts import SharedCounts
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
             lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
         )
     directory = config.counts_directory
-    shelf = Shelf(Path(directory), f"router-{config.front_end}") if directory is not None else None
+    shelf = SharedCounts(Path(directory), f"router-{config.front_end}") if directory is not None else None
     metrics = Metrics(
         mesh,
         reports=mesh.reports,

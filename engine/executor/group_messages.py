@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 
 # ---- engine -> worker
 
@@ -15,7 +15,7 @@ from coordinator.messages import Form
 class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
     """Read the experts that this epoch gives you beside what you hold, then form your groups of it."""
 
-    form: Form
+    form: GroupPlan
     place: int
     """Of this instance among the form's peers."""
     free_bytes: int

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.config import EngineConfig
 from engine.executor.ends import LocalCrew, LocalWorker
 from engine.executor.group_control import GroupControl
@@ -52,7 +52,7 @@ ASK_SECONDS = 1.0
 class InstanceGroup(RenewableCommunicator):
     """The group of the instances of an epoch, and with it those of this one's workers."""
 
-    def __init__(self, instances: Communicator, executor: SpreadMpExecutor, form: Form) -> None:
+    def __init__(self, instances: Communicator, executor: SpreadMpExecutor, form: GroupPlan) -> None:
         super().__init__(instances)
         self.form = form
         self._executor = executor
@@ -200,7 +200,7 @@ class SpreadMpExecutor(MpExecutor):
         assert self._control is not None, "load() comes first"
         return self._control
 
-    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See :class:`.SpreadExecutor`. The workers go on to form their groups."""
         self._groups.ask_who_lives()
         self._groups.tell(PrepareGroups(form, place, max(0, free_bytes) // len(self._workers)))
@@ -208,7 +208,7 @@ class SpreadMpExecutor(MpExecutor):
         ranks = self._config.device.tensor_parallel_size
         return sum(each.num_read for each in read[:ranks])
 
-    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """See :class:`.SpreadExecutor`."""
         timeout = self._config.device.forming_timeout + ANSWER_GRACE
         try:

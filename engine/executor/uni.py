@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
@@ -336,13 +336,13 @@ class UniExecutor:
         if self._program is not None:
             self._program.join(group, placement)
 
-    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         """See :class:`.SpreadExecutor`."""
         assert self._held is not None, "experts are not spread"
         experts = owned_by_rank(form.owners, form.ranks, place)[self._shard.rank]
         return self._held.prepare(experts, free_bytes, should_stop)
 
-    def connect(self, form: Form, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(self, form: GroupPlan, group: Communicator, should_stop: Callable[[], bool]) -> Communicator:
         """See :class:`.SpreadExecutor`. One group carries headers and tokens."""
         return group
 

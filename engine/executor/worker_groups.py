@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from coordinator.process import process
 from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.group_messages import (
@@ -51,7 +51,7 @@ Axis = Literal["tp", "pp"]
 class EpochGroups:
     """One worker's ends of the groups of one epoch."""
 
-    def __init__(self, form: Form | None, place: int) -> None:
+    def __init__(self, form: GroupPlan | None, place: int) -> None:
         self.form = form
         self.place = place
         """Of this instance in the form."""
@@ -195,13 +195,13 @@ class WorkerGroups:
 
     # ---- in the thread of a preparation
 
-    def _read(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def _read(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         assert self._executor is not None
         num_read = self._executor.prepare(form, place, free_bytes, should_stop)
         self._tell(ExpertsRead(form.epoch, num_read))
         return num_read
 
-    def _form(self, form: Form, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
+    def _form(self, form: GroupPlan, place: int, should_stop: Callable[[], bool]) -> EpochGroups:
         """One after the other, in the same order everywhere."""
         begin, device = self._begin, self._begin.config.device
         store = groups.join_store(form.store)
@@ -250,7 +250,7 @@ class WorkerGroups:
 
     # ----
 
-    def _suspect(self, error: CollectiveError, form: Form | None, place: int) -> int | None:
+    def _suspect(self, error: CollectiveError, form: GroupPlan | None, place: int) -> int | None:
         """The instance whose worker is to blame, if it is another one."""
         if form is None or error.rank is None:
             return None

@@ -1,7 +1,7 @@
 """The pace of an instance whose experts are spread: one group after another, as members come, go and die.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
-as its :class:`engine.groups.stepping.Pace`. The membership's thread brings Forms, background threads prepare
+as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads prepare
 them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds the group
 broken aborts it, so that the step loop comes out of a collective at once.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from coordinator.messages import Evidence, Form, Lost
+from coordinator.messages import Evidence, GroupPlan, Lost
 from coordinator.rpc.keys import MeshKeys
 from engine.groups.preparation import Preparation
 from engine.groups.recovery import (
@@ -26,9 +26,9 @@ from engine.groups.recovery import (
     Instruction,
     Prepare,
     Recovery,
-    Report,
+    ReportLost,
     Turn,
-    Wait,
+    AwaitGroup,
     names,
 )
 from engine.groups.recovery_times import Change, RecoveryTimes
@@ -56,7 +56,7 @@ class Mesh(Protocol):
 
     def report(self, lost: Lost) -> None: ...
 
-    def entered(self, form: Form) -> None:
+    def entered(self, form: GroupPlan) -> None:
         """The group of this form is the one that this instance steps in."""
         ...
 
@@ -72,7 +72,7 @@ class Mesh(Protocol):
 
 
 class Elastic:
-    """See :class:`engine.groups.stepping.Pace`."""
+    """See :class:`engine.groups.stepping.Stepping`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Elastic:
         executor: SpreadExecutor,
         mesh: Mesh,
         *,
-        connect: Callable[[Form, Callable[[], bool]], Communicator],
+        connect: Callable[[GroupPlan, Callable[[], bool]], Communicator],
         free_bytes: Callable[[], int],
         wake_loop: Callable[[], None],
         keys: MeshKeys | None = None,
@@ -122,7 +122,7 @@ class Elastic:
 
     # ---- in the membership's thread
 
-    def on_form(self, form: Form) -> None:
+    def on_form(self, form: GroupPlan) -> None:
         """The coordinator wants the group of a new epoch."""
         with self._lock:
             instructions = self._recovery.on_form(form)
@@ -153,7 +153,7 @@ class Elastic:
         match turn:
             case Enter(form):
                 self._enter(form)
-            case Wait():
+            case AwaitGroup():
                 self._wait()
         if self._recovery.switch_pending:
             self.notice_work()
@@ -212,7 +212,7 @@ class Elastic:
 
     # ---- helpers of the step loop
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: GroupPlan) -> None:
         preparation = self._current
         assert preparation is not None
         group = preparation.group
@@ -281,7 +281,7 @@ class Elastic:
                 self._lose(preparation.form, ranks, evidence, by, reason)
         self._wake_loop()
 
-    def _lose(self, form: Form, ranks: Iterable[int | None], evidence: str, by: str, reason: str) -> None:
+    def _lose(self, form: GroupPlan, ranks: Iterable[int | None], evidence: str, by: str, reason: str) -> None:
         """With the lock held. ``ranks``: places in the group, None where nobody is known."""
         suspects = [form.peers[rank] for rank in ranks if rank is not None]
         instructions = self._recovery.group_failed(
@@ -313,14 +313,14 @@ class Elastic:
                     current = self._current
                     if current is not None and current.form.epoch == epoch and current.group is not None:
                         current.group.abort()
-                case Report(lost):
+                case ReportLost(lost):
                     self._mesh.report(lost)
                 case DropRequests():
                     self._fenced = True
 
     # ---- in the background
 
-    def _read_experts(self, form: Form, should_stop: Callable[[], bool]) -> int:
+    def _read_experts(self, form: GroupPlan, should_stop: Callable[[], bool]) -> int:
         place = names(form).index(self._instance)
         return self._executor.prepare(form, place, self._free_bytes(), should_stop)
 
@@ -357,7 +357,7 @@ _EVIDENCE = {
 }
 
 
-def _what_for(form: Form, recovery: Recovery) -> str:
+def _what_for(form: GroupPlan, recovery: Recovery) -> str:
     """For the log: who will be in a group, and why it follows another."""
     who = f"{len(form.peers)} instances, ranks {', '.join(str(peer.rank) for peer in form.peers)}"
     current = recovery.current

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.model.checkpoint import ReadingStopped
 
 
@@ -32,19 +32,19 @@ FORESEEN = (RuntimeError, ValueError, KeyError, OSError, MemoryError, Safetensor
 LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
-ReadExperts = Callable[[Form, Callable[[], bool]], int]
+ReadExperts = Callable[[GroupPlan, Callable[[], bool]], int]
 """Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
-Connect = Callable[[Form, Callable[[], bool]], Group]
+Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
 """Form a form's group."""
 
 
 class Preparation(Generic[Group]):
-    """The work for one :class:`coordinator.messages.Form`, in a thread of its own. :meth:`abandon` ends it
+    """The work for one :class:`coordinator.messages.GroupPlan`, in a thread of its own. :meth:`abandon` ends it
     soon; a thread that hangs in a store whose host is stopped stays behind, and disturbs nobody."""
 
     def __init__(
         self,
-        form: Form,
+        form: GroupPlan,
         read_experts: ReadExperts,
         connect: Connect[Group],
         on_end: Callable[[Preparation[Group]], None],

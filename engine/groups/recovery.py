@@ -1,7 +1,7 @@
 """One instance's side of the epochs (pure: what happened in, what to do out).
 
 An instance steps in one group, its *current* one, and prepares at most one other, the *target*: the one
-of the newest :class:`coordinator.messages.Form`. There are two ways from one to the other:
+of the newest :class:`coordinator.messages.GroupPlan`. There are two ways from one to the other:
 
 - *By agreement*, when nobody was lost. The instance goes on in the current group, tells the others in its
   headers that it is ready (:attr:`Recovery.ready_epoch`), and at the step where all say so
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coordinator.messages import Evidence, Form, Lost
+from coordinator.messages import Evidence, GroupPlan, Lost
 
 LEAVE_TIMEOUT = 10.0
 """Seconds that an instance without requests waits for a group without it; then it goes all the same."""
@@ -34,7 +34,7 @@ class Prepare(msgspec.Struct, frozen=True):
     """In the background: read the experts that are missing here, form the group. Then say ``prepared``, or
     ``failed``. A call of ``Abandon`` for this epoch ends it."""
 
-    form: Form
+    form: GroupPlan
 
 
 class Abandon(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class AbortGroup(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReportLost(msgspec.Struct, frozen=True):
     """Tell the coordinator, again and again until a Form of a later epoch comes."""
 
     lost: Lost
@@ -59,10 +59,10 @@ class DropRequests(msgspec.Struct, frozen=True):
     """Refuse all requests, to be resumed elsewhere: most have been. This is a newcomer now."""
 
 
-Instruction = Prepare | Abandon | AbortGroup | Report | DropRequests
+Instruction = Prepare | Abandon | AbortGroup | ReportLost | DropRequests
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepOn(msgspec.Struct, frozen=True):
     """Go on in the current group."""
 
 
@@ -70,18 +70,18 @@ class Enter(msgspec.Struct, frozen=True):
     """Replace group, placement and agreement by those prepared for this form: step 0, awake. Close the group
     before it. A step that was interrupted is scheduled again."""
 
-    form: Form
+    form: GroupPlan
 
 
-class Wait(msgspec.Struct, frozen=True):
+class AwaitGroup(msgspec.Struct, frozen=True):
     """There is no group to step in now."""
 
 
-class End(msgspec.Struct, frozen=True):
+class LeaveMesh(msgspec.Struct, frozen=True):
     """All is done: leave the mesh."""
 
 
-Turn = Step | Enter | Wait | End
+Turn = StepOn | Enter | AwaitGroup | LeaveMesh
 
 
 class Recovery:
@@ -89,11 +89,11 @@ class Recovery:
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
-        self.current: Form | None = None
+        self.current: GroupPlan | None = None
         """The group it steps in, broken or not."""
         self.broken = False
         """The current group is of no use any more."""
-        self.target: Form | None = None
+        self.target: GroupPlan | None = None
         """The group to enter next."""
         self._ready = False
         self._newest = 0
@@ -127,7 +127,7 @@ class Recovery:
 
     # ---- what the coordinator says
 
-    def on_form(self, form: Form) -> list[Instruction]:
+    def on_form(self, form: GroupPlan) -> list[Instruction]:
         """A group is to be prepared. Repetitions and older ones do nothing."""
         meant = self._instance in (*names(form), *form.leavers)
         if form.epoch <= self._newest or not meant or self._ended:
@@ -197,15 +197,15 @@ class Recovery:
     def turn(self, now: float) -> Turn:
         """What the step loop does next; called at the top of each turn, and after every decided step."""
         if self._ended:
-            return End()
+            return LeaveMesh()
         if self._drained_at is not None and self._may_go(now):
             self._ended = True
-            return End()
+            return LeaveMesh()
         if self.target is not None and self._ready and (self.epoch == 0 or self._switched):
             self.current, self.target = self.target, None
             self.broken = self._ready = self._switched = False
             return Enter(self.current)
-        return Step() if self.epoch else Wait()
+        return StepOn() if self.epoch else AwaitGroup()
 
     # ----
 
@@ -221,15 +221,15 @@ class Recovery:
         self._ready = self._switched = False
         return [] if target is None or self._instance not in names(target) else [Abandon(target.epoch)]
 
-    def _report(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> Report:
-        return Report(Lost(instance=self._instance, epoch=epoch, suspects=tuple(suspects), evidence=evidence))
+    def _report(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> ReportLost:
+        return ReportLost(Lost(instance=self._instance, epoch=epoch, suspects=tuple(suspects), evidence=evidence))
 
 
-def names(form: Form) -> list[str]:
+def names(form: GroupPlan) -> list[str]:
     """The members of a group, in group order."""
     return [peer.instance for peer in form.peers]
 
 
-def _ends(form: Form, group: Form) -> bool:
+def _ends(form: GroupPlan, group: GroupPlan) -> bool:
     """Whether a Form means that an earlier group is dead: it says so, or somebody is gone without leave."""
     return group.epoch <= form.broken or not set(names(group)) <= {*names(form), *form.leavers}

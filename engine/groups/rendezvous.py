@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.config import DeviceConfig
 from engine.groups.recovery import names
 from parallel import groups
@@ -35,7 +35,7 @@ class Rendezvous:
             groups.open_store(self._host, None, is_host=True, timeout=self._device.forming_timeout)
         )
 
-    def connect(self, form: Form, instance: str, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(self, form: GroupPlan, instance: str, should_stop: Callable[[], bool]) -> Communicator:
         """Form the group with all its members; waits for them.
 
         Raises:
@@ -53,7 +53,7 @@ class Rendezvous:
     def close(self) -> None:
         self._stores.clear()
 
-    def _store(self, form: Form, index: int) -> TCPStore:
+    def _store(self, form: GroupPlan, index: int) -> TCPStore:
         if index > 0:
             return groups.join_store(form.store)
         for store in self._stores:

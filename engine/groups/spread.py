@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from coordinator.client import COMPLAINT_INTERVAL, Membership
-from coordinator.messages import Form, Lost, Settings, State
+from coordinator.client import COMPLAINT_INTERVAL, MemberConnection
+from coordinator.messages import GroupPlan, Lost, Settings, State
 from coordinator.rpc.keys import MeshKeys
 from engine.config import DeviceConfig
 from engine.executor_contract import SpreadExecutor
@@ -36,7 +36,7 @@ class Spread:
     def __init__(
         self,
         name: str,
-        membership: Membership,
+        membership: MemberConnection,
         executor: SpreadExecutor,
         *,
         endpoint: str,
@@ -76,7 +76,7 @@ class Spread:
             max_experts=self._max_experts(),
         )
 
-    def _connect(self, form: Form, should_stop: Callable[[], bool]) -> Communicator:
+    def _connect(self, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         """First the instances, then what else the workers need."""
         group = self._meeting.connect(form, self._name, should_stop)
         return self._executor.connect(form, group, should_stop)
@@ -106,7 +106,7 @@ class Spread:
         """See :class:`engine.groups.elastic.Mesh`."""
         self._membership.report(lost)
 
-    def entered(self, form: Form) -> None:
+    def entered(self, form: GroupPlan) -> None:
         """See :class:`engine.groups.elastic.Mesh`."""
         if form.peers[0].instance == self._name:
             self._meeting.renew()

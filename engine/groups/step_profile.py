@@ -9,7 +9,7 @@ from engine.groups.stepping import Agreement
 from engine.messages import STEP_BOUNDS, LockstepCounters
 
 
-class StepSplit:
+class StepProfile:
     """Adds up agreements and step times; :meth:`counters` is what a report carries."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """When an instance may step: alone, or in lockstep with all others.
 
-The step loop asks :meth:`Pace.turn` in each turn and :meth:`Pace.agree` before each step. Independent
+The step loop asks :meth:`Stepping.turn` in each turn and :meth:`Stepping.agree` before each step. Independent
 instances (dense models, or experts whole on each) always may step. In lockstep the answer comes from the
 headers of all instances (:mod:`parallel.lockstep`), exchanged over the group's communicator; wakes travel
 over ZeroMQ. How one group follows another is :mod:`engine.groups.elastic`.
@@ -18,10 +18,10 @@ import zmq
 
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import Sender, with_room
-from engine.groups.recovery import Step as MayStep
+from engine.groups.recovery import StepOn as MayStep
 from engine.groups.recovery import Turn
 from engine.groups.recovery_times import RecoveryTimes
-from parallel.lockstep import Decision, Header, Lockstep, Run, Sleep, Switch, Wake
+from parallel.lockstep import Decision, Header, Lockstep, RunStep, Sleep, Switch, Wake
 
 if TYPE_CHECKING:
     from parallel.communicators.base import CollectiveError, Communicator
@@ -54,7 +54,7 @@ class Agreement(msgspec.Struct, frozen=True):
     """Nobody has tokens, here or under way, and yet nobody sleeps: a change of the group is pending."""
 
 
-class Pace(Protocol):
+class Stepping(Protocol):
     """The rhythm of one instance."""
 
     times: RecoveryTimes
@@ -170,7 +170,7 @@ class InLockstep:
     def agree(
         self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int, ready_epoch: int
     ) -> Agreement:
-        """See :class:`Pace`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as there
+        """See :class:`Stepping`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as there
         are some while a change is pending or a pipeline is full, is not computed."""
         header = self._lockstep.header(
             num_tokens,
@@ -187,7 +187,7 @@ class InLockstep:
         if self._lockstep.outstanding_wake is None:
             self._waker.end()
         match decision:
-            case Run(sizes):
+            case RunStep(sizes):
                 pending = not any(sizes) and not any(each.in_flight for each in headers)
                 return Agreement(any(sizes), sizes, waited, waits_for_change=pending)
             case Sleep():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.kernels.library import Library
-from engine.kernels.operations import Kind, Operations, StepArguments
+from engine.kernels.operations import OperationKind, Operations, StepArguments
 from engine.kernels.packing import Laid, Packer
 from engine.kernels.rows import SLACK, pitch_of, spaced
 
@@ -39,10 +39,10 @@ class PackedExperts:
         :mod:`engine.kernels.rows` says; rows and middle can be read ``SLACK`` rows beyond."""
         shared = {"extra": begins, "a": self.count}
         operations.add(
-            Kind.EXPERTS_UP, into=rows, out=middle, weights=self.up, n=self.width, k=self.hidden, **shared
+            OperationKind.EXPERTS_UP, into=rows, out=middle, weights=self.up, n=self.width, k=self.hidden, **shared
         )
         operations.add(
-            Kind.EXPERTS_DOWN, into=middle, out=out, weights=self.down, n=self.hidden, k=self.width, **shared
+            OperationKind.EXPERTS_DOWN, into=middle, out=out, weights=self.down, n=self.hidden, k=self.width, **shared
         )
 
 

@@ -20,7 +20,7 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Attention, Embedding, Mlp, Moe, Output
 from engine.kernels.exchange import Alone, Exchange
 from engine.kernels.experts import NativeExperts
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, Kind, Operations
+from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, TO_CHOOSE, OperationKind, Operations
 from engine.kernels.packing import Laid
 from engine.kernels.sums import Area, OwnSums, Sums
 from engine.kernels.weights import PackedDecoder, PackedLayer
@@ -110,11 +110,11 @@ class Lowering:
     def _embed(self, embedding: Embedding) -> None:
         weights = {"into": embedding.weight.data, "k": self._hidden}
         if not embedding.is_partial:
-            self._list.add(Kind.EMBED, out=self._buffers.stream, **weights)
+            self._list.add(OperationKind.EMBED, out=self._buffers.stream, **weights)
             return
         area = self._area()
         self._list.add(
-            Kind.EMBED,
+            OperationKind.EMBED,
             out=area.address,
             n=len(embedding.weight),
             a=embedding.first,
@@ -130,7 +130,7 @@ class Lowering:
             self._select()
         self._norm(output.norm, output.eps, buffers.last)
         self._list.add(
-            Kind.LINEAR,
+            OperationKind.LINEAR,
             into=buffers.last,
             out=buffers.logits,
             weights=self._packed.head,
@@ -139,11 +139,11 @@ class Lowering:
             flags=SELECTED | AS_FLOAT,
         )
         if not output.is_partial:
-            self._list.add(Kind.CHOOSE, into=buffers.logits, out=buffers.chosen, n=output.vocab)
+            self._list.add(OperationKind.CHOOSE, into=buffers.logits, out=buffers.chosen, n=output.vocab)
         elif self._sums is not None and not isinstance(self._sums, OwnSums):
             area = self._sums.area_to_choose()
             self._list.add(
-                Kind.CHOOSE,
+                OperationKind.CHOOSE,
                 into=buffers.logits,
                 out=area.address,
                 n=output.vocab,
@@ -151,16 +151,16 @@ class Lowering:
                 flags=AS_FLOAT,
             )
             self._meet(TO_CHOOSE)
-            self._list.add(Kind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin)
+            self._list.add(OperationKind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin)
 
     def _select(self) -> None:
         """From here on there are only the rows whose logits are wanted."""
-        self._list.add(Kind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
+        self._list.add(OperationKind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
         self._stream, self._rows = self._buffers.last, SELECTED
 
     def _norm(self, weight: torch.Tensor, eps: float, out: torch.Tensor | int) -> None:
         self._list.add(
-            Kind.NORM,
+            OperationKind.NORM,
             into=self._stream,
             out=out,
             more=weight,
@@ -172,7 +172,7 @@ class Lowering:
     def _project(self, packed: PackedLayer, attention: Attention) -> None:
         """Queries, keys and values."""
         self._list.add(
-            Kind.LINEAR,
+            OperationKind.LINEAR,
             into=self._buffers.normed,
             out=self._buffers.projected,
             weights=packed.qkv,
@@ -186,7 +186,7 @@ class Lowering:
         keys, values = self._cache.keys[number], self._cache.values[number]
         shape = {"a": attention.heads, "b": attention.kv_heads, "c": attention.dim, "d": attention.window}
         self._list.add(
-            Kind.QKV,
+            OperationKind.QKV,
             into=buffers.projected,
             out=values,
             extra=keys,
@@ -195,7 +195,7 @@ class Lowering:
             **shape,
         )
         self._list.add(
-            Kind.ATTEND,
+            OperationKind.ATTEND,
             into=buffers.projected,
             out=buffers.attended,
             weights=values,
@@ -210,7 +210,7 @@ class Lowering:
     def _mlp(self, packed: PackedLayer, mlp: Mlp) -> None:
         buffers = self._buffers
         self._list.add(
-            Kind.GATED,
+            OperationKind.GATED,
             into=buffers.normed,
             out=buffers.middle,
             weights=packed.gate_up,
@@ -232,10 +232,10 @@ class Lowering:
         partial sum."""
         product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
         if not is_partial:
-            self._list.add(Kind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product)
+            self._list.add(OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product)
             return
         area = self._area()
-        self._list.add(Kind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)
+        self._list.add(OperationKind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)
         self._sum(area, bias, flags=ADD)
 
     def _area(self) -> Area:
@@ -252,7 +252,7 @@ class Lowering:
         else:
             self._meet()
         self._list.add(
-            Kind.SUM,
+            OperationKind.SUM,
             out=self._stream,
             more=bias,
             extra=self._sums.record,
@@ -264,8 +264,8 @@ class Lowering:
     def _meet(self, when: int = 0) -> None:
         """All ranks come this far before one goes on."""
         if self._sums is not None and not isinstance(self._sums, OwnSums):
-            self._list.add(Kind.OFFER, extra=self._sums.record, flags=self._rows | when)
-            self._list.add(Kind.MEET, extra=self._sums.record, flags=when)
+            self._list.add(OperationKind.OFFER, extra=self._sums.record, flags=self._rows | when)
+            self._list.add(OperationKind.MEET, extra=self._sums.record, flags=when)
 
     def _router(
         self,
@@ -276,7 +276,7 @@ class Lowering:
     ) -> None:
         buffers = self._buffers
         self._list.add(
-            Kind.LINEAR,
+            OperationKind.LINEAR,
             into=into,
             out=buffers.router_logits,
             weights=packed.router,
@@ -285,7 +285,7 @@ class Lowering:
             flags=self._rows | AS_FLOAT,
         )
         self._list.add(
-            Kind.ROUTE,
+            OperationKind.ROUTE,
             into=buffers.router_logits,
             out=buffers.scores,
             extra=ids,
@@ -299,17 +299,17 @@ class Lowering:
         results = exchange.own + exchange.layout.results_at
         experts = packed.experts or self._products.packed(moe.experts)
         if not alone:
-            self._list.add(Kind.OFFER, extra=exchange.record, flags=self._rows)
-            self._list.add(Kind.MEET, extra=exchange.record)
-        self._list.add(Kind.SORT, extra=exchange.record, flags=self._rows)
-        self._list.add(Kind.GATHER, extra=exchange.record)
+            self._list.add(OperationKind.OFFER, extra=exchange.record, flags=self._rows)
+            self._list.add(OperationKind.MEET, extra=exchange.record)
+        self._list.add(OperationKind.SORT, extra=exchange.record, flags=self._rows)
+        self._list.add(OperationKind.GATHER, extra=exchange.record)
         experts.write(self._list, buffers.gathered, buffers.expert_middle, results, exchange.begins)
         if not alone:
-            self._list.add(Kind.RETURN, extra=exchange.record)
-            self._list.add(Kind.HOME, extra=exchange.record)
+            self._list.add(OperationKind.RETURN, extra=exchange.record)
+            self._list.add(OperationKind.HOME, extra=exchange.record)
         area = self._area() if moe.is_partial else None
         self._list.add(
-            Kind.COMBINE,
+            OperationKind.COMBINE,
             into=buffers.scores,
             out=self._stream if area is None else area.address,
             extra=exchange.record,

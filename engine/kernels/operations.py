@@ -40,7 +40,7 @@ EXCHANGE = np.dtype(
 """See ``experts.hpp``."""
 
 
-class Kind(enum.IntEnum):
+class OperationKind(enum.IntEnum):
     """In the order of ``contract.hpp``; each operation says what it does with its fields."""
 
     EMBED = 0
@@ -86,7 +86,7 @@ class Operations:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, kind: Kind, **fields: Any) -> None:
+    def add(self, kind: OperationKind, **fields: Any) -> None:
         """One more. Tensors are passed by address and must be contiguous."""
         row = self._array[self._count]
         row["kind"] = kind

@@ -25,7 +25,7 @@ from engine.kernels.going_on import GoingOn
 from engine.kernels.library import Library
 from engine.kernels.logits import NO_DRAWS, Draws, can_contest
 from engine.kernels.lowering import Lowering, PartialSums, StepList
-from engine.kernels.operations import Kind, StepArguments
+from engine.kernels.operations import OperationKind, StepArguments
 from engine.kernels.packing import Packer
 from engine.kernels.sums import OwnSums, SharedSums, Sums
 from engine.kernels.weights import PackedDecoder
@@ -84,7 +84,7 @@ class Program:
         """From the last step, if the next one may."""
         self._lists: dict[tuple[bool, bool], StepList] = {}
         """By whether the exchange is part of it, and sums over ranks are."""
-        self.seconds = np.zeros(len(Kind))
+        self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
         """What attention has cost so far."""
@@ -242,7 +242,7 @@ class Program:
             self._note(self.seconds - before)
         if tokens:
             self.attention.calls += len(self._packed.layers)
-            self.attention.seconds = float(self.seconds[Kind.QKV] + self.seconds[Kind.ATTEND])
+            self.attention.seconds = float(self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND])
 
     def _sums(self, tokens: int) -> Sums | None:
         """How partial sums of a step with so many tokens are added up, the same at all ranks."""
@@ -267,9 +267,9 @@ class Program:
         """What a step's expert layers took, by part, the way other transports tell it."""
         assert self._experts is not None
         times = self._experts.times
-        times.dispatch += float(spent[[Kind.ROUTE, Kind.OFFER, Kind.MEET, Kind.SORT, Kind.GATHER]].sum())
-        times.experts += float(spent[[Kind.EXPERTS_UP, Kind.EXPERTS_DOWN]].sum())
-        times.combine += float(spent[[Kind.RETURN, Kind.HOME, Kind.COMBINE]].sum())
+        times.dispatch += float(spent[[OperationKind.ROUTE, OperationKind.OFFER, OperationKind.MEET, OperationKind.SORT, OperationKind.GATHER]].sum())
+        times.experts += float(spent[[OperationKind.EXPERTS_UP, OperationKind.EXPERTS_DOWN]].sum())
+        times.combine += float(spent[[OperationKind.RETURN, OperationKind.HOME, OperationKind.COMBINE]].sum())
 
     def _arguments(
         self,

@@ -12,7 +12,7 @@ def moved(chance: float, drafted: int, accepted: int, memory: int) -> float:
     return chance
 
 
-class Trust:
+class DraftTrust:
     """How likely the next token of a draft is to be taken, given that all before it were."""
 
     MEMORY = 10
@@ -26,7 +26,7 @@ class Trust:
         self._waits = 0
 
     def __repr__(self) -> str:
-        return f"<Trust {self.chance:.2f}, waits {self._waits}>"
+        return f"<DraftTrust {self.chance:.2f}, waits {self._waits}>"
 
     def length(self, most: int, price: float) -> tuple[int, float]:
         """Tokens to draft at the price of each, and how many more than that they will probably bring.

@@ -12,7 +12,7 @@ from engine.scheduling.blocks import BlockHash, BlockPool
 from engine.scheduling.request import Request
 
 
-class Promises:
+class ExpectedPrefixBlocks:
     """Blocks that will be known when the requests that wait or are in prefill have been computed."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -21,7 +21,7 @@ class Promises:
         self._promised: Counter[BlockHash] = Counter()
 
     def __repr__(self) -> str:
-        return f"<Promises of {len(self._promised)} blocks>"
+        return f"<ExpectedPrefixBlocks of {len(self._promised)} blocks>"
 
     def make(self, request: Request) -> None:
         """Estimate what a queued request will have to compute (``num_expected``), and let those behind it

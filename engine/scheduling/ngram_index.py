@@ -9,7 +9,7 @@ MOST_COMPARED = 8
 """Earlier places of the same last tokens, the newest first."""
 
 
-class Places:
+class NgramIndex:
     """Where the short runs of tokens of a growing text stand: chains of earlier places as LZ77 compressors
     keep them, of which each token costs a number and a dictionary's entry at most."""
 
@@ -23,7 +23,7 @@ class Places:
         """Hash of the run that was looked for last, which ends at the place that is taken in next."""
 
     def __repr__(self) -> str:
-        return f"<Places of {len(self._before)} tokens>"
+        return f"<NgramIndex of {len(self._before)} tokens>"
 
     def __len__(self) -> int:
         """Tokens that were taken in: all but the last one of the text, if there was time for them."""

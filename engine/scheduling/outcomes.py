@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from coordinator.process.tracing import Tracing
 from engine.messages import Delta
-from engine.scheduling.outgoing_tokens import Handout
+from engine.scheduling.outgoing_tokens import OutgoingTokens
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Outcome
 
 
-def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> dict[bytes, Handout]:
+def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> dict[bytes, OutgoingTokens]:
     """By router. Those that have ended are traced."""
-    handouts: dict[bytes, Handout] = defaultdict(Handout)
+    handouts: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
     for outcome in outcomes:
         request, token_ids = outcome.request, outcome.token_ids
         peer, number = request.key

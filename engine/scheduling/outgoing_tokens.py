@@ -16,7 +16,7 @@ def halves(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return first, msgspec.structs.replace(tokens, deltas=tokens.deltas[half:], singles=[])
 
 
-class Handout:
+class OutgoingTokens:
     """Deltas as :class:`engine.messages.Tokens` carries them: those of one request stay in order when
     ``singles`` are dealt with first."""
 
@@ -29,7 +29,7 @@ class Handout:
             self.add(delta)
 
     def __repr__(self) -> str:
-        return f"<Handout of {len(self.singles) // 2} tokens and {len(self.deltas)} deltas>"
+        return f"<OutgoingTokens of {len(self.singles) // 2} tokens and {len(self.deltas)} deltas>"
 
     def __len__(self) -> int:
         return len(self.singles) // 2 + len(self.deltas)
@@ -54,6 +54,6 @@ class Handout:
             self.deltas.append(delta)
             self._with_deltas.add(delta.request)
 
-    def without(self, requests: Container[int]) -> Handout:
+    def without(self, requests: Container[int]) -> OutgoingTokens:
         """What is left when some requests are forgotten."""
-        return Handout(delta for delta in self if delta.request not in requests)
+        return OutgoingTokens(delta for delta in self if delta.request not in requests)

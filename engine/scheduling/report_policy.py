@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.messages import Report
+from engine.messages import InstanceReport
 
 WITH_TOKENS = 0.05
 """Seconds after which a router that gets tokens is told all, though only counts have changed."""
@@ -17,13 +17,13 @@ WITHOUT_TOKENS = 0.25
 """Seconds after which one that gets none is told what has changed."""
 
 
-class Standing(NamedTuple):
+class LoadSnapshot(NamedTuple):
     """An instance between two steps, as far as it can be told at no cost."""
 
     running: int
     waiting: int
     waiting_tokens: int
-    """See :class:`engine.messages.Report`, as for the next two."""
+    """See :class:`engine.messages.InstanceReport`, as for the next two."""
     uncached_tokens: int
     queued: int
     blocks_used: int
@@ -32,17 +32,17 @@ class Standing(NamedTuple):
     steps: int
 
 
-class News:
+class ReportPolicy:
     """What one router was told last."""
 
     def __init__(self) -> None:
-        self._told: Report | None = None
+        self._told: InstanceReport | None = None
         self._told_at = float("-inf")
 
     def __repr__(self) -> str:
-        return f"<News told {self._told} at {self._told_at}>"
+        return f"<ReportPolicy told {self._told} at {self._told_at}>"
 
-    def go_along(self, standing: Standing, last_dispatch: int, now: float) -> bool:
+    def go_along(self, standing: LoadSnapshot, last_dispatch: int, now: float) -> bool:
         """Whether tokens that are sent now take a report along."""
         told = self._told
         return (
@@ -60,10 +60,10 @@ class News:
         """Whether it is time for a message without tokens, if there is anything new to say."""
         return now - self._told_at >= WITHOUT_TOKENS
 
-    def are_in(self, report: Report) -> bool:
+    def are_in(self, report: InstanceReport) -> bool:
         """Whether this report says anything else than the last one."""
         return report != self._told
 
-    def told(self, report: Report, now: float) -> None:
+    def told(self, report: InstanceReport, now: float) -> None:
         """A report was sent."""
         self._told, self._told_at = report, now

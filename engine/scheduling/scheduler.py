@@ -17,7 +17,7 @@ import msgspec
 
 from engine.messages import Counters, FinishReason, TokenLogprobs
 from engine.scheduling.blocks import BlockPool
-from engine.scheduling.expected_prefix_blocks import Promises
+from engine.scheduling.expected_prefix_blocks import ExpectedPrefixBlocks
 from engine.scheduling.prompt_share import PromptShare
 from engine.scheduling.request import Request, RequestKey, Status
 from engine.scheduling.speculation import Speculation
@@ -88,7 +88,7 @@ class Scheduler:
         """Whether other instances that step in lockstep with this one have rows: theirs wait for ours."""
         self._blocks_for_drafts = 0
         """Of the step in the making."""
-        self._promises = Promises(pool, rules.block_size)
+        self._promises = ExpectedPrefixBlocks(pool, rules.block_size)
         self._totals = Totals()
         self._prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,

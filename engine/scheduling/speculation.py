@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.scheduling.draft_prices import StepCost, Trust, moved
-from engine.scheduling.ngram_index import Places
+from engine.scheduling.draft_prices import StepCost, DraftTrust, moved
+from engine.scheduling.ngram_index import NgramIndex
 from engine.speculation_config import SpeculativeConfig
 
 NOTHING: list[int] = []
@@ -34,8 +34,8 @@ class Drafter:
 
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
         """``chance`` of a drafted token, as far as is known."""
-        self._places = Places(config.prompt_lookup_min, config.prompt_lookup_max)
-        self._trust = Trust(chance)
+        self._places = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._trust = DraftTrust(chance)
 
     def __repr__(self) -> str:
         return f"<Drafter {self._places!r} {self._trust!r}>"

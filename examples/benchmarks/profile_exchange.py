@@ -43,7 +43,7 @@ def member(
     from engine.kernels import library
     from engine.kernels.cache import NativeCache
     from engine.kernels.decoder import recognise
-    from engine.kernels.operations import Kind
+    from engine.kernels.operations import OperationKind
     from engine.kernels.program import Program
     from engine.model.checkpoint import read_model_info
     from engine.model.expert_weights import ExpertShare
@@ -85,7 +85,7 @@ def member(
                 program.forward(packed, ids, wanted)
                 seconds.append(time.perf_counter() - began)
             spent = (program.seconds - before) / steps
-            found = {kind.name.lower(): float(spent[kind]) for kind in Kind}
+            found = {kind.name.lower(): float(spent[kind]) for kind in OperationKind}
             results.append(found | {"header": header / steps, "step": float(np.median(seconds))})
             group.all_gather_ints([0])
     answers.put(results)

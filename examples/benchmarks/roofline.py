@@ -41,7 +41,7 @@ from engine.config import ModelConfig
 from engine.kernels import library
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, Mlp, recognise
-from engine.kernels.operations import Kind
+from engine.kernels.operations import OperationKind
 from engine.kernels.program import Program
 from engine.model.checkpoint import read_model_info
 from engine.model.weights import load_model
@@ -129,7 +129,7 @@ def measure(
         "gflop": operations / 1e9,
         "limit_ms": 1000 * limit,
         "share": limit / seconds,
-        "parts_ms": {kind.name.lower(): 1000 * float(spent[kind]) for kind in Kind if spent[kind] > 0},
+        "parts_ms": {kind.name.lower(): 1000 * float(spent[kind]) for kind in OperationKind if spent[kind] > 0},
     }
 
 
@@ -185,7 +185,7 @@ def main() -> None:
     with torch.inference_mode():
         for title, rows in steps.items():
             results[title] = measure(program, decoder, rows, reach, args.times)
-    kinds = [kind.name.lower() for kind in Kind]
+    kinds = [kind.name.lower() for kind in OperationKind]
     shown = [
         k for k in kinds if any(one["parts_ms"].get(k, 0) > 0.02 * one["ms"] for one in results.values())
     ]

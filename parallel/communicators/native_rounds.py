@@ -23,7 +23,7 @@ from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.slots import Layout, Slots
-from parallel.communicators.standing import Standing
+from parallel.communicators.standing import GroupHealth
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def make_rounds(
     rank: int,
     layout: Layout,
     members: Sequence[Slots],
-    standing: Standing,
+    standing: GroupHealth,
     crowded: bool,
 ) -> Rounds:
     """One member's part, native if there is a library."""
@@ -143,7 +143,7 @@ class NativeRounds(Rounds):
         rank: int,
         layout: Layout,
         members: Sequence[Slots],
-        standing: Standing,
+        standing: GroupHealth,
         *,
         crowded: bool,
     ) -> None:
@@ -248,7 +248,7 @@ class NativeRounds(Rounds):
         self._standing.fail_on_bytes(group.culprit, group.found, group.expected)
 
 
-def _checking(standing: Standing, errors: list[BaseException]) -> Any:
+def _checking(standing: GroupHealth, errors: list[BaseException]) -> Any:
     """What the collectives call now and then while they wait until the word of a member is ``target``; 1:
     give up. It must not know the rounds: they would keep each other."""
 

@@ -20,7 +20,7 @@ import torch
 
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
 from parallel.communicators.slots import VIEWS, Layout, Slots, span_of, spans_of
-from parallel.communicators.standing import Standing
+from parallel.communicators.standing import GroupHealth
 from parallel.communicators.waiting import Patience
 
 TWO_STEP_BYTES = 64 << 10
@@ -37,7 +37,7 @@ class Rounds:
     is_native = False
 
     def __init__(
-        self, rank: int, layout: Layout, members: Sequence[Slots], standing: Standing, *, crowded: bool
+        self, rank: int, layout: Layout, members: Sequence[Slots], standing: GroupHealth, *, crowded: bool
     ) -> None:
         self.rank, self.size = rank, layout.size
         self._slot_bytes = layout.slot_bytes

@@ -39,7 +39,7 @@ from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
-from parallel.communicators.standing import Standing
+from parallel.communicators.standing import GroupHealth
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
@@ -77,7 +77,7 @@ class SharedMemoryCommunicator:
         """Of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._standing = Standing(rank, timeout, should_stop)
+        self._standing = GroupHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member

@@ -17,7 +17,7 @@ from parallel.communicators.segments import Watch
 _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted because of rank value - 3
 
 
-class Standing:
+class GroupHealth:
     """One member's view. Only :meth:`abort` may be called from another thread than that of the calls."""
 
     def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:

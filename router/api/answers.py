@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from router.errors import ApiError, error_body
 from router.openai_api import PromptTokensDetails, StreamOptions, Usage
-from router.text.output_stream import Piece, Sample
+from router.text.output_stream import Piece, OutputStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,7 +44,7 @@ class Answer(ABC):
         id: str,
         created: int,
         model: str,
-        samples: Sequence[Sample],
+        samples: Sequence[OutputStream],
         *,
         tells_cached_tokens: bool,
     ) -> None:
@@ -62,7 +62,7 @@ class Answer(ABC):
         """The body of an answer that is not streamed: the pieces of each sample, in their order."""
 
     @abstractmethod
-    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         """The events for one more piece of a sample; nothing if the client would see nothing."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Answer(ABC):
     def failure(self, error: ApiError) -> bytes:
         """The last events of a stream that cannot go on."""
 
-    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+    def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         """What stands before and after the text (as JSON) in all events of a sample but its first and its
         last; None if they differ in more than that."""
         return None
@@ -108,14 +108,14 @@ class ChunkedAnswer(Answer):
         """By sample: what stands before and after the text in chunks with nothing but text."""
 
     @abstractmethod
-    def text_chunk(self, sample: Sample, text: str) -> bytes:
+    def text_chunk(self, sample: OutputStream, text: str) -> bytes:
         """A chunk with nothing but text."""
 
     @abstractmethod
     def usage_chunk(self) -> bytes:
         """The event without choices that tells the usage."""
 
-    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+    def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         if self._usage_in_every_chunk:
             return None
         frame = self._frames.get(sample.index)
@@ -124,7 +124,7 @@ class ChunkedAnswer(Answer):
             frame = self._frames[sample.index] = (before, after)
         return frame
 
-    def framed(self, sample: Sample, text: str) -> bytes:
+    def framed(self, sample: OutputStream, text: str) -> bytes:
         """The same as :meth:`text_chunk`, for a fraction of the time."""
         frame = ChunkedAnswer.frame(self, sample)
         return self.text_chunk(sample, text) if frame is None else frame[0] + encode(text) + frame[1]
@@ -135,7 +135,7 @@ class ChunkedAnswer(Answer):
     def failure(self, error: ApiError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n" + DONE
 
-    def usage_so_far(self, sample: Sample, num_tokens: int) -> Usage | msgspec.UnsetType | None:
+    def usage_so_far(self, sample: OutputStream, num_tokens: int) -> Usage | msgspec.UnsetType | None:
         """What a chunk says of usage: that of its sample, null, or nothing."""
         if self._usage_in_every_chunk:
             return _usage(len(sample.prompt.prompt_ids), num_tokens)

@@ -22,7 +22,7 @@ from router.openai_api import (
     CompletionTokensDetails,
     Usage,
 )
-from router.text.output_stream import Piece, Sample, join
+from router.text.output_stream import Piece, OutputStream, join
 from router.text.tokens import Tokenizer
 from router.turns.assistant_turns import TurnReader, turn_of
 from router.turns.turn_format import TurnFormat
@@ -76,7 +76,7 @@ class ChatAnswer(ChunkedAnswer):
             answer.prompt_token_ids = first.prompt.prompt_ids
         return encode(answer)
 
-    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
         if is_plain and not (first or self._writers):
             return self.framed(sample, piece.text) if piece.text else b""
@@ -94,10 +94,10 @@ class ChatAnswer(ChunkedAnswer):
         )
         return opening + event(self._chunk([choice], sample))
 
-    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+    def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         return None if self._returns_ids or self._wants_logprobs or self._writers else super().frame(sample)
 
-    def text_chunk(self, sample: Sample, text: str) -> bytes:
+    def text_chunk(self, sample: OutputStream, text: str) -> bytes:
         choice = ChatChunkChoice(sample.index, ChatDelta(text), token_ids=None)
         return event(self._chunk([choice], sample))
 
@@ -110,14 +110,14 @@ class ChatAnswer(ChunkedAnswer):
             usage.completion_tokens_details = CompletionTokensDetails(count)
         return usage
 
-    def _opening(self, sample: Sample) -> bytes:
+    def _opening(self, sample: OutputStream) -> bytes:
         """The first chunk of a choice: whose message it is. It stands before the first token."""
         chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
         chunk.usage = self.usage_so_far(sample, 0)
         chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None
         return event(chunk)
 
-    def _message(self, sample: Sample, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
+    def _message(self, sample: OutputStream, pieces: Sequence[Piece], piece: Piece) -> AssistantMessage:
         if not self._readers:
             return AssistantMessage(self._role, self._echoed + piece.text)
         parts = [part for each in pieces for part in each.parts]
@@ -125,24 +125,24 @@ class ChatAnswer(ChunkedAnswer):
         turn.content = self._echoed + turn.content
         return message_of(turn, self._role)
 
-    def _delta(self, sample: Sample, piece: Piece, *, echoed: str) -> ChatDelta:
+    def _delta(self, sample: OutputStream, piece: Piece, *, echoed: str) -> ChatDelta:
         if not self._writers:
             return ChatDelta(echoed + piece.text)
         ended = piece.finish_reason is not None
         return self._writers[sample.index].delta(piece.parts, echoed, ended=ended)
 
-    def _delta_chunk(self, sample: Sample, delta: ChatDelta) -> bytes:
+    def _delta_chunk(self, sample: OutputStream, delta: ChatDelta) -> bytes:
         """A chunk with nothing but a delta, nothing at all for an empty one."""
         if delta.reasoning is UNSET and delta.tool_calls is UNSET:
             return self.framed(sample, delta.content) if delta.content else b""
         return event(self._chunk([ChatChunkChoice(sample.index, delta, token_ids=None)], sample))
 
-    def _chunk(self, choices: list[ChatChunkChoice], sample: Sample) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], sample: OutputStream) -> ChatChunk:
         return ChatChunk(
             self.id, self.created, self.model, choices, self.usage_so_far(sample, sample.num_tokens)
         )
 
-    def _finish_reason(self, sample: Sample, piece: Piece) -> str | None:
+    def _finish_reason(self, sample: OutputStream, piece: Piece) -> str | None:
         return finish_reason(piece, self._readers[sample.index]) if self._readers else piece.finish_reason
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

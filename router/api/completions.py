@@ -8,7 +8,7 @@ from typing import Any
 from router.api.answers import ChunkedAnswer, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from router.text.output_stream import Piece, Sample, join
+from router.text.output_stream import Piece, OutputStream, join
 from router.text.tokens import Tokenizer
 
 
@@ -38,26 +38,26 @@ class CompletionAnswer(ChunkedAnswer):
         answer.service_tier = answer.system_fingerprint = answer.kv_transfer_params = None
         return encode(answer)
 
-    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         is_plain = piece.finish_reason is None and not (self._returns_ids or piece.logprobs)
         if is_plain and not (first and self._echo):
             return self.framed(sample, piece.text) if piece.text else b""
         return self._chunk(sample, self._choice(sample, piece, first=first))
 
-    def frame(self, sample: Sample) -> tuple[bytes, bytes] | None:
+    def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         return None if self._returns_ids or self._num_logprobs is not None else super().frame(sample)
 
-    def text_chunk(self, sample: Sample, text: str) -> bytes:
+    def text_chunk(self, sample: OutputStream, text: str) -> bytes:
         return self._chunk(sample, self._choice(sample, Piece(text), first=False))
 
     def usage_chunk(self) -> bytes:
         return event(Completion(self.id, self.created, self.model, [], self.usage()))
 
-    def _chunk(self, sample: Sample, choice: CompletionChoice) -> bytes:
+    def _chunk(self, sample: OutputStream, choice: CompletionChoice) -> bytes:
         usage = self.usage_so_far(sample, sample.num_tokens)
         return event(Completion(self.id, self.created, self.model, [choice], usage))
 
-    def _choice(self, sample: Sample, piece: Piece, *, first: bool) -> CompletionChoice:
+    def _choice(self, sample: OutputStream, piece: Piece, *, first: bool) -> CompletionChoice:
         echoes = first and self._echo
         return CompletionChoice(
             index=sample.index,
@@ -69,7 +69,7 @@ class CompletionAnswer(ChunkedAnswer):
             token_ids=piece.token_ids if self._returns_ids else None,
         )
 
-    def _logprobs(self, sample: Sample, piece: Piece, *, echoes: bool) -> CompletionLogprobs:
+    def _logprobs(self, sample: OutputStream, piece: Piece, *, echoes: bool) -> CompletionLogprobs:
         start = len(sample.prompt_text) if self._echo else 0
         token_ids = piece.token_ids
         offsets = [start + offset for offset in piece.offsets]

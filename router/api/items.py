@@ -15,7 +15,7 @@ from router.turns.assistant_turns import TurnReader
 from router.turns.turn_events import CallArguments, CallBegin, Content, Parsed, Reasoning
 
 
-class Kind(enum.Enum):
+class ItemKind(enum.Enum):
     REASONING = enum.auto()
     TEXT = enum.auto()
     CALL = enum.auto()
@@ -26,7 +26,7 @@ class Item:
     """One item, as far as it has come."""
 
     index: int
-    kind: Kind
+    kind: ItemKind
     name: str = ""
     """Of the function that is called."""
     call_id: str = ""
@@ -67,7 +67,7 @@ class ItemSequence:
 
     @property
     def calls_tools(self) -> bool:
-        return any(item.kind is Kind.CALL for item in self.items)
+        return any(item.kind is ItemKind.CALL for item in self.items)
 
     def read(self, parts: Sequence[tuple[str, int]], *, ended: bool) -> list[ItemEvent]:
         """What the next texts, each with its number of tokens, do to the items; when ``ended``, all are
@@ -82,21 +82,21 @@ class ItemSequence:
     def _take(self, parsed: Parsed, events: list[ItemEvent]) -> None:
         match parsed:
             case CallBegin(name, id):
-                self._open(Kind.CALL, events, name, id or self._reader.new_call_id())
+                self._open(ItemKind.CALL, events, name, id or self._reader.new_call_id())
                 return
             case Reasoning(text):
-                kind = Kind.REASONING
+                kind = ItemKind.REASONING
             case Content(text):
-                kind = Kind.TEXT
+                kind = ItemKind.TEXT
             case CallArguments(text):
-                kind = Kind.CALL
+                kind = ItemKind.CALL
         if not self._is_open or self.items[-1].kind is not kind:
             self._open(kind, events)
         item = self.items[-1]
         item.text += text
         events.append(More(item, text))
 
-    def _open(self, kind: Kind, events: list[ItemEvent], name: str = "", call_id: str = "") -> None:
+    def _open(self, kind: ItemKind, events: list[ItemEvent], name: str = "", call_id: str = "") -> None:
         self._close(events)
         self._is_open = True
         self.items.append(Item(len(self.items), kind, name, call_id))

@@ -13,7 +13,7 @@ from router.api.prompts import PromptText
 from router.errors import refuse
 from router.mesh import Prompt
 from router.openai_api import CompletionRequest, GenerationRequest
-from router.text.output_stream import Sample
+from router.text.output_stream import OutputStream
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
 
@@ -37,7 +37,7 @@ def make_samples(
     traceparent: str = "",
     *,
     may_be_cut: bool = False,
-) -> list[Sample]:
+) -> list[OutputStream]:
     """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
     requests that bring none. ``may_be_cut``: the end of an instance's context may end them before the tokens
     that were asked for are there."""
@@ -47,7 +47,7 @@ def make_samples(
     _check_prompt_logprobs(request, params.n, prompts, prompt_logprobs)
     stops = StopStrings(params.stop) if params.stop else None
     alone = len(prompts) * params.n == 1
-    samples: list[Sample] = []
+    samples: list[OutputStream] = []
     for prompt in prompts:
         seed = chance.getrandbits(63) if params.seed is None else params.seed
         max_tokens = room_for(prompt, request, params, model)
@@ -68,7 +68,7 @@ def make_samples(
                 traceparent=traceparent,
             )
             samples.append(
-                Sample(
+                OutputStream(
                     index,
                     wanted,
                     params,

@@ -14,7 +14,7 @@ from router.api.answers import Answer, encode
 from router.http.connection import BodyWriter
 from router.mesh import Generation, Take, TakeSingle
 from router.metrics.meter import Meter
-from router.text.output_stream import Piece, Sample
+from router.text.output_stream import Piece, OutputStream
 
 
 class Shortcut(NamedTuple):
@@ -27,7 +27,7 @@ class Shortcut(NamedTuple):
 class Sink(Protocol):
     """Where the deltas of a request's only sample can go without waiting."""
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
+    def shortcut(self, sample: OutputStream, generation: Generation, meter: Meter) -> Shortcut:
         """For a sample whose text does not end it (no stop strings), after its first delta. The last delta is
         never taken."""
         ...
@@ -43,7 +43,7 @@ class BodySink:
     def __repr__(self) -> str:
         return f"<BodySink of {self._answer!r} to {self._writer!r}>"
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
+    def shortcut(self, sample: OutputStream, generation: Generation, meter: Meter) -> Shortcut:
         """See :class:`Sink`."""
         is_open, write, chunk = self._writer.is_open, self._writer.write, self._answer.chunk
 
@@ -58,7 +58,7 @@ class BodySink:
         frame = self._answer.frame(sample) if sample.is_text_alone else None
         return Shortcut(take, None if frame is None else self._of_texts(sample, meter, frame))
 
-    def _of_texts(self, sample: Sample, meter: Meter, frame: tuple[bytes, bytes]) -> TakeSingle:
+    def _of_texts(self, sample: OutputStream, meter: Meter, frame: tuple[bytes, bytes]) -> TakeSingle:
         """Where events differ in their text only. This is what a token costs."""
         is_open, write, fill = self._writer.is_open, self._writer.write, self._writer.filling(*frame)
         detokenizer, tick = sample.detokenizer, meter.ticker(0)
@@ -88,7 +88,7 @@ class ListSink:
     def __repr__(self) -> str:
         return f"<ListSink of {len(self._pieces)} pieces>"
 
-    def shortcut(self, sample: Sample, generation: Generation, meter: Meter) -> Shortcut:
+    def shortcut(self, sample: OutputStream, generation: Generation, meter: Meter) -> Shortcut:
         """See :class:`Sink`."""
         keep, tick = self._pieces.append, meter.ticker(0)
 

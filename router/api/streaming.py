@@ -29,7 +29,7 @@ from router.http.quotas import Lease
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
-from router.text.output_stream import Piece, Sample
+from router.text.output_stream import Piece, OutputStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +48,18 @@ EVENT_STREAM = {
 
 Result = TypeVar("Result")
 
-Batch = list[tuple[Sample, Piece]]
+Batch = list[tuple[OutputStream, Piece]]
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
-class Run:
+class RequestRun:
     """The samples of one request, ready to be generated."""
 
     def __init__(
         self,
         mesh: Mesh,
         metrics: Metrics,
-        samples: Sequence[Sample],
+        samples: Sequence[OutputStream],
         arrival: float,
         timeout: float | None = None,
         trace: RequestTrace = UNTRACED,
@@ -185,14 +185,14 @@ class Run:
         return said
 
 
-class Call(Run):
+class Call(RequestRun):
     """A run whose client gets an answer."""
 
     def __init__(
         self,
         mesh: Mesh,
         metrics: Metrics,
-        samples: Sequence[Sample],
+        samples: Sequence[OutputStream],
         answer: Answer,
         arrival: float,
         timeout: float | None = None,
@@ -326,7 +326,7 @@ class EventStream(Response):
         return b"".join(events)
 
 
-async def made_of(samples: Sequence[Sample], make: Callable[[], bytes]) -> bytes:
+async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
     """A part of an answer that tells all that there is of these samples."""
     is_heavy = sum(sample.num_told for sample in samples) > HEAVY
     return await asyncio.to_thread(make) if is_heavy else make()

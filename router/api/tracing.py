@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.process.tracing import Attributes, Tracing, usable
 from engine.messages import FinishReason
-from router.text.output_stream import Sample
+from router.text.output_stream import OutputStream
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -36,7 +36,7 @@ class RequestTrace:
         span.set_attributes(facts)
         return cls(tracing.traceparent(span), tracing, span)
 
-    def end(self, samples: Sequence[Sample], arrival: float, first_at: float | None, ended: float) -> None:
+    def end(self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float) -> None:
         """``first_at``: when the first token came, if one did."""
         if self._tracing is None or self._span is None:
             return

@@ -27,9 +27,9 @@ from router.app.middleware import OPEN_PATHS, KeyCheck, RequestIds, foreign_host
 from router.app.refusals import Refusals
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
-from router.dispatch.pool import Standing
+from router.dispatch.pool import InstanceHealth
 from router.errors import ApiError, error_response
-from router.faults import Event, Fault, Faults
+from router.faults import FaultEvent, Fault, Faults
 from router.http.body import decoder, read_body
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
@@ -49,7 +49,7 @@ class Watched(Protocol):
         """Seconds since the coordinator was heard; None if it never was."""
         ...
 
-    def standing(self) -> Mapping[int, Standing]: ...
+    def standing(self) -> Mapping[int, InstanceHealth]: ...
     @property
     def num_in_flight(self) -> int: ...
     def flights(self, most: int) -> Sequence[Flight]: ...
@@ -82,7 +82,7 @@ class InstanceAnswer(msgspec.Struct, frozen=True):
     host: str
     pid: int
     load: Load
-    router: Standing | None
+    router: InstanceHealth | None
 
 
 class WorldAnswer(msgspec.Struct, frozen=True):
@@ -140,9 +140,9 @@ def make_admin_app(
 
     async def told_faults(request: Request) -> Response:
         total = faults()
-        counts = {event: total.counts.get(event, {}) for event in Event}
+        counts = {event: total.counts.get(event, {}) for event in FaultEvent}
         return _json(
-            FaultsAnswer(counts[Event.DETECTION], counts[Event.RESTART], counts[Event.RESUME], total.recent)
+            FaultsAnswer(counts[FaultEvent.DETECTION], counts[FaultEvent.RESTART], counts[FaultEvent.RESUME], total.recent)
         )
 
     async def drain(request: Request) -> Response:

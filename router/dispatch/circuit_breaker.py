@@ -16,7 +16,7 @@ FORGOTTEN_AFTER = 600.0
 """Seconds after which the failures of a rank that nobody has now are forgotten."""
 
 
-class Trust:
+class CircuitBreaker:
     """What the failures of one rank have left of it. Times are in seconds, of any one clock."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Trust:
         self._next_try = 0.0
 
     def __repr__(self) -> str:
-        return f"<Trust {self.failures} failures in a row>"
+        return f"<CircuitBreaker {self.failures} failures in a row>"
 
     def failed(self, now: float) -> None:
         """It died, or the connection to it broke."""

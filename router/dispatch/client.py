@@ -25,17 +25,17 @@ from coordinator.messages import Settings, State, View
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
-from engine.messages import Abort, Attached, Recall, Recalled, Refused, Report, Tokens, ToRouter
+from engine.messages import Abort, Attached, Recall, Recalled, RequestRefused, InstanceReport, Tokens, ToRouter
 from engine.model.checkpoint import CheckpointError, find_model
 from router.dispatch.chooser import Chooser, unavailable
-from router.dispatch.delivery import Passing
-from router.dispatch.instance_connection import Link
+from router.dispatch.delivery import Delivery
+from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss, named
 from router.dispatch.policy import Policy, eligible
-from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool, Standing
+from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool, InstanceHealth
 from router.dispatch.recalls import Recaller
 from router.dispatch.stream import Stream
-from router.faults import Event, Faults
+from router.faults import FaultEvent, Faults
 from router.mesh import MeshError, Prompt, ServedModel
 
 logger = logging.getLogger(__name__)
@@ -70,11 +70,11 @@ class MeshClient:
         self._chooser = Chooser(self._pool, self._ledger, policy)
         self._recaller = Recaller(self._pool, self._ledger)
         self._moves_queued = policy in (Policy.PREFIX_AWARE, Policy.LEAST_LOADED)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, InstanceConnection] = {}
         """By instance. One that has none is not attached, and gets nothing."""
         self._unlinked = Complaints(logger, "an instance cannot be connected to, and is tried again")
         self._streams: dict[Entry, Stream] = {}
-        self._passing = Passing(self._ledger, self._streams, self._chooser.settle)
+        self._passing = Delivery(self._ledger, self._streams, self._chooser.settle)
         self._orphans: list[Entry] = []
         self._moves = 0
         self.faults = Faults()
@@ -139,7 +139,7 @@ class MeshClient:
         """How choices came out so far: see :attr:`router.dispatch.chooser.Chooser.counts`."""
         return self._chooser.counts
 
-    def reports(self) -> Mapping[int, Report]:
+    def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""
         return {instance.rank: instance.report for instance in self._pool if instance.report is not None}
 
@@ -163,11 +163,11 @@ class MeshClient:
         refused = {str(member.rank): member.load.refused_peers for member in self.view.members}
         return {"coordinator": self.view.refused_peers, **refused}
 
-    def standing(self) -> Mapping[int, Standing]:
+    def standing(self) -> Mapping[int, InstanceHealth]:
         """How this router stands with each instance, by rank."""
         counts = Counter(entry.address[0] for entry in self._streams if entry.address is not None)
         return {
-            instance.rank: Standing(
+            instance.rank: InstanceHealth(
                 attached=instance.attached,
                 failures=instance.trust.failures,
                 in_flight=counts[instance.name],
@@ -268,7 +268,7 @@ class MeshClient:
             self._lost(chosen)
             entry.uncount_try()  # it never got there
             entry.owed = True
-            self.faults.count(Event.RESUME, "connection_lost")
+            self.faults.count(FaultEvent.RESUME, "connection_lost")
             chosen = self._choose_after(entry, chosen)
 
     def _lost(self, instance: Instance) -> bool:
@@ -347,7 +347,7 @@ class MeshClient:
     def _connect(self, instance: Instance) -> None:
         """If that is possible. The others are served through this router in any case."""
         try:
-            self._links[instance.name] = Link(
+            self._links[instance.name] = InstanceConnection(
                 self._context,
                 instance,
                 self,
@@ -376,7 +376,7 @@ class MeshClient:
             return
         text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
         logger.info("%s (%s): %s", text, reason, named(entry.prompt.request_id for entry in lost))
-        self.faults.record(Event.RESUME, reason, text, time.time(), len(lost))
+        self.faults.record(FaultEvent.RESUME, reason, text, time.time(), len(lost))
         numbers = [entry.address[1] for entry in lost if entry.address]
         self._links[instance.name].send(Abort(numbers))
         loss = Loss(instance.rank, time.monotonic(), len(lost))
@@ -435,7 +435,7 @@ class MeshClient:
         serves = instance.member.state is State.READY
         if self._lost(instance) and serves:
             text = f"the connection to instance {instance.rank} ({instance.name}) broke"
-            self.faults.record(Event.DETECTION, "connection_lost", text, time.time())
+            self.faults.record(FaultEvent.DETECTION, "connection_lost", text, time.time())
         self._move_requests(instance, "connection_lost" if serves else "drained")
 
     def link_failed(self, instance: Instance) -> None:
@@ -459,7 +459,7 @@ class MeshClient:
                     self._passing.deltas(instance.name, deltas)
                 if report is not None:
                     self._recall()
-            case Refused():
+            case RequestRefused():
                 self._on_refused(instance, message)
             case Recalled(numbers):
                 self._on_recalled(instance, numbers)
@@ -493,7 +493,7 @@ class MeshClient:
             else:
                 self._dispatch(entry, chosen)
 
-    def _on_refused(self, instance: Instance, refused: Refused) -> None:
+    def _on_refused(self, instance: Instance, refused: RequestRefused) -> None:
         instance.leaves = instance.leaves or refused.leaves
         entry = self._ledger.find(instance.name, refused.request)
         if entry is None:
@@ -504,7 +504,7 @@ class MeshClient:
         entry.uncount_try()
         if entry.owed or not instance.ready:
             entry.owed = True
-            self.faults.count(Event.RESUME, "refused")
+            self.faults.count(FaultEvent.RESUME, "refused")
             self._resume(entry, instance)
         elif entry.attempts < len(list(self._pool)) and entry.prompt.rank is None:
             self._resume(entry, instance)  # its queue is full; another one's may not be

@@ -13,7 +13,7 @@ from router.dispatch.stream import Stream
 logger = logging.getLogger(__name__)
 
 
-class Passing:
+class Delivery:
     """Books tokens in the ledger, and passes them on to the streams of their entries."""
 
     def __init__(self, ledger: Ledger, streams: dict[Entry, Stream], settle: Callable[[Entry], None]) -> None:
@@ -24,7 +24,7 @@ class Passing:
         self._settle = settle
 
     def __repr__(self) -> str:
-        return f"<Passing to {len(self._streams)} streams>"
+        return f"<Delivery to {len(self._streams)} streams>"
 
     def singles(self, instance: str, singles: Sequence[int]) -> None:
         """See :attr:`engine.messages.Tokens.singles`. As :meth:`deltas`, for nearly every token."""

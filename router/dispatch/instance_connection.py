@@ -35,7 +35,7 @@ class Receiver(Protocol):
         ...
 
 
-class Link:
+class InstanceConnection:
     """Sends at once or not at all; receives until it is closed."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Link:
             task.add_done_callback(self._on_end)
 
     def __repr__(self) -> str:
-        return f"<Link to instance {self._instance.rank} at {self._connection.endpoint}>"
+        return f"<InstanceConnection to instance {self._instance.rank} at {self._connection.endpoint}>"
 
     def send(self, message: ToInstance) -> bool:
         """False if there is no connection, or the instance does not read what was sent before."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator.messages import Member, State, View
-from engine.messages import Capacity, Counters, Report
-from router.dispatch.circuit_breaker import Trust
+from engine.messages import Capacity, Counters, InstanceReport
+from router.dispatch.circuit_breaker import CircuitBreaker
 from router.dispatch.policy import Candidate
 from router.dispatch.prefix_index import PrefixIndex
 
@@ -20,7 +20,7 @@ ANSWER_TIMEOUT = 5.0
 """Seconds within which an instance answers on a new connection, if it ever does."""
 CROWD_TIME = 0.3
 """Seconds after which the number of those who waited counts a third."""
-NO_REPORT = Report(0, 0, 0, 0, 0, 0, Counters())
+NO_REPORT = InstanceReport(0, 0, 0, 0, 0, 0, Counters())
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -52,8 +52,8 @@ class Instance:
     """One instance of the world."""
 
     member: Member
-    report: Report | None = None
-    trust: Trust = field(default_factory=Trust)
+    report: InstanceReport | None = None
+    trust: CircuitBreaker = field(default_factory=CircuitBreaker)
     """Of its rank: a process that is started again does not begin with a clean record."""
     attached: bool = False
     """Whether it has answered on our connection."""
@@ -132,7 +132,7 @@ class Instance:
         kept = math.exp((self._crowd_at - now) / CROWD_TIME)
         return kept * self._crowd + (1.0 - kept) * waiting
 
-    def take_report(self, report: Report, now: float) -> None:
+    def take_report(self, report: InstanceReport, now: float) -> None:
         """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
         self._crowd, self._crowd_at = self.crowd(now), now
         before, self.report = self.report, report
@@ -179,7 +179,7 @@ class Instance:
         )
 
 
-class Standing(msgspec.Struct, frozen=True):
+class InstanceHealth(msgspec.Struct, frozen=True):
     """How one router stands with an instance, for operators."""
 
     attached: bool
@@ -203,7 +203,7 @@ class Pool:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self.index = PrefixIndex()
-        self._trust: dict[int, Trust] = {}
+        self._trust: dict[int, CircuitBreaker] = {}
         """By rank, also of ranks that are away."""
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
@@ -263,7 +263,7 @@ class Pool:
             if name in self._instances:
                 self._instances[name].sees(member, now)
             else:
-                trust = self._trust.setdefault(member.rank, Trust())
+                trust = self._trust.setdefault(member.rank, CircuitBreaker())
                 self._instances[name] = Instance(member, trust=trust, seen_at=now)
                 self._instances[name].sees(member, now)
                 added.append(self._instances[name])

@@ -12,7 +12,7 @@ from router.launcher.launch import ProcessSpec
 
 
 @dataclass
-class Child:
+class ChildProcess:
     """A process of ours that runs."""
 
     key: int

@@ -14,8 +14,8 @@ from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
-from router.faults import Event
-from router.launcher.scaling import Machine, Refused, plan
+from router.faults import FaultEvent
+from router.launcher.scaling import Machine, ScalingRefused, plan
 from router.launcher.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Overseer:
             is_gone = view.complete and name not in members
             if self._mesh_name and is_gone and member.state is State.READY:
                 text = f"instance {member.rank} of {member.host} (pid {member.pid}) is out of the world"
-                self._supervisor.faults.record(Event.DETECTION, "removed", text, time.time())
+                self._supervisor.faults.record(FaultEvent.DETECTION, "removed", text, time.time())
         self._members = members if view.complete else self._members | members
         self._supervisor.learn(view)
 
@@ -104,7 +104,7 @@ class Overseer:
         try:
             ours, leaving = self._supervisor.ranks, self._supervisor.leaving
             way = plan(wish.size, view.members, ours, self._machine, wish.force, leaving)
-        except Refused as refusal:
+        except ScalingRefused as refusal:
             return _answer(wish, CONFLICT, str(refusal))
         if way.warning:
             logger.warning("%s", way.warning)

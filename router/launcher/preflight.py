@@ -13,7 +13,7 @@ from engine.executor.cluster import why_not
 from engine.model.checkpoint import CheckpointError
 from parallel.topology import usable_cores, visible_cuda_devices
 from router.config import HttpConfig, ServeConfig
-from router.launcher.scaling import Machine, Refused, check_cores
+from router.launcher.scaling import Machine, ScalingRefused, check_cores
 from router.text.sampling_defaults import sampling_defaults
 from router.text.tokens import TokenizerError, load_tokenizer
 
@@ -39,7 +39,7 @@ def problem_with(config: ServeConfig) -> str | None:
         check_cores(config.mesh.local_size, machine_of(config))
         if config.mesh.observability.otlp_traces_endpoint is not None:
             check_installed()
-    except (Refused, TracingMissing) as error:
+    except (ScalingRefused, TracingMissing) as error:
         return str(error)
     return None
 

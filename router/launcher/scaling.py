@@ -13,7 +13,7 @@ MOST_PER_CORE = 32
 """Instances that compute on a CPU: more are a slip of the finger that would take the machine down."""
 
 
-class Refused(Exception):
+class ScalingRefused(Exception):
     """Not possible as things are; the message says why and what to do."""
 
 
@@ -32,7 +32,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return (self.devices or 0) // self.devices_per_instance
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ScalingPlan(msgspec.Struct, frozen=True):
     """What to do, and what to say about it."""
 
     start: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ def plan(
     machine: Machine,
     force: bool,
     leaving: Collection[str] = (),
-) -> Plan:
+) -> ScalingPlan:
     """The way to ``size`` instances in the whole mesh.
 
     ``members`` is the world, ``ours`` the ranks of this launcher's instances, those included that have not
@@ -58,7 +58,7 @@ def plan(
         Refused: too few of the instances are ours, nobody would serve, or there are too few devices.
     """
     if size < 1:
-        raise Refused("a mesh needs at least one instance: end serve to end them all")
+        raise ScalingRefused("a mesh needs at least one instance: end serve to end them all")
     stayers = [member for member in members if member.state.stays and member.instance not in leaving]
     staying = {member.rank for member in stayers} | set(ours)
     more = size - len(staying)
@@ -66,7 +66,7 @@ def plan(
         return _grow(more, {member.rank for member in members} | set(ours), ours, machine)
     if more < 0:
         return _shrink(-more, stayers, staying, ours, force)
-    return Plan()
+    return ScalingPlan()
 
 
 def check_cores(count: int, machine: Machine) -> None:
@@ -76,7 +76,7 @@ def check_cores(count: int, machine: Machine) -> None:
         Refused: they cannot.
     """
     if machine.devices is None and count > MOST_PER_CORE * machine.cores:
-        raise Refused(
+        raise ScalingRefused(
             f"{count} instances on {machine.cores} cores: each needs memory of its own, and more than one "
             f"per core is slower; the most that is started is {MOST_PER_CORE * machine.cores}"
         )
@@ -101,15 +101,15 @@ def free_number(staying: Collection[int], leaving: Collection[int], room: int) -
     return next(itertools.chain(unused, with_devices, beyond))
 
 
-def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> Plan:
+def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -> ScalingPlan:
     count = len(ours) + more
     if machine.hosts_per_instance > 1:
-        raise Refused(
+        raise ScalingRefused(
             f"an instance needs {machine.hosts_per_instance} hosts (--nnodes): start a further one with "
             "serve --headless on each of them, with another --master-port"
         )
     if machine.devices is not None and count * machine.devices_per_instance > machine.devices:
-        raise Refused(
+        raise ScalingRefused(
             f"{count} instances of {machine.devices_per_instance} CUDA device(s) each are more than the "
             f"{machine.devices} of this machine: start further ones elsewhere with serve --headless"
         )
@@ -119,21 +119,21 @@ def _grow(more: int, taken: set[int], ours: Collection[int], machine: Machine) -
     warning = ""
     if machine.devices is None and count > machine.cores:
         warning = f"{count} instances share {machine.cores} cores: more of them will not be faster"
-    return Plan(start=start, warning=warning)
+    return ScalingPlan(start=start, warning=warning)
 
 
 def _shrink(
     fewer: int, members: Sequence[Member], staying: set[int], ours: Collection[int], force: bool
-) -> Plan:
+) -> ScalingPlan:
     drain = tuple(sorted(ours, reverse=True)[:fewer])
     if len(drain) < fewer:
-        raise Refused(
+        raise ScalingRefused(
             f"{fewer} instances would have to go, and only {len(ours)} are of this serve: drain the others "
             "by rank (lockstep drain RANK)"
         )
     left = staying - set(drain)
     if not force and not any(member.rank in left and member.state is State.READY for member in members):
-        raise Refused(
+        raise ScalingRefused(
             "none of the instances that would stay is ready: wait for them (lockstep status), or say --force"
         )
-    return Plan(drain=drain)
+    return ScalingPlan(drain=drain)

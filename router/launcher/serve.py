@@ -50,7 +50,7 @@ from router.launcher.preflight import (
 )
 from router.launcher.scaling import shared_devices
 from router.launcher.supervisor import Supervisor
-from router.metrics.shared_counts import Shelf, Snapshot
+from router.metrics.shared_counts import SharedCounts, Snapshot
 
 logger = logging.getLogger("serve")
 
@@ -231,7 +231,7 @@ async def _supervise(
     overseer = Overseer(config.mesh.coordinator_endpoint, mesh_name, supervisor, machine_of(config), keys)
     beside = [asyncio.create_task(overseer.run())]
     if doors is not None and doors.counts_directory is not None:
-        shelf = Shelf(Path(doors.counts_directory), "launcher")
+        shelf = SharedCounts(Path(doors.counts_directory), "launcher")
         beside.append(
             asyncio.create_task(shelf.keep(lambda: Snapshot(pid=os.getpid(), faults=supervisor.faults)))
         )

@@ -18,8 +18,8 @@ from coordinator.messages import State, View
 from coordinator.process import process
 from coordinator.rpc.handshakes import KeyRefused
 from engine.host.forked import Forked, ForkServer, Unforked
-from router.faults import Event, Faults
-from router.launcher.child_process import Child, exit_status, fork, spawn
+from router.faults import FaultEvent, Faults
+from router.launcher.child_process import ChildProcess, exit_status, fork, spawn
 from router.launcher.launch import ProcessSpec
 from router.launcher.restarts import Restarts
 from router.launcher.scaling import free_number
@@ -60,7 +60,7 @@ class Supervisor:
         self._engine_spec = engine_spec
         self._doors = doors
         self._fork_server = fork_server
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ChildProcess] = {}
         self._coming_back: dict[int, ProcessSpec] = {}
         self._num_keys = 0
         self._gone: deque[int] = deque(maxlen=REMEMBERED_PIDS)
@@ -246,7 +246,7 @@ class Supervisor:
         if started is None:
             started = await spawn(spec, environment)
         began = None if spec.is_instance else time.monotonic()  # when an instance serves, a view tells
-        child = Child(key, spec, started, began, spec.rank, name=name, returns=returns)
+        child = ChildProcess(key, spec, started, began, spec.rank, name=name, returns=returns)
         self._children[key] = child
         watcher = asyncio.create_task(self._watch(child))
         self._watchers.add(watcher)
@@ -265,7 +265,7 @@ class Supervisor:
                 logger.warning("%s; %s is started the plain way", problem, spec.name)
             return None
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: ChildProcess) -> None:
         status = await child.ended()
         self._children.pop(child.key, None)
         self._gone.append(child.process.pid)
@@ -279,7 +279,7 @@ class Supervisor:
         if status != 0 and child.instance:
             self.on_lost(child.instance, how)
         if status != 0:
-            self._record(Event.DETECTION, "process_exit", f"{child.spec.name} {how}")
+            self._record(FaultEvent.DETECTION, "process_exit", f"{child.spec.name} {how}")
         if not self.ready:
             self.problem = self.problem or self._last_end
             self._end(exit_status(status))
@@ -290,7 +290,7 @@ class Supervisor:
         elif child.spec.role == "engine":
             self._end_without_instances(status)
 
-    async def _start_again(self, child: Child, status: int) -> None:
+    async def _start_again(self, child: ChildProcess, status: int) -> None:
         """After the pause that is due, under the old rank; under any, if that was refused."""
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
         while True:
@@ -314,10 +314,10 @@ class Supervisor:
                 self._coming_back.pop(child.key, None)
                 served_for = 0.0
             else:
-                self._record(Event.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
+                self._record(FaultEvent.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
                 return
 
-    def _successor(self, child: Child, status: int) -> ProcessSpec:
+    def _successor(self, child: ChildProcess, status: int) -> ProcessSpec:
         if child.spec.role != "engine" or child.rank is None or self._engine_spec is None:
             return child.spec
         rank = None if status == process.EXIT_REFUSED else child.rank
@@ -348,10 +348,10 @@ class Supervisor:
             for member in members
         )
 
-    def _record(self, event: Event, kind: str, text: str) -> None:
+    def _record(self, event: FaultEvent, kind: str, text: str) -> None:
         self.faults.record(event, kind, text, time.time())
 
-    def _of_role(self, role: str) -> list[Child]:
+    def _of_role(self, role: str) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.spec.role == role]
 
     # ---- the end
@@ -372,7 +372,7 @@ class Supervisor:
             drains = role == "engine" and not is_head
             await self._wait_for(children, STOP_TIMEOUT + (self._drain_timeout if drains else 0.0))
 
-    async def _wait_for(self, children: list[Child], patience: float) -> None:
+    async def _wait_for(self, children: list[ChildProcess], patience: float) -> None:
         if not children:
             return
         ended = asyncio.gather(*(child.ended() for child in children))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from engine.messages import Report
+from engine.messages import InstanceReport
 
 
 class ServerLoad(msgspec.Struct):
@@ -67,12 +67,12 @@ class Loads(msgspec.Struct):
         return cls(now, len(loads), list(loads), Aggregate(running, waiting, running + waiting, usage))
 
 
-def loads_of(reports: Mapping[int, Report]) -> list[Load]:
+def loads_of(reports: Mapping[int, InstanceReport]) -> list[Load]:
     """Loads of all instances, by rank."""
     return [_load(rank, report) for rank, report in sorted(reports.items())]
 
 
-def older_loads_of(reports: Mapping[int, Report], block_size: int) -> list[OlderLoad]:
+def older_loads_of(reports: Mapping[int, InstanceReport], block_size: int) -> list[OlderLoad]:
     """Loads of all instances in the older form, by rank."""
     return [
         OlderLoad(
@@ -86,7 +86,7 @@ def older_loads_of(reports: Mapping[int, Report], block_size: int) -> list[Older
     ]
 
 
-def _load(rank: int, report: Report) -> Load:
+def _load(rank: int, report: InstanceReport) -> Load:
     return Load(
         dp_rank=rank,
         num_running_reqs=report.running,

@@ -10,13 +10,13 @@ from engine.messages import FinishReason
 from router.mesh import Generation
 from router.metrics.histograms import Series
 from router.metrics.metrics import Metrics
-from router.text.output_stream import Sample
+from router.text.output_stream import OutputStream
 
 
 class Meter:
     """Measures one request; ``close`` counts each sample that ended, or was given up."""
 
-    def __init__(self, metrics: Metrics, samples: Sequence[Sample], arrival: float) -> None:
+    def __init__(self, metrics: Metrics, samples: Sequence[OutputStream], arrival: float) -> None:
         self._metrics = metrics
         self._samples = samples
         self._arrival = arrival
@@ -89,7 +89,7 @@ class Meter:
             if sample.is_first_of_prompt:
                 self._observe_prompt(sample, engine)
 
-    def _observe_decode(self, position: int, sample: Sample, engine: str) -> None:
+    def _observe_decode(self, position: int, sample: OutputStream, engine: str) -> None:
         last, prefill = self._last[position], self._prefill[position]
         if last is None:
             return
@@ -100,7 +100,7 @@ class Meter:
         if sample.num_tokens > 1:
             self._metrics.tpot.of(engine).observe(decode / (sample.num_tokens - 1))
 
-    def _observe_prompt(self, sample: Sample, engine: str) -> None:
+    def _observe_prompt(self, sample: OutputStream, engine: str) -> None:
         self._metrics.prompt_tokens.of(engine).observe(len(sample.prompt.prompt_ids))
         num_spared = sample.num_cached_tokens if sample.needs_mesh else len(sample.prompt.prompt_ids)
         self._metrics.computed.of(engine).observe(len(sample.prompt.prompt_ids) - num_spared)

@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from engine.messages import FinishReason, Report
+from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
 from router.mesh import Mesh
 from router.metrics.choice_counts import ChoiceCounts
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
 from router.metrics.report_metrics import LABELS, of_reports
-from router.metrics.shared_counts import Shelf, Snapshot, is_alive
+from router.metrics.shared_counts import SharedCounts, Snapshot, is_alive
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -58,14 +58,14 @@ class Metrics:
         self,
         mesh: Mesh,
         *,
-        reports: Callable[[], Mapping[int, Report]] = dict,
+        reports: Callable[[], Mapping[int, InstanceReport]] = dict,
         epoch: Callable[[], int | None] = lambda: None,
         instances: Callable[[], Mapping[str, int]] = dict,
         refused_peers: Callable[[], Mapping[str, int]] = dict,
         block_size: Callable[[], int | None] = lambda: None,
         choices: Callable[[], Mapping[str, int]] = dict,
         faults: Faults | None = None,
-        shelf: Shelf | None = None,
+        shelf: SharedCounts | None = None,
         alone: bool = True,
     ) -> None:
         """``alone``: no other front end answers on this port, so that the process's own figures mean

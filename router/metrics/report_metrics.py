@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, Report
+from engine.messages import ITERATION_BOUNDS, STEP_BOUNDS, InstanceReport
 
 LABELS = ("model_name", "engine")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")
@@ -25,7 +25,7 @@ def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
     return list(zip(names, accumulate(counts), strict=True))
 
 
-def of_reports(model: str, reports: Mapping[int, Report], block_size: int | None = None) -> Iterable[Metric]:
+def of_reports(model: str, reports: Mapping[int, InstanceReport], block_size: int | None = None) -> Iterable[Metric]:
     """What instances say of themselves, by rank. ``block_size``: tokens of a KV block, if that is known."""
     gauges = {
         "num_requests_running": "Requests in the running batch.",
@@ -69,7 +69,7 @@ def of_reports(model: str, reports: Mapping[int, Report], block_size: int | None
     return [*families.values(), *_by_kind(model, reports, block_size), *_of_lockstep(model, reports)]
 
 
-def _by_kind(model: str, reports: Mapping[int, Report], block_size: int | None) -> Iterable[Metric]:
+def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int | None) -> Iterable[Metric]:
     """Those of vLLM's that have a label more, and the sizes of steps."""
     waiting = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
@@ -112,7 +112,7 @@ def _by_kind(model: str, reports: Mapping[int, Report], block_size: int | None) 
     return [waiting, asleep, sources, sizes, taken, cache]
 
 
-def _of_lockstep(model: str, reports: Mapping[int, Report]) -> Iterable[Metric]:
+def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
     """What instances say of the steps that they take together."""
     totals = {
         "steps": "Steps taken in lockstep.",

@@ -57,7 +57,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     http: list[HttpTotals] = []
 
 
-class Shelf:
+class SharedCounts:
     """A directory with one file per process, seen by the process called ``name``."""
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -72,7 +72,7 @@ class Shelf:
         """The last values read from each file: no sum may fall while no file can be opened."""
 
     def __repr__(self) -> str:
-        return f"<Shelf {self._file}>"
+        return f"<SharedCounts {self._file}>"
 
     def own(self) -> Snapshot | None:
         """What the last process of this name left."""

@@ -20,7 +20,7 @@ from router.mesh import MeshError
 from router.offline.params import SamplingParams, request_of
 from router.openai_api import ChatRequest, CompletionRequest
 from router.structured_config import StructuredOutputsConfig
-from router.text.output_stream import Sample
+from router.text.output_stream import OutputStream
 from router.text.text_model import TextModel
 from router.turns.grammar_check import checked_grammar
 from router.turns.structured import ANSWER, form_of, text_of
@@ -35,7 +35,7 @@ class Job(msgspec.Struct, frozen=True):
     params: SamplingParams
     prompt: str | None
     """Its text, where the user gave it or the chat template made it."""
-    samples: list[Sample]
+    samples: list[OutputStream]
 
 
 class JobMaker:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from router.api.streaming import Run
+from router.api.streaming import RequestRun
 from router.errors import ApiError
 from router.mesh import Mesh, MeshError
 from router.metrics.metrics import Metrics
@@ -65,7 +65,7 @@ async def _run_job(mesh: Mesh, metrics: Metrics, tokenizer: Tokenizer, job: Job)
     deadline = time.monotonic() + NOBODY_TIMEOUT
     while not mesh.healthy and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
         await asyncio.sleep(NOBODY_INTERVAL)
-    run = Run(mesh, metrics, job.samples, time.perf_counter())
+    run = RequestRun(mesh, metrics, job.samples, time.perf_counter())
     return output_of(job, [join(pieces) for pieces in await run.said()], tokenizer)
 
 

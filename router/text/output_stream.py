@@ -37,7 +37,7 @@ class Piece(msgspec.Struct, gc=False):
         return [(self.text[begin:end], 1) for begin, end in pairwise([0, *self.cuts, len(self.text)])]
 
 
-class Sample:
+class OutputStream:
     """One of the choices of an answer, while it is generated."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Sample:
         """All that its tokens say is text, and no text ends it."""
 
     def __repr__(self) -> str:
-        return f"<Sample {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
+        return f"<OutputStream {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
 
     @property
     def is_first_of_prompt(self) -> bool:

@@ -1,6 +1,6 @@
 """What an answer must look like, as requests say it, in the words of llguidance (pure).
 
-Several fields ask for structured outputs; each becomes one :class:`Form`. All grammars of one answer (the
+Several fields ask for structured outputs; each becomes one :class:`AnswerForm`. All grammars of one answer (the
 form itself, reasoning before it, the tools that it may call) then make one text, which instances compile.
 """
 
@@ -50,7 +50,7 @@ OTHER_NAMES = {
 """Of fields, with the kinds that they are."""
 
 
-class Form(msgspec.Struct, frozen=True):
+class AnswerForm(msgspec.Struct, frozen=True):
     """What an answer must look like."""
 
     param: str
@@ -58,7 +58,7 @@ class Form(msgspec.Struct, frozen=True):
     body: Body
 
 
-def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Form | None:
+def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> AnswerForm | None:
     """The form that a request asks for, None for any text. Clients made for several servers ask for the same
     one under several names.
 
@@ -142,7 +142,7 @@ def pattern_of(text: str) -> str:
 # ---- the fields
 
 
-def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | None:
+def _response_format(wanted: Any, config: StructuredOutputsConfig) -> AnswerForm | None:
     param = "response_format"
     if wanted is None:
         return None
@@ -156,15 +156,15 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
             given = wanted.get("schema")
             schema = None if given is None else _schema(given, param)
             more = schema if isinstance(schema, dict) else {}
-            return Form(param, json_body({"type": "object"} | more, config))
+            return AnswerForm(param, json_body({"type": "object"} | more, config))
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:
                 refuse("response_format of type json_schema needs json_schema with a schema.", param)
             schema = _schema(named["schema"], param)
-            return Form(param, json_body(schema, config, strict=named.get("strict") is True))
+            return AnswerForm(param, json_body(schema, config, strict=named.get("strict") is True))
         case "structural_tag":
-            return Form(param, _structural_tag(wanted, param, config))
+            return AnswerForm(param, _structural_tag(wanted, param, config))
     refuse(
         f"response_format.type must be text, json_object, json_schema or structural_tag, got {kind[:60]!r}.",
         param,
@@ -173,7 +173,7 @@ def _response_format(wanted: Any, config: StructuredOutputsConfig) -> Form | Non
 
 def _structured_outputs(
     wanted: StructuredOutputs | None, param: str, config: StructuredOutputsConfig
-) -> Form | None:
+) -> AnswerForm | None:
     if wanted is None:
         return None
     if wanted.json_object is False:
@@ -188,17 +188,17 @@ def _structured_outputs(
     if wanted.disable_additional_properties is not None:
         closed = wanted.disable_additional_properties
         config = msgspec.structs.replace(config, disable_additional_properties=closed)
-    return Form(param, _body(given[0], getattr(wanted, given[0]), param, config, wanted.whitespace_pattern))
+    return AnswerForm(param, _body(given[0], getattr(wanted, given[0]), param, config, wanted.whitespace_pattern))
 
 
-def _older(request: GenerationRequest, config: StructuredOutputsConfig) -> list[Form | None]:
+def _older(request: GenerationRequest, config: StructuredOutputsConfig) -> list[AnswerForm | None]:
     """The names that vLLM had before ``structured_outputs``, and SGLang's."""
-    forms: list[Form | None] = []
+    forms: list[AnswerForm | None] = []
     for param, kind in OTHER_NAMES.items():
         given = getattr(request, param)
         if given is not None:
             body = _body(kind, given, param, config, request.guided_whitespace_pattern)
-            forms.append(Form(param, body))
+            forms.append(AnswerForm(param, body))
     return forms
 
 

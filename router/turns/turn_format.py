@@ -13,7 +13,7 @@ from router.text.tokens import Tokenizer
 from router.turns.assistant_turns import TurnReader
 from router.turns.dialects import Dialect, Harmony, Tags
 from router.turns.reasoning import REASONING_PARSERS, ReasoningParser
-from router.turns.structured import ANSWER, Form, form_of
+from router.turns.structured import ANSWER, AnswerForm, form_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.tool_parsers.base import Tools
 from router.turns.tool_parsers.marked_json import CallList
@@ -101,7 +101,7 @@ class TurnFormat:
             self._answer_or_call(turn, self._form, begins=begins)
         return turn.text()
 
-    def _answer_or_call(self, turn: TurnGrammar, form: Form, *, begins: bool) -> None:
+    def _answer_or_call(self, turn: TurnGrammar, form: AnswerForm, *, begins: bool) -> None:
         """An answer in its form; or calls, where the model is free to make some."""
         dialect = self._dialect
         opening = dialect.opening if begins else ""

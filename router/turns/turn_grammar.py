@@ -10,7 +10,7 @@ from typing import Any
 from router.structured_config import StructuredOutputsConfig
 from router.text.tokens import Tokenizer
 from router.turns.reasoning import ReasoningFormat, ReasoningParser
-from router.turns.structured import ANSWER, Body, Form, json_body, limit_depth, pattern_of, quoted, text_of
+from router.turns.structured import ANSWER, Body, AnswerForm, json_body, limit_depth, pattern_of, quoted, text_of
 from router.turns.tool_parsers.base import CallFormat, ToolParser, Tools
 
 TURN = "turn"
@@ -56,7 +56,7 @@ class TurnGrammar:
         is_inside = ReasoningParser(form, prompt).inside
         self._start.append(thought if is_inside else f"(({self._any_of(form.begin)}) {thought})?")
 
-    def answer(self, form: Form, opening: str = "") -> None:
+    def answer(self, form: AnswerForm, opening: str = "") -> None:
         """The answer has a form, behind its opening."""
         self._start += self._formed(form, opening)
 
@@ -66,13 +66,13 @@ class TurnGrammar:
         self._call_rules(tools, written, most_one=most_one)
 
     def calls_or_answer(
-        self, tools: Tools, written: CallFormat, form: Form, opening: str = "", *, most_one: bool
+        self, tools: Tools, written: CallFormat, form: AnswerForm, opening: str = "", *, most_one: bool
     ) -> None:
         """Calls of these tools, or an answer in a form."""
         self._start.append(f"(calls | {' '.join(self._formed(form, opening))})")
         self._call_rules(tools, written, most_one=most_one)
 
-    def own_calls_or_answer(self, parser: type[ToolParser], tools: Tools, form: Form) -> None:
+    def own_calls_or_answer(self, parser: type[ToolParser], tools: Tools, form: AnswerForm) -> None:
         """The same where arguments are no JSON: text after a call's beginning is free."""
         self._start.append(f"(calls | {' '.join(self._formed(form, ''))})")
         special = [marker for marker in parser.markers if self._tokenizer.special_id(marker) is not None]
@@ -80,7 +80,7 @@ class TurnGrammar:
         self._rules.append(f"calls: ({begins}) ({' | '.join(['TEXT', *map(self.literal, special)])})*")
         self._rules.append(r"TEXT: /(.|\n)+/")
 
-    def _formed(self, form: Form, opening: str) -> list[str]:
+    def _formed(self, form: AnswerForm, opening: str) -> list[str]:
         self._bodies[ANSWER] = form.body
         return [*([self.literal(opening)] if opening else []), f"@{ANSWER}"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.membership import Membership
+from coordinator.membership import Registry
 from coordinator.messages import (
     Evidence,
-    Form,
+    GroupPlan,
     FromCoordinator,
     Heartbeat,
     Leave,
@@ -37,14 +37,14 @@ class Mesh:
                 SPREAD, data_parallel_size=size, tensor_parallel_size=ranks
             )
         self.rules = Rules(size=size, **rules)  # type: ignore[arg-type]
-        self.membership = Membership(self.rules)
+        self.membership = Registry(self.rules)
         self.membership.tick(0.0)
         self.now = 10.0
         self.room = room
         self.beats: dict[str, Heartbeat] = {}
         self.sent: dict[str, list[FromCoordinator]] = {}
         self.notes: list[str] = []
-        self.forms: dict[str, Form] = {}
+        self.forms: dict[str, GroupPlan] = {}
         self.cut: set[tuple[str, str]] = set()
         """Who does not reach whom; the coordinator is reached by all."""
         self.mute = ""
@@ -113,16 +113,16 @@ class Mesh:
                 self.says(name)
             self._take(self.membership.tick(self.now))
 
-    def new_forms(self) -> list[tuple[str, Form]]:
+    def new_forms(self) -> list[tuple[str, GroupPlan]]:
         """The forms that were sent since the last time this was asked, repetitions left out."""
-        sent = [(name, item) for name, items in self.sent.items() for item in items if isinstance(item, Form)]
+        sent = [(name, item) for name, items in self.sent.items() for item in items if isinstance(item, GroupPlan)]
         self.sent = {
             name: [item for item in items if isinstance(item, Probe)] for name, items in self.sent.items()
         }
         return [item for number, item in enumerate(sent) if item not in sent[:number]]
 
     def restart_coordinator(self) -> None:
-        self.membership = Membership(self.rules)
+        self.membership = Registry(self.rules)
 
     def ranks(self) -> list[int]:
         return [member.rank for member in self.membership.view().members]
@@ -132,7 +132,7 @@ class Mesh:
         for name in NAMES:
             for message in to(name.encode(), instructions):
                 self.sent.setdefault(name, []).append(message)
-                if isinstance(message, Form):
+                if isinstance(message, GroupPlan):
                     self.forms[name] = message
                 elif isinstance(message, Reach):
                     self._try_ways(name, message)
@@ -149,5 +149,5 @@ class Mesh:
         self.cut |= {way for one in here for other in there for way in ((one, other), (other, one))}
 
 
-def members(form: Form) -> str:
+def members(form: GroupPlan) -> str:
     return "".join(peer.instance for peer in form.peers)

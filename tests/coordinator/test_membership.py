@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.admission import problem_with
-from coordinator.membership import Membership
+from coordinator.membership import Registry
 from coordinator.messages import (
     Beat,
     Exited,
@@ -15,18 +15,18 @@ from coordinator.messages import (
     Heartbeat,
     Leave,
     Load,
-    Refused,
+    AdmissionRefused,
     Register,
     Settings,
     State,
     Unknown,
     View,
-    Wait,
+    AdmissionWait,
     Watch,
     Welcome,
 )
 from coordinator.records import Instruction, Note, Rules, Send
-from coordinator.standing import Standing
+from coordinator.standing import MemberState
 
 SETTINGS = Settings(
     model="m",
@@ -70,7 +70,7 @@ def to(peer: bytes, instructions: list[Instruction]) -> list[FromCoordinator]:
     return [item.message for item in instructions if isinstance(item, Send) and item.peer == peer]
 
 
-def joined(membership: Membership, instance: str, rank: int | None = None, now: float = 0.0) -> int:
+def joined(membership: Registry, instance: str, rank: int | None = None, now: float = 0.0) -> int:
     (welcome,) = to(instance.encode(), membership.handle(instance.encode(), register(instance, rank), now))
     assert isinstance(welcome, Welcome), welcome
     return welcome.rank
@@ -95,7 +95,7 @@ def lines_of(work: Callable[[], object]) -> int:
 
 
 def test_any_rank_is_the_lowest_free_one_that_nobody_reserved() -> None:
-    membership = Membership(Rules(size=4, reserved=(0, 1)))
+    membership = Registry(Rules(size=4, reserved=(0, 1)))
     assert joined(membership, "a") == 2
     assert joined(membership, "b") == 3
     assert joined(membership, "c") == 4, "the mesh grows beyond -dp"
@@ -103,7 +103,7 @@ def test_any_rank_is_the_lowest_free_one_that_nobody_reserved() -> None:
 
 
 def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     joined(membership, "a", 0)
     assert membership.view().epoch == 0
     assert to(b"a", membership.handle(b"a", heartbeat("a", State.LOADING), 1.0)) == [Beat(0, 1)]
@@ -121,7 +121,7 @@ def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
 
 def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
     def lines(size: int) -> int:
-        membership = Membership(Rules(size=size))
+        membership = Registry(Rules(size=size))
         for rank in range(size):
             joined(membership, f"i{rank}", rank)
             membership.handle(f"i{rank}".encode(), heartbeat(f"i{rank}"), 1.0)
@@ -133,7 +133,7 @@ def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:
 
 
 def test_watchers_get_the_view_at_once_and_on_every_change() -> None:
-    membership = Membership(Rules(size=1))
+    membership = Registry(Rules(size=1))
     (view,) = to(b"w", membership.handle(b"w", Watch("router"), 0.0))
     assert isinstance(view, View)
     assert view.waiting_for == "rank 0 to register"
@@ -149,7 +149,7 @@ def test_watchers_get_the_view_at_once_and_on_every_change() -> None:
 
 
 def test_a_silent_instance_is_taken_out_and_told_when_it_comes_back() -> None:
-    membership = Membership(Rules(size=2, member_timeout=5.0, loading_timeout=30.0))
+    membership = Registry(Rules(size=2, member_timeout=5.0, loading_timeout=30.0))
     joined(membership, "a", 0)
     membership.handle(b"a", heartbeat("a"), 1.0)
     joined(membership, "slow", 1, now=1.0)
@@ -163,32 +163,32 @@ def test_a_silent_instance_is_taken_out_and_told_when_it_comes_back() -> None:
 
 
 def test_a_taken_rank_is_refused_once_its_holder_has_shown_life() -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     joined(membership, "a", 0)
     membership.handle(b"a", heartbeat("a"), 1.0)
     (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
-    assert isinstance(answer, Wait)
+    assert isinstance(answer, AdmissionWait)
     membership.handle(b"a", heartbeat("a"), 1.5)
     (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.6))
-    assert answer == Refused("rank 0 is taken by h (pid 1): choose another, or none")
+    assert answer == AdmissionRefused("rank 0 is taken by h (pid 1): choose another, or none")
     (answer,) = to(b"c", membership.handle(b"c", register("c", 0), 5.0))
-    assert isinstance(answer, Wait), "the holder may have died since: that contest is over"
+    assert isinstance(answer, AdmissionWait), "the holder may have died since: that contest is over"
     assert membership.tick(5.1) == []
     membership.tick(7.0)
     assert joined(membership, "c", 0, now=7.1) == 0
 
 
 def test_a_contest_that_was_abandoned_is_none() -> None:
-    membership = Membership(Rules(size=2, member_timeout=5.0))
+    membership = Registry(Rules(size=2, member_timeout=5.0))
     joined(membership, "a", 0)
     membership.handle(b"a", heartbeat("a"), 1.0)
     (answer,) = to(b"b", membership.handle(b"b", register("b", 0), 1.1))
-    assert isinstance(answer, Wait)
+    assert isinstance(answer, AdmissionWait)
     for now in range(2, 60):  # b was ended meanwhile; then a dies
         membership.handle(b"a", heartbeat("a"), float(now))
     for now in (60.0, 62.0, 64.0):
         (answer,) = to(b"c", membership.handle(b"c", register("c", 0), now))
-        assert isinstance(answer, Wait), "a may have died after its last sign of life, as it has"
+        assert isinstance(answer, AdmissionWait), "a may have died after its last sign of life, as it has"
         membership.tick(now)
     membership.tick(64.1)
     assert joined(membership, "c", 0, now=64.2) == 0
@@ -196,10 +196,10 @@ def test_a_contest_that_was_abandoned_is_none() -> None:
 
 def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> None:
     """It is still loading when the coordinator is started again, and a newcomer finds that first."""
-    standing = Standing(register("a"))
-    standing.take(to(b"a", Membership(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
+    standing = MemberState(register("a"))
+    standing.take(to(b"a", Registry(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
     assert standing.register.rank == 0
-    restarted = Membership(Rules(size=2))
+    restarted = Registry(Rules(size=2))
     assert joined(restarted, "newcomer") == 0
     standing.take(Unknown())
     (welcome,) = to(b"a", restarted.handle(b"a", standing.register, 0.1))
@@ -210,7 +210,7 @@ def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> N
 
 
 def test_a_rank_that_is_missing_is_named_though_another_has_left() -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     for name, rank in (("a", 0), ("b", 1), ("c", 2)):
         joined(membership, name, rank)
         membership.handle(name.encode(), heartbeat(name), 0.1)
@@ -222,7 +222,7 @@ def test_a_rank_that_is_missing_is_named_though_another_has_left() -> None:
 
 def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
     """A newcomer may be the first to find a coordinator that was started again."""
-    restarted = Membership(Rules(size=2))
+    restarted = Registry(Rules(size=2))
     assert joined(restarted, "newcomer") == 0
     restarted.handle(b"newcomer", heartbeat("newcomer"), 0.1)
     for now in (0.2, 0.4):
@@ -236,19 +236,19 @@ def test_who_was_here_before_and_lost_its_rank_gets_another() -> None:
 
 
 def test_a_rank_whose_holder_died_goes_to_the_newcomer() -> None:
-    membership = Membership(Rules(size=2, member_timeout=5.0))
+    membership = Registry(Rules(size=2, member_timeout=5.0))
     joined(membership, "a", 0)
     membership.handle(b"a", heartbeat("a"), 1.0)
     for now in (2.0, 4.0, 6.0):
         (answer,) = to(b"b", membership.handle(b"b", register("b", 0), now))
-        assert isinstance(answer, Wait)
+        assert isinstance(answer, AdmissionWait)
         membership.tick(now)
     membership.tick(6.1)
     assert joined(membership, "b", 0, now=6.2) == 0
 
 
 def test_registering_twice_is_harmless() -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     assert joined(membership, "a") == 0
     assert joined(membership, "a") == 0
     assert len(membership.view().members) == 1
@@ -274,14 +274,14 @@ def test_registering_twice_is_harmless() -> None:
     ],
 )
 def test_who_does_not_fit_is_refused_with_the_difference(message: Register, reason: str) -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     joined(membership, "a", 0)
-    assert to(b"b", membership.handle(b"b", message, 0.0)) == [Refused(reason)]
+    assert to(b"b", membership.handle(b"b", message, 0.0)) == [AdmissionRefused(reason)]
     assert len(membership.view().members) == 1, "nobody else notices"
 
 
 def test_settings_that_need_not_agree_may_differ() -> None:
-    membership = Membership(Rules(size=2, settings=SETTINGS))
+    membership = Registry(Rules(size=2, settings=SETTINGS))
     other = msgspec.structs.replace(SETTINGS, model="/elsewhere/m", max_num_seqs=99)
     (answer,) = to(b"a", membership.handle(b"a", register("a", settings=other), 0.0))
     assert isinstance(answer, Welcome)
@@ -289,9 +289,9 @@ def test_settings_that_need_not_agree_may_differ() -> None:
 
 
 def test_an_instance_without_a_model_waits_for_one_that_brings_it() -> None:
-    membership = Membership(Rules())
+    membership = Registry(Rules())
     assert to(b"b", membership.handle(b"b", register("b", settings=None), 0.0)) == [
-        Wait("no instance has brought a model yet")
+        AdmissionWait("no instance has brought a model yet")
     ]
     joined(membership, "a")
     (answer,) = to(b"b", membership.handle(b"b", register("b", settings=None), 1.0))
@@ -300,7 +300,7 @@ def test_an_instance_without_a_model_waits_for_one_that_brings_it() -> None:
 
 
 def test_a_restarted_coordinator_learns_the_world_and_never_lowers_the_epoch() -> None:
-    membership = Membership(Rules(size=2))
+    membership = Registry(Rules(size=2))
     assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.0)) == [Unknown()]
     membership.handle(b"a", register("a", 1, epoch=7), 0.1)
     assert to(b"a", membership.handle(b"a", heartbeat("a"), 0.2)) == [Beat(8, 1)]
@@ -311,18 +311,18 @@ EXPERTS = msgspec.structs.replace(SETTINGS, enable_expert_parallel=True, data_pa
 
 
 def test_who_was_not_told_the_size_takes_what_depends_on_it_from_the_mesh() -> None:
-    membership = Membership(Rules(size=2, settings=EXPERTS))
+    membership = Registry(Rules(size=2, settings=EXPERTS))
     (answer,) = to(b"a", membership.handle(b"a", register("a", 0, settings=SETTINGS), 0.0))
     assert isinstance(answer, Welcome)
     (answer,) = to(b"b", membership.handle(b"b", register("b", 1, size=2, settings=SETTINGS), 0.0))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, AdmissionRefused)
     assert "-ep is False, the mesh has True" in answer.reason
 
 
 def test_no_message_makes_the_mesh_absurdly_large() -> None:
-    membership = Membership(Rules())
+    membership = Registry(Rules())
     (answer,) = to(b"a", membership.handle(b"a", register("a", size=10**12), 0.0))
-    assert answer == Refused(f"-dp {10**12} is more than the 65536 instances that a mesh can have")
+    assert answer == AdmissionRefused(f"-dp {10**12} is more than the 65536 instances that a mesh can have")
     everybody = range(65536)
     assert problem_with(register("b"), None, SETTINGS, everybody) == (
         "the mesh has 65536 instances, as many as a mesh can have"

@@ -6,13 +6,13 @@ import msgspec
 
 from coordinator.messages import (
     Evidence,
-    Form,
+    GroupPlan,
     Peer,
     Probe,
-    Refused,
+    AdmissionRefused,
     State,
     Unknown,
-    Wait,
+    AdmissionWait,
     Welcome,
 )
 from tests.coordinator.group_mesh import NAMES, SPREAD, Mesh, members
@@ -27,7 +27,7 @@ def test_the_first_group_forms_once_all_have_their_weights() -> None:
     mesh.says("b")
     assert mesh.new_forms() == []
     mesh.says("c")
-    form = Form(
+    form = GroupPlan(
         epoch=1,
         store="a:90",
         peers=[Peer(rank, f"tcp://a:{rank}", "h", name) for rank, name in enumerate("abc")],
@@ -289,7 +289,7 @@ def test_more_instances_than_experts_are_refused(mesh: Mesh) -> None:
         mesh.register(name)
     message = register("i", None, settings=SPREAD)
     (answer,) = to(b"i", mesh.membership.handle(b"i", message, 0.0))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, AdmissionRefused)
     assert answer.reason.startswith("the model's 8 experts are spread over as many instances")
 
 
@@ -319,13 +319,13 @@ def test_a_fenced_one_takes_another_rank_when_its_own_is_taken(mesh: Mesh) -> No
 
 
 def test_the_rank_of_a_dead_member_is_free_after_one_probe(mesh: Mesh) -> None:
-    assert isinstance(mesh.register("d", 0), Wait)
+    assert isinstance(mesh.register("d", 0), AdmissionWait)
     mesh.wait(0.5, alive="bc")
     assert isinstance(mesh.register("d", 0), Welcome)
-    assert isinstance(mesh.register("e", 1), Wait)
+    assert isinstance(mesh.register("e", 1), AdmissionWait)
     mesh.answer("b")
     mesh.wait(0.5, alive="bc")
-    assert isinstance(mesh.register("e", 1), Refused)
+    assert isinstance(mesh.register("e", 1), AdmissionRefused)
 
 
 def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
@@ -374,9 +374,9 @@ def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
     settings = msgspec.structs.replace(SPREAD, data_parallel_size=2, tensor_parallel_size=3)
     message = register("c", None, settings=settings)
     why = "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
-    assert to(b"c", mesh.membership.handle(b"c", message, mesh.now)) == [Refused(why)]
+    assert to(b"c", mesh.membership.handle(b"c", message, mesh.now)) == [AdmissionRefused(why)]
     back = msgspec.structs.replace(message, epoch=1)
-    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [Wait(why)], "it may serve elsewhere"
+    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [AdmissionWait(why)], "it may serve elsewhere"
 
 
 def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
@@ -386,7 +386,7 @@ def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:
     message = register("c", None, settings=settings)
     mesh.wait(1.0, "a")
     (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
-    assert isinstance(answer, Wait), "b is silent"
+    assert isinstance(answer, AdmissionWait), "b is silent"
     mesh.wait(5.0, "a")
     (answer,) = to(b"c", mesh.membership.handle(b"c", message, mesh.now))
     assert isinstance(answer, Welcome)

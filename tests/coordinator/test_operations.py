@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.membership import Membership
+from coordinator.membership import Registry
 from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, View, Watch
 from coordinator.operations import LAUNCHER_TIMEOUT, MAX_PENDING
 from coordinator.records import Instruction, Note, Rules, Send
 from tests.coordinator.test_membership import heartbeat, joined, to
 
 
-def mesh(*instances: str) -> Membership:
-    membership = Membership(Rules(name="m", size=len(instances)))
+def mesh(*instances: str) -> Registry:
+    membership = Registry(Rules(name="m", size=len(instances)))
     for instance in instances:
         joined(membership, instance)
         membership.handle(instance.encode(), heartbeat(instance), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.messages import MAX_REACH_PEERS, Evidence, Form, Probe, State, Welcome
+from coordinator.messages import MAX_REACH_PEERS, Evidence, GroupPlan, Probe, State, Welcome
 from coordinator.reach import MAX_REMEMBERED, Reachability, without_cuts
 from coordinator.records import Record, Records, Rules
 from tests.coordinator.group_mesh import Mesh, members
@@ -299,12 +299,12 @@ def test_a_large_mesh_asks_and_remembers_a_bounded_number() -> None:
         records.add(record(rank))
     reach = Reachability(Rules(), records)
     peers = [each.group_peer() for each in records.values()]
-    form = Form(epoch=1, store="", peers=peers)
+    form = GroupPlan(epoch=1, store="", peers=peers)
     asked = [reach.failed(form, 0.0, [], 1.0) for _ in range(3)][-1]
     assert len(asked) == 200
     assert {len(question.peers) for _, question in asked} == {MAX_REACH_PEERS}
     asks, question = asked[0]
     assert all(int(name[1:]) % 2 != asks.rank % 2 for name in question.peers), "of other hosts first"
     for size in range(1, 40):
-        reach.failed(Form(epoch=1, store="", peers=peers[:size]), 0.0, [], 1.0)
+        reach.failed(GroupPlan(epoch=1, store="", peers=peers[:size]), 0.0, [], 1.0)
     assert len(reach._tries) == MAX_REMEMBERED

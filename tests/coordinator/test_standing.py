@@ -6,39 +6,39 @@ import pytest
 
 from coordinator.messages import (
     Beat,
-    Form,
+    GroupPlan,
     Heartbeat,
     Load,
     Lost,
     Peer,
     Probe,
-    Refused,
+    AdmissionRefused,
     Register,
     State,
     Unknown,
-    Wait,
+    AdmissionWait,
     Welcome,
 )
-from coordinator.standing import Standing
+from coordinator.standing import MemberState
 from tests.coordinator.test_membership import SETTINGS, register
 
 WELCOME = Welcome(rank=3, settings=SETTINGS, epoch=4, heartbeat_interval=0.5)
 
 
-def form(epoch: int) -> Form:
-    return Form(epoch=epoch, store="h:1", peers=[Peer(3, "tcp://a:1", "h", "a")])
+def form(epoch: int) -> GroupPlan:
+    return GroupPlan(epoch=epoch, store="h:1", peers=[Peer(3, "tcp://a:1", "h", "a")])
 
 
-def heartbeat(standing: Standing) -> Heartbeat:
+def heartbeat(standing: MemberState) -> Heartbeat:
     (message,) = standing.outgoing(Load())
     assert isinstance(message, Heartbeat)
     return message
 
 
 @pytest.fixture
-def standing() -> Standing:
+def standing() -> MemberState:
     """Welcome in the mesh, and in the group of epoch 5."""
-    standing = Standing(register("a"))
+    standing = MemberState(register("a"))
     assert standing.outgoing(Load()) == [register("a")]
     assert standing.take(WELCOME)
     assert not standing.take(form(5))
@@ -47,19 +47,19 @@ def standing() -> Standing:
     return standing
 
 
-def test_it_says_all_that_is_known_of_it(standing: Standing) -> None:
+def test_it_says_all_that_is_known_of_it(standing: MemberState) -> None:
     standing.experts, standing.max_experts, standing.ready_epoch = ((1, 2),), 6, 5
     message = heartbeat(standing)
     assert (message.state, message.epoch, message.ready_epoch) == (State.READY, 5, 5)
     assert (message.experts, message.max_experts) == (((1, 2),), 6)
 
 
-def test_a_probe_is_answered_at_once(standing: Standing) -> None:
+def test_a_probe_is_answered_at_once(standing: MemberState) -> None:
     assert standing.take(Probe(7))
     assert heartbeat(standing).answers == 7
 
 
-def test_a_loss_is_said_until_a_later_form_comes(standing: Standing) -> None:
+def test_a_loss_is_said_until_a_later_form_comes(standing: MemberState) -> None:
     lost = Lost(instance="a", epoch=5, suspects=("b",))
     standing.report(lost)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_loss_is_said_until_a_later_form_comes(standing: Standing) -> None:
     assert standing.outgoing(Load())[1:] == []
 
 
-def test_a_loss_that_comes_while_a_change_is_prepared_is_said_until_the_change(standing: Standing) -> None:
+def test_a_loss_that_comes_while_a_change_is_prepared_is_said_until_the_change(standing: MemberState) -> None:
     standing.take(form(6))
     lost = Lost(instance="a", epoch=5)
     standing.report(lost)
@@ -80,7 +80,7 @@ def test_a_loss_that_comes_while_a_change_is_prepared_is_said_until_the_change(s
     assert standing.outgoing(Load())[1:] == []
 
 
-def test_another_coordinator_is_told_all_again(standing: Standing) -> None:
+def test_another_coordinator_is_told_all_again(standing: MemberState) -> None:
     standing.take(Probe(7))
     standing.take(Beat(9, 2))
     assert standing.take(Unknown())
@@ -92,7 +92,7 @@ def test_another_coordinator_is_told_all_again(standing: Standing) -> None:
     assert (heartbeat(standing).epoch, heartbeat(standing).answers) == (5, 0)
 
 
-def test_who_is_fenced_gives_its_group_up(standing: Standing) -> None:
+def test_who_is_fenced_gives_its_group_up(standing: MemberState) -> None:
     calls = []
     standing.on_fenced = lambda: calls.append("fenced")
     standing.report(Lost(instance="a", epoch=5))
@@ -105,13 +105,13 @@ def test_who_is_fenced_gives_its_group_up(standing: Standing) -> None:
 
 
 def test_who_is_fenced_before_it_had_a_group_has_nothing_to_give_up() -> None:
-    standing = Standing(register("a"))
+    standing = MemberState(register("a"))
     standing.on_fenced = lambda: pytest.fail("there is nothing to fence")
     standing.take(Welcome(rank=1, settings=SETTINGS, epoch=8, heartbeat_interval=0.5, fenced=True))
     assert standing.state is State.LOADING
 
 
-def test_forms_are_handed_on_unless_they_are_old(standing: Standing) -> None:
+def test_forms_are_handed_on_unless_they_are_old(standing: MemberState) -> None:
     epochs = []
     standing.on_form = lambda form: epochs.append(form.epoch)
     for epoch in (5, 7, 6, 7, 8):
@@ -120,8 +120,8 @@ def test_forms_are_handed_on_unless_they_are_old(standing: Standing) -> None:
 
 
 def test_waits_and_refusals_are_remembered() -> None:
-    standing = Standing(register("a"))
-    assert not standing.take(Wait("somebody holds the rank"))
+    standing = MemberState(register("a"))
+    assert not standing.take(AdmissionWait("somebody holds the rank"))
     assert standing.waits_for == "somebody holds the rank"
-    assert standing.take(Refused("no"))
+    assert standing.take(AdmissionRefused("no"))
     assert standing.refusal == "no"

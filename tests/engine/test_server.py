@@ -23,8 +23,8 @@ from engine.messages import (
     Delta,
     Recall,
     Recalled,
-    Refused,
-    Report,
+    RequestRefused,
+    InstanceReport,
     Submit,
     TokenLogprobs,
     Tokens,
@@ -270,7 +270,7 @@ def test_log_probabilities_that_no_message_can_hold_are_refused(monkeypatch: pyt
 
 def test_halves_of_a_message_have_all_of_it_once_and_in_order() -> None:
     deltas = [Delta(number, [number]) for number in range(5)]
-    report = Report(0, 1, 0, 0, 0, 10, Counters())
+    report = InstanceReport(0, 1, 0, 0, 0, 10, Counters())
     first, second = halves(Tokens(deltas, report, None, [7, 8]))
     assert first.deltas + second.deltas == deltas
     assert (len(first.deltas), first.singles, second.singles) == (2, [7, 8], [])
@@ -305,7 +305,7 @@ def test_a_router_that_an_answer_does_not_reach_is_forgotten_and_told_so(
     send, lost = listener.send, list[object]()
 
     def lose(peer: bytes, message: ToRouter) -> bool:
-        if isinstance(message, Recalled | Refused):
+        if isinstance(message, Recalled | RequestRefused):
             lost.append(message)
             return False
         return send(peer, message)

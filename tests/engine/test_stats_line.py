@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from engine.messages import Counters
-from engine.scheduling.report_policy import Standing
+from engine.scheduling.report_policy import LoadSnapshot
 from engine.stats_line import StatsLine
 
 
-def standing(running: int = 0, waiting: int = 0, blocks_used: int = 0) -> Standing:
-    return Standing(running, waiting, 0, 0, 0, blocks_used, 0, 0)
+def standing(running: int = 0, waiting: int = 0, blocks_used: int = 0) -> LoadSnapshot:
+    return LoadSnapshot(running, waiting, 0, 0, 0, blocks_used, 0, 0)
 
 
 def test_it_tells_what_was_done_since_the_last_time() -> None:

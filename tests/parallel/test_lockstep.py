@@ -11,7 +11,7 @@ from parallel.lockstep import (
     Header,
     Lockstep,
     LockstepError,
-    Run,
+    RunStep,
     Sleep,
     Switch,
     Wake,
@@ -62,18 +62,18 @@ def test_a_wake_is_a_message() -> None:
     ("num_tokens", "ready", "decision"),
     [
         ((0,), (0,), Sleep()),
-        ((5,), (0,), Run((5,))),
+        ((5,), (0,), RunStep((5,))),
         ((0, 0, 0), (0, 0, 0), Sleep()),
-        ((0, 4, 0), (0, 0, 0), Run((0, 4, 0))),
-        ((8, 4, 2), (0, 0, 0), Run((8, 4, 2))),
+        ((0, 4, 0), (0, 0, 0), RunStep((0, 4, 0))),
+        ((8, 4, 2), (0, 0, 0), RunStep((8, 4, 2))),
         # a pending epoch is work, until all are ready for the same one
-        ((0, 0, 0), (0, 1, 0), Run((0, 0, 0))),
-        ((0, 3, 0), (1, 1, 0), Run((0, 3, 0))),
+        ((0, 0, 0), (0, 1, 0), RunStep((0, 0, 0))),
+        ((0, 3, 0), (1, 1, 0), RunStep((0, 3, 0))),
         ((0, 0, 0), (1, 1, 1), Switch(1)),
         ((7, 0, 9), (1, 1, 1), Switch(1)),
         ((0, 0, 0), (3, 3, 3), Switch(3)),
-        ((0, 0, 0), (2, 1, 1), Run((0, 0, 0))),
-        ((0, 0, 1), (2, 1, 2), Run((0, 0, 1))),
+        ((0, 0, 0), (2, 1, 1), RunStep((0, 0, 0))),
+        ((0, 0, 1), (2, 1, 2), RunStep((0, 0, 1))),
     ],
 )
 def test_decide(num_tokens: tuple[int, ...], ready: tuple[int, ...], decision: Decision) -> None:
@@ -83,7 +83,7 @@ def test_decide(num_tokens: tuple[int, ...], ready: tuple[int, ...], decision: D
 def test_ready_is_relative_to_the_epoch() -> None:
     assert decide(headers(0, 0, epoch=4, step=9)) == Sleep()
     assert decide(headers(0, 0, epoch=4, step=9, ready=(0, 0))) == Sleep()
-    assert decide(headers(0, 0, epoch=4, step=9, ready=(5, 4))) == Run((0, 0))
+    assert decide(headers(0, 0, epoch=4, step=9, ready=(5, 4))) == RunStep((0, 0))
     assert decide(headers(0, 0, epoch=4, step=9, ready=(5, 5))) == Switch(5)
 
 
@@ -95,7 +95,7 @@ def test_what_waits_is_told_but_only_what_is_scheduled_counts() -> None:
 def test_nobody_sleeps_while_tokens_are_under_way_in_a_pipeline() -> None:
     """Their instance schedules more when they come out; until then the others keep it company."""
     idle, piped = Header(epoch=0, step=4, num_tokens=0), Header(epoch=0, step=4, num_tokens=0, in_flight=2)
-    assert decide([idle, piped]) == Run((0, 0))
+    assert decide([idle, piped]) == RunStep((0, 0))
     assert decide([idle, idle]) == Sleep()
 
 
@@ -133,8 +133,8 @@ def test_it_tells_where_it_stands() -> None:
 def test_steps_follow_each_other() -> None:
     lockstep = Lockstep(0, 2, 0)
     assert [advance(lockstep, 1, 0), advance(lockstep, 0, 2), advance(lockstep, 0, 0)] == [
-        Run((1, 0)),
-        Run((0, 2)),
+        RunStep((1, 0)),
+        RunStep((0, 2)),
         Sleep(),
     ]
     assert (lockstep.step, lockstep.awake) == (3, False)
@@ -154,14 +154,14 @@ def test_headers_that_cannot_be_for_it_are_refused() -> None:
     with pytest.raises(LockstepError, match="headers of different steps"):
         lockstep.advance([*headers(1), *headers(1, step=1)])
     assert (lockstep.epoch, lockstep.step) == (0, 0)
-    assert advance(lockstep, 1, 1) == Run((1, 1))
+    assert advance(lockstep, 1, 1) == RunStep((1, 1))
 
 
 def test_one_instance_alone_is_a_world() -> None:
     lockstep = asleep(size=1)
     assert lockstep.wake() == Wake(0, 1)
     assert lockstep.header(3).num_tokens == 3
-    assert advance(lockstep, 3) == Run((3,))
+    assert advance(lockstep, 3) == RunStep((3,))
 
 
 # ---- waking
@@ -190,7 +190,7 @@ def test_a_wake_is_outstanding_until_its_step_begins() -> None:
     lockstep.wake()
     lockstep.header(1)
     assert lockstep.outstanding_wake == Wake(0, 1)
-    assert advance(lockstep, 1, 0) == Run((1, 0))
+    assert advance(lockstep, 1, 0) == RunStep((1, 0))
     assert lockstep.outstanding_wake is None
 
 
@@ -205,7 +205,7 @@ def test_a_repeated_wake_is_harmless() -> None:
     lockstep = asleep()
     for _ in range(3):
         lockstep.on_wake(Wake(0, 1))
-    assert advance(lockstep, 0, 1) == Run((0, 1))
+    assert advance(lockstep, 0, 1) == RunStep((0, 1))
     lockstep.on_wake(Wake(0, 1))
     assert advance(lockstep, 0, 0) == Sleep()
     lockstep.on_wake(Wake(0, 1))
@@ -226,7 +226,7 @@ def test_an_early_wake_counts_when_its_step_comes() -> None:
     lockstep.on_wake(Wake(0, 1))
     assert advance(lockstep, 0, 0) == Sleep()
     assert lockstep.awake
-    assert advance(lockstep, 0, 1) == Run((0, 1))
+    assert advance(lockstep, 0, 1) == RunStep((0, 1))
     assert advance(lockstep, 0, 0) == Sleep()
     assert not lockstep.awake  # it counted once
 
@@ -238,7 +238,7 @@ def test_a_wake_that_no_member_can_send_is_ignored(step: int) -> None:
     assert not sleeper.awake
     assert sleeper.wake() == Wake(0, 1)  # the next request wakes its peers
     stepper.on_wake(Wake(0, step))
-    assert [advance(stepper, 1, 0), advance(stepper, 0, 0)] == [Run((1, 0)), Sleep()]
+    assert [advance(stepper, 1, 0), advance(stepper, 0, 0)] == [RunStep((1, 0)), Sleep()]
     assert not stepper.awake
 
 
@@ -255,7 +255,7 @@ def test_two_wakers_at_once() -> None:
     assert wakes == (Wake(0, 1), Wake(0, 1))
     first.on_wake(Wake(0, 1))
     second.on_wake(Wake(0, 1))
-    assert {advance(first, 1, 2), advance(second, 1, 2)} == {Run((1, 2))}
+    assert {advance(first, 1, 2), advance(second, 1, 2)} == {RunStep((1, 2))}
     assert first.outstanding_wake is second.outstanding_wake is None
     assert {advance(first, 0, 0), advance(second, 0, 0)} == {Sleep()}
     assert not first.awake
@@ -296,7 +296,7 @@ def test_wakes_of_another_epoch_are_ignored() -> None:
 
 def test_nobody_sleeps_while_an_epoch_is_pending() -> None:
     lockstep = Lockstep(0, 2, 0)
-    assert advance(lockstep, 0, 0, ready=(1, 0)) == Run((0, 0))
-    assert advance(lockstep, 0, 0, ready=(2, 1)) == Run((0, 0))
+    assert advance(lockstep, 0, 0, ready=(1, 0)) == RunStep((0, 0))
+    assert advance(lockstep, 0, 0, ready=(2, 1)) == RunStep((0, 0))
     assert lockstep.awake
     assert advance(lockstep, 0, 0, ready=(2, 2)) == Switch(2)

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from coordinator.settings.errors import FlagError
 from coordinator.settings.flags import from_flat
-from engine.messages import Counters, Delta, Report
+from engine.messages import Counters, Delta, InstanceReport
 from router.app.app import make_app
 from router.config import HttpConfig, RouterConfig
 from router.http.listen import wait_for_health
@@ -425,9 +425,9 @@ def test_server_load(server: Server) -> None:
         until(lambda: server.client.get("/load").json() == {"server_load": 1})
 
 
-def report(rank: int) -> Report:
+def report(rank: int) -> InstanceReport:
     counters = Counters(prefix_cache_queries=100, prefix_cache_hits=25)
-    return Report(
+    return InstanceReport(
         5, running=rank, waiting=2, waiting_tokens=300, blocks_used=10, blocks_total=40, counters=counters
     )
 

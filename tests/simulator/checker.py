@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from parallel.lockstep import Decision, Header, Run, Sleep, Switch, Wake, decide
+from parallel.lockstep import Decision, Header, RunStep, Sleep, Switch, Wake, decide
 
 Position = tuple[int, int]
 """(epoch, step)."""
@@ -160,7 +160,7 @@ class Checker:
         sizes = tuple(header.num_tokens for header in ordered)
         pending = any(header.ready_epoch > at[0] for header in ordered)
         match decision:
-            case Run(told):
+            case RunStep(told):
                 right = told == sizes and (any(sizes) or pending)
                 self.counts["steps without tokens"] += not any(sizes)
             case Sleep():

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from parallel.lockstep import Header, Lockstep, Run, Wake
+from parallel.lockstep import Header, Lockstep, RunStep, Wake
 from tests.simulator.events import Computed, ToInstance
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Instance:
         decision = self.lockstep.advance(headers)
         self.world.note(self.who, decision)
         self.checker.decided(self.who, decision)
-        if isinstance(decision, Run):
+        if isinstance(decision, RunStep):
             self.phase = Phase.COMPUTING
             self.world.push(1 + self.world.up_to(self.world.settings.compute - 1), Computed(self.who))
         else:

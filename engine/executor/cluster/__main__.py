@@ -28,7 +28,7 @@ from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.executor.cluster import placement
 from engine.executor.cluster.actors import instance_actor
 from engine.executor.cluster.crew import GROUP_VARIABLE
-from engine.executor.cluster.messages import Look, Place, Progress, Run
+from engine.executor.cluster.messages import Look, Place, InstanceProgress, StartInstance
 from engine.executor_contract import CannotStart
 from engine.host.versions import other_versions
 from parallel.communicators.segments import this_host
@@ -75,7 +75,7 @@ class Shadow:
             ).remote()
             self._check_place()
             self._tell(
-                "run", msgspec.msgpack.encode(Run(argv=self._argv(), environment=self._environment(name)))
+                "run", msgspec.msgpack.encode(StartInstance(argv=self._argv(), environment=self._environment(name)))
             )
             return self._follow()
         finally:
@@ -142,7 +142,7 @@ class Shadow:
             while self._signals:
                 self._tell("signal", self._signals.pop(0))
             answer = ray.get(self._actor.listen.remote(), timeout=ANSWER_SECONDS)
-            progress = msgspec.msgpack.decode(answer, type=Progress)
+            progress = msgspec.msgpack.decode(answer, type=InstanceProgress)
             sys.stderr.buffer.write(progress.output)
             sys.stderr.buffer.flush()
             if progress.status is not None:

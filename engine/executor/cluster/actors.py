@@ -21,7 +21,7 @@ import ray
 
 from coordinator.process import process
 from engine.executor.channel import Channel, ChannelClosed
-from engine.executor.cluster.messages import Look, Place, Progress, Run
+from engine.executor.cluster.messages import Look, Place, InstanceProgress, StartInstance
 from engine.executor.messages import Begin, ToWorker
 from engine.host.versions import versions
 from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info
@@ -140,8 +140,8 @@ class InstanceActor:
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
     def run(self, payload: bytes) -> None:
-        """Start the instance of a :class:`Run`."""
-        run = msgspec.msgpack.decode(payload, type=Run)
+        """Start the instance of a :class:`StartInstance`."""
+        run = msgspec.msgpack.decode(payload, type=StartInstance)
         threading.Thread(target=self._run, args=(run,), name="instance", daemon=True).start()
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
@@ -152,14 +152,14 @@ class InstanceActor:
 
     @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
     def listen(self) -> bytes:
-        """A :class:`Progress`, as soon as there is news."""
+        """A :class:`InstanceProgress`, as soon as there is news."""
         self._news.wait(LISTEN_SECONDS)
         self._news.clear()
         status = self._status  # before its output, of which there is no more then
         lines = [self._output.popleft() for _ in range(len(self._output))]
-        return msgspec.msgpack.encode(Progress(output=b"".join(lines), status=status))
+        return msgspec.msgpack.encode(InstanceProgress(output=b"".join(lines), status=status))
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: StartInstance) -> None:
         """In a thread that lives as long as the child: the kernel kills it at the end of the thread that
         started it, so with this process, too."""
         environment = {**os.environ, **run.environment, process.PARENT_VARIABLE: str(os.getpid())}

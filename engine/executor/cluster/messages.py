@@ -29,7 +29,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Why the model cannot be had there."""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class StartInstance(msgspec.Struct, frozen=True, kw_only=True):
     """Start an instance."""
 
     argv: list[str]
@@ -38,7 +38,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Beside what the node has."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance has printed since the last one, and how it ended, if it has."""
 
     output: bytes

@@ -33,18 +33,18 @@ from engine.executor.ends import END_TIMEOUT, LocalWorker
 from engine.executor.messages import Begin, ToWorker
 from engine.executor.nodes.messages import (
     Alive,
-    End,
-    Ended,
+    NodeEnd,
+    NodeEnded,
     Hire,
     Hired,
-    Join,
+    NodeJoin,
     Leaving,
-    Refused,
+    NodeRefused,
     Said,
     Tell,
     ToEngine,
     ToNode,
-    Wait,
+    NodeWait,
 )
 from engine.host.cores import Share, share_of_cores
 from engine.host.versions import versions
@@ -142,7 +142,7 @@ class Node:
     async def _join(self, settings: Settings | None) -> None:
         """Ask until the engine has heard; then give signs of life."""
         nodes, patience = self._config.nodes, self._mesh.startup_timeout
-        join = Join(
+        join = NodeJoin(
             node_rank=nodes.node_rank,
             nnodes=nodes.nnodes,
             host=socket.gethostname(),
@@ -186,9 +186,9 @@ class Node:
             message = await self._connection.receive()
             self._heard_at = time.monotonic()
             match message:
-                case Wait(missing):
+                case NodeWait(missing):
                     self._missing = missing
-                case Refused(reason):
+                case NodeRefused(reason):
                     raise Over(
                         process.EXIT_REFUSED, f"the engine at {self._endpoint} refuses this host: {reason}"
                     )
@@ -196,7 +196,7 @@ class Node:
                     await self._hire(message)
                 case Tell(number, payload):
                     self._tell(number, payload)
-                case End(status, reason):
+                case NodeEnd(status, reason):
                     raise Over(status, f"the instance ends: {reason}")
 
     async def _hire(self, hire: Hire) -> None:
@@ -295,7 +295,7 @@ class Node:
         self._said(number)  # its last words explain more
         how = worker.how_it_ended()
         logger.error("%s %s", worker, how)
-        self._connection.send(Ended(number, worker.child.returncode or 0))
+        self._connection.send(NodeEnded(number, worker.child.returncode or 0))
         loop.call_later(END_TIMEOUT, self._end, Over(process.EXIT_WORKER_LOST, f"{worker} {how}"))
 
     # ---- the end

@@ -31,18 +31,18 @@ from engine.executor.channel import ChannelClosed
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.nodes.messages import (
     Alive,
-    End,
-    Ended,
+    NodeEnd,
+    NodeEnded,
     Hire,
     Hired,
-    Join,
+    NodeJoin,
     Leaving,
-    Refused,
+    NodeRefused,
     Said,
     Tell,
     ToEngine,
     ToNode,
-    Wait,
+    NodeWait,
 )
 from engine.executor_contract import CannotStart, Progress
 from engine.host.versions import other_versions
@@ -64,7 +64,7 @@ END_TIMEOUT = 5.0
 class _Node:
     """A host that was taken."""
 
-    def __init__(self, join: Join, peer: Peer) -> None:
+    def __init__(self, join: NodeJoin, peer: Peer) -> None:
         self.join = join
         self.peer = peer
         self.heard_at = time.monotonic()
@@ -267,8 +267,8 @@ class NodeCrew:
             match message:
                 case OtherProtocol():
                     logger.error("a host with another version of Lockstep wants to join: %s", message)
-                    self._listener.send(peer, Refused("it has another version of Lockstep"))
-                case Join():
+                    self._listener.send(peer, NodeRefused("it has another version of Lockstep"))
+                case NodeJoin():
                     self._join(peer, message)
                 case _ if node is None:
                     logger.warning("%s of a host that has not joined is ignored", type(message).__name__)
@@ -276,7 +276,7 @@ class NodeCrew:
                     self._started(node, pids)
                 case Said(number, payload):
                     self._pass_on(node, number, payload)
-                case Ended(number, status):
+                case NodeEnded(number, status):
                     if number in node.workers:
                         node.workers[number].gone(how_it_ended(status), status)
                 case Leaving(reason):
@@ -294,19 +294,19 @@ class NodeCrew:
                 self._lose(node, f"went with its host {node}, which {why}", hears=there)
             await asyncio.sleep(ALIVE_INTERVAL)
 
-    def _join(self, peer: Peer, join: Join) -> None:
+    def _join(self, peer: Peer, join: NodeJoin) -> None:
         problem = self._problem_with(peer, join)
         if problem is not None:
             logger.error("%s, node rank %d, is refused: %s", join.host, join.node_rank, problem)
-            self._listener.send(peer, Refused(problem))
+            self._listener.send(peer, NodeRefused(problem))
             return
         if join.node_rank not in self._nodes:
             self._nodes[join.node_rank] = _Node(join, peer)
             logger.info("%s (%s) is node rank %d", join.host, join.address, join.node_rank)
             self._changed.set()
-        self._listener.send(peer, Wait(self._waits_for()))
+        self._listener.send(peer, NodeWait(self._waits_for()))
 
-    def _problem_with(self, peer: Peer, join: Join) -> str | None:
+    def _problem_with(self, peer: Peer, join: NodeJoin) -> str | None:
         """Why a host cannot join, None if it can."""
         nnodes = self._config.nodes.nnodes
         if join.nnodes != nnodes:
@@ -378,5 +378,5 @@ class NodeCrew:
         """Tell all hosts to end, then stop."""
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
-            self._listener.send(node.peer, End(status, problem or "it was told to"))
+            self._listener.send(node.peer, NodeEnd(status, problem or "it was told to"))
         self._closing.set()

@@ -14,7 +14,7 @@ from engine.config import ModelConfig
 # ---- a host -> the engine
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     """Take this host. Repeated until there is an answer."""
 
     node_rank: int
@@ -41,7 +41,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     payload: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
     """A worker's process has ended."""
 
     worker: int
@@ -59,18 +59,18 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Nothing new. Both sides say it at intervals."""
 
 
-ToEngine = Join | Hired | Said | Ended | Leaving | Alive
+ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
 
 # ---- the engine -> a host
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class NodeWait(msgspec.Struct, frozen=True, tag="wait"):
     """You are expected; others are missing."""
 
     missing: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Not you, and why."""
 
     reason: str
@@ -92,7 +92,7 @@ class Tell(msgspec.Struct, frozen=True, tag="tell"):
     payload: bytes
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class NodeEnd(msgspec.Struct, frozen=True, tag="end"):
     """The instance ends: end its workers."""
 
     status: int
@@ -100,4 +100,4 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     reason: str
 
 
-ToNode = Wait | Refused | Hire | Tell | End | Alive
+ToNode = NodeWait | NodeRefused | Hire | Tell | NodeEnd | Alive

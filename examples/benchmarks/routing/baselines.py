@@ -9,14 +9,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.messages import Report
+from engine.messages import InstanceReport
 
 
 class Baseline(Protocol):
     """Chooses for one front end. Ranks are 0 ... n - 1."""
 
     def choose(self, prompt: Sequence[int], now: float) -> int: ...
-    def reported(self, rank: int, report: Report, now: float) -> None: ...
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None: ...
     def finished(self, rank: int) -> None: ...
 
 
@@ -29,7 +29,7 @@ class RoundRobin:
         self._turn = (self._turn + 1) % self._num_instances
         return self._turn
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None:
         return
 
     def finished(self, rank: int) -> None:
@@ -48,7 +48,7 @@ class _Counts:
         self._refreshed_at = 0.0
         self._turn = 0
 
-    def report(self, rank: int, report: Report) -> None:
+    def report(self, rank: int, report: InstanceReport) -> None:
         usage = report.blocks_used / report.blocks_total
         self._newest[rank] = (report.waiting, report.running, usage)
 
@@ -79,7 +79,7 @@ class VllmWaiting:
         self._counts.known[rank] = (waiting + 1, running, usage)
         return rank
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None:
         self._counts.report(rank, report)
 
     def finished(self, rank: int) -> None:
@@ -105,7 +105,7 @@ class VllmInFlight:
         self._own[rank] += 1
         return rank
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None:
         self._counts.report(rank, report)
 
     def finished(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class SglangTotalTokens:
         self._tokens[rank] += len(prompt)
         return rank
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None:
         self._tokens[rank] = report.blocks_used * 16 + report.waiting_tokens
         self._requests[rank] = report.running + report.waiting
 
@@ -174,7 +174,7 @@ class SglangCacheAware:
         self._in_flight[rank] += 1
         return rank
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
+    def reported(self, rank: int, report: InstanceReport, now: float) -> None:
         return
 
     def finished(self, rank: int) -> None:

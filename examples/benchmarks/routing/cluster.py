@@ -16,7 +16,7 @@ import msgspec
 from coordinator.messages import Load, Member, State, View
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.messages import Delta, Recall, Recalled, Refused, Report, Submit, Tokens
+from engine.messages import Delta, Recall, Recalled, RequestRefused, InstanceReport, Submit, Tokens
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import NAME_BYTES
@@ -261,7 +261,7 @@ class Cluster:
         instance = self._pool.get(name)
         assert instance is not None
         match message:
-            case Tokens(deltas, Report() as report, blocks):
+            case Tokens(deltas, InstanceReport() as report, blocks):
                 instance.take_report(report, self._now)
                 if blocks is not None:
                     assert self._pool.index.apply(name, blocks)
@@ -282,7 +282,7 @@ class Cluster:
                         self._outcomes[entry].moves += 1
                         self._chooser.settle(entry)
                         self._send(entry)
-            case Refused():
+            case RequestRefused():
                 raise AssertionError(message)
 
     def _take(self, instance: Instance, delta: Delta) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from engine.messages import Counters, Report
+from engine.messages import Counters, InstanceReport
 from examples.benchmarks.null_model import CONTEXT_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE
 from examples.benchmarks.routing.baselines import BASELINES, Baseline
 from examples.benchmarks.routing.cluster import Machine, StepTime
@@ -184,9 +184,9 @@ class Run:
             await asyncio.sleep(REFRESH)
 
 
-def _report(load: dict[str, Any]) -> Report:
+def _report(load: dict[str, Any]) -> InstanceReport:
     """As the instance has sent it, from what ``/v1/loads`` tells of it."""
-    return Report(
+    return InstanceReport(
         last_dispatch=0,
         running=load["num_running_reqs"],
         waiting=load["num_waiting_reqs"],

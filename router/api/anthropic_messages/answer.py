@@ -11,10 +11,10 @@ from engine.messages import FinishReason
 from router.api.answers import Answer, encode, named_event
 from router.api.anthropic_messages import wire
 from router.api.anthropic_messages.errors import error_body
-from router.api.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
+from router.api.items import Closed, Item, ItemEvent, ItemSequence, ItemKind, More, Opened
 from router.errors import ApiError
 from router.text.chat_template import INVALID_JSON
-from router.text.output_stream import Piece, Sample
+from router.text.output_stream import Piece, OutputStream
 from router.turns.turn_format import TurnFormat
 
 
@@ -33,7 +33,7 @@ class MessageAnswer(Answer):
             self._read(piece)
         return encode(self._message([_block(item, item.text) for item in self._sequence.items]))
 
-    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         opening = [wire.MessageStart(self._message([])), wire.Ping()] if first else []
         events = [each for event in self._read(piece) for each in _events_of(event)]
         return b"".join(map(named_event, [*opening, *events]))
@@ -73,11 +73,11 @@ class MessageAnswer(Answer):
 
 def _block(item: Item, text: str) -> wire.Block:
     match item.kind:
-        case Kind.REASONING:
+        case ItemKind.REASONING:
             return wire.ThinkingBlock(text)
-        case Kind.TEXT:
+        case ItemKind.TEXT:
             return wire.TextBlock(text)
-        case Kind.CALL:
+        case ItemKind.CALL:
             return wire.ToolUseBlock(item.call_id, item.name, _input(text))
 
 
@@ -91,7 +91,7 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
     return msgspec.Raw(text.encode())
 
 
-def _events_of(event: ItemEvent) -> list[wire.Event]:
+def _events_of(event: ItemEvent) -> list[wire.MessageEvent]:
     match event:
         case Opened(item):
             return [wire.BlockStart(item.index, _block(item, ""))]
@@ -99,14 +99,14 @@ def _events_of(event: ItemEvent) -> list[wire.Event]:
             return [wire.BlockDelta(item.index, _delta(item, text))]
         case Closed(item):
             signed = [wire.BlockDelta(item.index, wire.SignatureDelta(""))]
-            return [*(signed if item.kind is Kind.REASONING else []), wire.BlockStop(item.index)]
+            return [*(signed if item.kind is ItemKind.REASONING else []), wire.BlockStop(item.index)]
 
 
 def _delta(item: Item, text: str) -> wire.TextDelta | wire.ThinkingDelta | wire.InputDelta:
     match item.kind:
-        case Kind.REASONING:
+        case ItemKind.REASONING:
             return wire.ThinkingDelta(text)
-        case Kind.TEXT:
+        case ItemKind.TEXT:
             return wire.TextDelta(text)
-        case Kind.CALL:
+        case ItemKind.CALL:
             return wire.InputDelta(text)

@@ -89,17 +89,17 @@ class TokenCount(msgspec.Struct):
 # ---- events of a stream
 
 
-class Event(msgspec.Struct, tag_field="type"): ...
+class MessageEvent(msgspec.Struct, tag_field="type"): ...
 
 
-class MessageStart(Event, tag="message_start"):
+class MessageStart(MessageEvent, tag="message_start"):
     message: Message
 
 
-class Ping(Event, tag="ping"): ...
+class Ping(MessageEvent, tag="ping"): ...
 
 
-class BlockStart(Event, tag="content_block_start"):
+class BlockStart(MessageEvent, tag="content_block_start"):
     index: int
     content_block: Block
 
@@ -120,12 +120,12 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(Event, tag="content_block_delta"):
+class BlockDelta(MessageEvent, tag="content_block_delta"):
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
-class BlockStop(Event, tag="content_block_stop"):
+class BlockStop(MessageEvent, tag="content_block_stop"):
     index: int
 
 
@@ -134,9 +134,9 @@ class StopDelta(msgspec.Struct):
     stop_sequence: str | None
 
 
-class MessageDelta(Event, tag="message_delta"):
+class MessageDelta(MessageEvent, tag="message_delta"):
     delta: StopDelta
     usage: MessageUsage
 
 
-class MessageStop(Event, tag="message_stop"): ...
+class MessageStop(MessageEvent, tag="message_stop"): ...

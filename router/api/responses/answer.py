@@ -11,7 +11,7 @@ from msgspec import UNSET
 from engine.messages import FinishReason
 from engine.sampling import SamplingParams
 from router.api.answers import Answer, encode, named_event
-from router.api.items import Closed, Item, ItemEvent, ItemSequence, Kind, More, Opened
+from router.api.items import Closed, Item, ItemEvent, ItemSequence, ItemKind, More, Opened
 from router.api.logprobs import LogprobShapes
 from router.api.responses import wire
 from router.api.responses.custom_input import InputReader, custom_input
@@ -19,11 +19,11 @@ from router.api.responses.logprobs import TextLogprobs, by_token
 from router.api.responses.tools import ToolName
 from router.errors import ApiError
 from router.openai_api import TokenLogprob
-from router.text.output_stream import Piece, Sample
+from router.text.output_stream import Piece, OutputStream
 from router.text.tokens import Tokenizer
 from router.turns.turn_format import TurnFormat
 
-ID_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+ID_PREFIX = {ItemKind.REASONING: "rs", ItemKind.TEXT: "msg", ItemKind.CALL: "fc"}
 CUSTOM_CALL = "ctc"
 
 NO_LOGPROBS: list[TokenLogprob] = []
@@ -64,7 +64,7 @@ class ResponsesAnswer(Answer):
             self._read(piece)
         return encode(self._response(self._status()))
 
-    def chunk(self, sample: Sample, piece: Piece, *, first: bool) -> bytes:
+    def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening() if first else b""
         return opening + b"".join([self._of_item(event, told) for event, told in self._read(piece)])
 
@@ -117,11 +117,11 @@ class ResponsesAnswer(Answer):
     def _item(self, item: Item, status: str, text: str) -> wire.OutputItem:
         id = self._item_ids[item.index]
         match item.kind:
-            case Kind.REASONING:
+            case ItemKind.REASONING:
                 return wire.ReasoningItem(id, status, [wire.ReasoningText(text)] if text else [])
-            case Kind.TEXT:
+            case ItemKind.TEXT:
                 return wire.OutputMessage(id, status, [self._part(item, text)] if text else [])
-            case Kind.CALL:
+            case ItemKind.CALL:
                 return self._call(item, id, status, text)
 
     def _call(self, item: Item, id: str, status: str, arguments: str) -> wire.OutputItem:
@@ -142,7 +142,7 @@ class ResponsesAnswer(Answer):
 
     # ---- events
 
-    def _event(self, event: wire.Event) -> bytes:
+    def _event(self, event: wire.WireEvent) -> bytes:
         event.sequence_number = self._num_events
         self._num_events += 1
         return named_event(event)
@@ -157,28 +157,28 @@ class ResponsesAnswer(Answer):
                 events = self._closed(item)
         return b"".join([self._event(each) for each in events])
 
-    def _opened(self, item: Item) -> list[wire.Event]:
+    def _opened(self, item: Item) -> list[wire.WireEvent]:
         added = wire.ItemAdded(output_index=item.index, item=self._item(item, IN_PROGRESS, ""))
-        if item.kind is Kind.CALL:
+        if item.kind is ItemKind.CALL:
             return [added]
         return [added, wire.PartAdded(**self._place(item), part=self._part(item, ""))]
 
-    def _more(self, item: Item, text: str, logprobs: list[TokenLogprob]) -> list[wire.Event]:
+    def _more(self, item: Item, text: str, logprobs: list[TokenLogprob]) -> list[wire.WireEvent]:
         place = self._place(item)
         match item.kind:
-            case Kind.REASONING:
+            case ItemKind.REASONING:
                 return [wire.ReasoningDelta(**place, delta=text)]
-            case Kind.TEXT:
+            case ItemKind.TEXT:
                 return [wire.TextDelta(**place, delta=text, logprobs=logprobs)]
-            case Kind.CALL if self._is_custom(item):
+            case ItemKind.CALL if self._is_custom(item):
                 return self._input_delta(item, self._inputs.setdefault(item.index, InputReader()).feed(text))
-            case Kind.CALL:
+            case ItemKind.CALL:
                 return [wire.ArgumentsDelta(**place, delta=text)]
 
-    def _closed(self, item: Item) -> list[wire.Event]:
+    def _closed(self, item: Item) -> list[wire.WireEvent]:
         status = self._status_of(item, self._status())
         done = wire.ItemDone(output_index=item.index, item=self._item(item, status, item.text))
-        if item.kind is Kind.CALL:
+        if item.kind is ItemKind.CALL:
             return [*self._call_done(item), done]
         return [
             self._text_done(item),
@@ -186,12 +186,12 @@ class ResponsesAnswer(Answer):
             done,
         ]
 
-    def _text_done(self, item: Item) -> wire.Event:
-        if item.kind is Kind.REASONING:
+    def _text_done(self, item: Item) -> wire.WireEvent:
+        if item.kind is ItemKind.REASONING:
             return wire.ReasoningDone(**self._place(item), text=item.text)
         return wire.TextDone(**self._place(item), text=item.text, logprobs=self._logprobs_of(item))
 
-    def _call_done(self, item: Item) -> list[wire.Event]:
+    def _call_done(self, item: Item) -> list[wire.WireEvent]:
         place = self._place(item)
         if self._is_custom(item):
             rest = self._inputs[item.index].end() if item.index in self._inputs else ""
@@ -200,7 +200,7 @@ class ResponsesAnswer(Answer):
         called = self._names.get(item.name, ToolName(item.name))
         return [wire.ArgumentsDone(**place, name=called.name, arguments=item.text)]
 
-    def _input_delta(self, item: Item, text: str) -> list[wire.Event]:
+    def _input_delta(self, item: Item, text: str) -> list[wire.WireEvent]:
         return [wire.InputDelta(**self._place(item), delta=text)] if text else []
 
     def _place(self, item: Item) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class ResponsesAnswer(Answer):
 
     def _part(self, item: Item, text: str) -> wire.Part:
         """A part with this text, all of its item's or none."""
-        if item.kind is Kind.REASONING:
+        if item.kind is ItemKind.REASONING:
             return wire.ReasoningText(text)
         return wire.OutputText(text, logprobs=self._logprobs_of(item) if text else NO_LOGPROBS)
 

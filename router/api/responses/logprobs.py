@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.messages import TokenLogprobs
-from router.api.items import Closed, ItemEvent, Kind, More
+from router.api.items import Closed, ItemEvent, ItemKind, More
 from router.text.output_stream import Piece
 
 
@@ -46,9 +46,9 @@ class TextLogprobs:
 
     def _taken(self, event: ItemEvent) -> list[TokenLogprobs]:
         match event:
-            case More(item, text) if item.kind is Kind.TEXT:
+            case More(item, text) if item.kind is ItemKind.TEXT:
                 return self._last(len(text))
-            case Closed(item) if item.kind is Kind.TEXT:
+            case Closed(item) if item.kind is ItemKind.TEXT:
                 return self._last(0)  # of the token that ended it, which has no text
         return []
 

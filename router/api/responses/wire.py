@@ -163,13 +163,13 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
 # ---- events of a stream
 
 
-class Event(msgspec.Struct, tag_field="type", kw_only=True):
+class WireEvent(msgspec.Struct, tag_field="type", kw_only=True):
     """Numbered from 0 within a stream."""
 
     sequence_number: int = 0
 
 
-class ResponseEvent(Event, kw_only=True):
+class ResponseEvent(WireEvent, kw_only=True):
     """The response as it is by then."""
 
     response: ResponseObject
@@ -190,17 +190,17 @@ class Incomplete(ResponseEvent, tag="response.incomplete"): ...
 class Failed(ResponseEvent, tag="response.failed"): ...
 
 
-class ItemAdded(Event, tag="response.output_item.added", kw_only=True):
+class ItemAdded(WireEvent, tag="response.output_item.added", kw_only=True):
     output_index: int
     item: OutputItem
 
 
-class ItemDone(Event, tag="response.output_item.done", kw_only=True):
+class ItemDone(WireEvent, tag="response.output_item.done", kw_only=True):
     output_index: int
     item: OutputItem
 
 
-class PartEvent(Event, kw_only=True):
+class PartEvent(WireEvent, kw_only=True):
     item_id: str
     output_index: int
     content_index: int = 0
@@ -232,26 +232,26 @@ class ReasoningDone(PartEvent, tag="response.reasoning_text.done", kw_only=True)
     text: str
 
 
-class ArgumentsDelta(Event, tag="response.function_call_arguments.delta", kw_only=True):
+class ArgumentsDelta(WireEvent, tag="response.function_call_arguments.delta", kw_only=True):
     item_id: str
     output_index: int
     delta: str
 
 
-class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=True):
+class ArgumentsDone(WireEvent, tag="response.function_call_arguments.done", kw_only=True):
     item_id: str
     output_index: int
     name: str
     arguments: str
 
 
-class InputDelta(Event, tag="response.custom_tool_call_input.delta", kw_only=True):
+class InputDelta(WireEvent, tag="response.custom_tool_call_input.delta", kw_only=True):
     item_id: str
     output_index: int
     delta: str
 
 
-class InputDone(Event, tag="response.custom_tool_call_input.done", kw_only=True):
+class InputDone(WireEvent, tag="response.custom_tool_call_input.done", kw_only=True):
     item_id: str
     output_index: int
     input: str

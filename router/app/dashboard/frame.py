@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from coordinator.messages import Member, View
-from engine.messages import LockstepCounters, Report
+from engine.messages import LockstepCounters, InstanceReport
 from router.app.dashboard.wire import (
     MAX_FAULTS,
     MAX_INSTANCES,
@@ -17,8 +17,8 @@ from router.app.dashboard.wire import (
     Told,
 )
 from router.dispatch.ledger import Flight
-from router.dispatch.pool import Standing
-from router.faults import Event, Faults
+from router.dispatch.pool import InstanceHealth
+from router.faults import FaultEvent, Faults
 
 
 class Watched(Protocol):
@@ -31,8 +31,8 @@ class Watched(Protocol):
     @property
     def num_in_flight(self) -> int: ...
 
-    def reports(self) -> Mapping[int, Report]: ...
-    def standing(self) -> Mapping[int, Standing]: ...
+    def reports(self) -> Mapping[int, InstanceReport]: ...
+    def standing(self) -> Mapping[int, InstanceHealth]: ...
     def flights(self, most: int) -> Sequence[Flight]: ...
 
 
@@ -58,12 +58,12 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
         num_requests=num_requests,
         num_requests_here=mesh.num_in_flight,
         requests=list(mesh.flights(MAX_REQUESTS)),
-        resumes=sum(faults.counts.get(Event.RESUME, {}).values()),
+        resumes=sum(faults.counts.get(FaultEvent.RESUME, {}).values()),
         faults=faults.recent[-MAX_FAULTS:],
     )
 
 
-def _instance(member: Member, report: Report | None, standing: Standing | None) -> InstanceState:
+def _instance(member: Member, report: InstanceReport | None, standing: InstanceHealth | None) -> InstanceState:
     return InstanceState(
         rank=member.rank,
         state=member.state.value,
@@ -77,7 +77,7 @@ def _instance(member: Member, report: Report | None, standing: Standing | None) 
     )
 
 
-def _told(report: Report) -> Told:
+def _told(report: InstanceReport) -> Told:
     counters = report.counters
     return Told(
         prompt_tokens=counters.prompt_tokens,

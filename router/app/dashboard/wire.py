@@ -7,7 +7,7 @@ import msgspec
 
 from coordinator.messages import Load
 from router.dispatch.ledger import Flight
-from router.dispatch.pool import Standing
+from router.dispatch.pool import InstanceHealth
 from router.faults import Fault
 
 MAX_INSTANCES = 256
@@ -60,7 +60,7 @@ class InstanceState(msgspec.Struct, frozen=True):
     instance: str
     load: Load
     told: Told | None
-    router: Standing | None
+    router: InstanceHealth | None
 
 
 class Frame(msgspec.Struct, frozen=True):

@@ -61,7 +61,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class Event(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """What is looked at of a chunk. A load generator shares the machine with what it measures, so it must
     cost little: decoding only this takes a microsecond."""
 
@@ -82,7 +82,7 @@ class Event(msgspec.Struct):
         return (choice.delta.content if choice.delta else None) or choice.text or ""
 
 
-_EVENTS = msgspec.json.Decoder(Event)
+_EVENTS = msgspec.json.Decoder(StreamChunk)
 
 
 class Unmeasurable(Exception):

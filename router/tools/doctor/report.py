@@ -16,7 +16,7 @@ MIN_WIDTH = 120
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.BROKEN: "bold red"}
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that was found."""
 
     level: Level
@@ -26,11 +26,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the hosts measured, if they were asked to."""
 
 
-def report_of(findings: list[Finding], links: Links | None) -> Report:
-    return Report(level=worst(findings), findings=findings, links=links)
+def report_of(findings: list[Finding], links: Links | None) -> DoctorReport:
+    return DoctorReport(level=worst(findings), findings=findings, links=links)
 
 
-def print_report(report: Report) -> None:
+def print_report(report: DoctorReport) -> None:
     """Tables, then what to fix, worst first."""
     console = Console(width=max(Console().width, MIN_WIDTH))
     console.print(_findings_table(report.findings))

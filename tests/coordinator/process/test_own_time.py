@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.membership import Membership
+from coordinator.membership import Registry
 from coordinator.process.own_time import LONGEST_GAP, OwnTime
 from coordinator.records import Note, Rules
 from tests.coordinator.test_membership import heartbeat, joined
@@ -19,7 +19,7 @@ def test_gaps_count_little() -> None:
 
 @pytest.mark.parametrize(("pause", "gone"), [(60.0, []), (0.0, [0, 1])], ids=["paused", "awake"])
 def test_a_paused_coordinator_takes_nobody_out(pause: float, gone: list[int]) -> None:
-    time, membership = OwnTime(), Membership(Rules(size=2, member_timeout=5.0))
+    time, membership = OwnTime(), Registry(Rules(size=2, member_timeout=5.0))
     for rank, name in enumerate("ab"):
         joined(membership, name, rank, now=time.at(10.0))
         membership.handle(name.encode(), heartbeat(name), time.at(10.0))

@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator.client import Membership, RegistrationRefused, Watcher, fetch_view
+from coordinator.client import MemberConnection, RegistrationRefused, Watcher, fetch_view
 from coordinator.messages import FromCoordinator, Load, Register, ToCoordinator, Watch
 from coordinator.records import Rules
 from coordinator.rpc import keys
@@ -199,7 +199,7 @@ def test_an_instance_without_the_key_is_refused_in_bounded_time() -> None:
                 register = Register(
                     instance="i", rank=None, size=None, settings=None, host="h", pid=1
                 )  # as an instance that joins
-                membership = Membership(server.endpoint, register, Load, mine)
+                membership = MemberConnection(server.endpoint, register, Load, mine)
                 membership.start()
                 with pytest.raises(RegistrationRefused, match=r"mesh key|key of its mesh"):
                     await asyncio.to_thread(membership.wait_for_welcome, 20)

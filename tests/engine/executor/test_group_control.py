@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.executor import group_control
 from engine.executor.channel import Channel
 from engine.executor.group_control import GroupControl
@@ -30,7 +30,7 @@ from parallel.communicators.base import CollectiveError
 from tests.waiting import until
 
 PATIENCE = 20.0
-FORM = Form(epoch=3, store="", peers=[], owners=())
+FORM = GroupPlan(epoch=3, store="", peers=[], owners=())
 DECODER: msgspec.msgpack.Decoder[ToGroups] = msgspec.msgpack.Decoder(ToGroups)
 
 

@@ -19,7 +19,7 @@ from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.nodes import driver
 from engine.executor.nodes.__main__ import Node
 from engine.executor.nodes.driver import NodeCrew
-from engine.executor.nodes.messages import Alive, End, Hire, Hired, Join, Leaving, Said, Tell, ToNode, Wait
+from engine.executor.nodes.messages import Alive, NodeEnd, Hire, Hired, NodeJoin, Leaving, Said, Tell, ToNode, NodeWait
 from engine.executor_contract import CannotStart
 from engine.host.versions import versions
 from engine.settings import resolve
@@ -41,8 +41,8 @@ def settings(**changes: Any) -> Settings:
     return msgspec.structs.replace(resolve(CONFIG)[1], **changes)
 
 
-def join(**changes: Any) -> Join:
-    ours = Join(
+def join(**changes: Any) -> NodeJoin:
+    ours = NodeJoin(
         node_rank=1, nnodes=2, host="other", address="127.0.0.1", versions=versions(), settings=settings()
     )
     return msgspec.structs.replace(ours, **changes)
@@ -87,7 +87,7 @@ class OtherHost(threading.Thread):
         )
         said: object = join()
         receiving = asyncio.ensure_future(connection.receive())
-        while not any(isinstance(each, End) for each in self.heard):
+        while not any(isinstance(each, NodeEnd) for each in self.heard):
             if not self.silent:
                 connection.send(said)
             if not (await asyncio.wait({receiving}, timeout=0.05))[0]:
@@ -101,7 +101,7 @@ class OtherHost(threading.Thread):
                     said = Alive()
                 case Tell(number, payload):
                     connection.send(Said(number, payload))
-                case End(_, reason):
+                case NodeEnd(_, reason):
                     connection.send(Leaving(reason))
         receiving.cancel()
         connection.close()
@@ -134,8 +134,8 @@ def test_a_worker_elsewhere_is_reached_and_a_silent_host_is_gone(monkeypatch: py
         assert isinstance(workers[0], RelayedWorker)
         workers[0].forget()
     other.join(10)
-    assert other.heard[0] == Wait("")
-    assert other.heard[-1] == End(4, "W1 is lost")
+    assert other.heard[0] == NodeWait("")
+    assert other.heard[-1] == NodeEnd(4, "W1 is lost")
 
 
 def test_a_host_that_never_comes_is_named() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from coordinator.messages import Evidence, Form, Lost, Peer
+from coordinator.messages import Evidence, GroupPlan, Lost, Peer
 from engine.groups.elastic import Elastic
-from engine.groups.recovery import End, Wait
+from engine.groups.recovery import LeaveMesh, AwaitGroup
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator
@@ -24,9 +24,9 @@ PATIENCE = 10.0
 NUM_EXPERTS = 6
 
 
-def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0) -> Form:
+def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0) -> GroupPlan:
     """Group of some of a, b, c, whose rank is their place in the alphabet."""
-    return Form(
+    return GroupPlan(
         epoch=epoch,
         store="",
         peers=[
@@ -47,7 +47,7 @@ class Meeting:
         self._groups: dict[int, list[ThreadCommunicator]] = {}
         self._here: dict[int, int] = {}
 
-    def connect(self, name: str, form: Form, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(self, name: str, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         with self._lock:
             group = self._groups.setdefault(form.epoch, thread_group(len(form.peers)))
             self._here[form.epoch] = self._here.get(form.epoch, 0) + 1
@@ -67,7 +67,7 @@ class Weights:
         self.joined: list[tuple[int, Placement]] = []
         self.is_slow = False
 
-    def prepare(self, form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(self, form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         is_slow, self.is_slow = self.is_slow, False
         while is_slow and not self.finishes.is_set():
             if should_stop():
@@ -114,7 +114,7 @@ class Instance:
     def report(self, lost: Lost) -> None:
         self.reports.append(lost)
 
-    def entered(self, form: Form) -> None:
+    def entered(self, form: GroupPlan) -> None:
         self.entered_epochs.append(form.epoch)
 
     def changed(self) -> None:
@@ -133,12 +133,12 @@ class Instance:
             while not self._stop.is_set():
                 self.fenced += self.pace.is_fenced()
                 turn = self.pace.turn()
-                if isinstance(turn, End):
+                if isinstance(turn, LeaveMesh):
                     self.ended = True
                     return
                 if self.leaves:
                     self.pace.drained()
-                if isinstance(turn, Wait) or not (self.tokens or self.pace.must_step):
+                if isinstance(turn, AwaitGroup) or not (self.tokens or self.pace.must_step):
                     self._wake.wait(0.02)
                     self._wake.clear()
                     continue
@@ -181,7 +181,7 @@ def work(*instances: Instance) -> None:
         instance.pace._wake_loop()
 
 
-def tell(instances: list[Instance], form: Form) -> None:
+def tell(instances: list[Instance], form: GroupPlan) -> None:
     for instance in instances:
         instance.pace.on_form(form)
 
@@ -283,7 +283,7 @@ def test_a_newer_form_ends_the_preparation_of_an_older_one(three: list[Instance]
 def test_a_newcomer_that_can_be_in_no_group_ends(three: list[Instance]) -> None:
     a, *_ = three
 
-    def connect(form: Form, should_stop: Callable[[], bool]) -> Communicator:
+    def connect(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise ValueError("shared memory needs all instances on one host")
 
     a.pace._connect = connect
@@ -298,7 +298,7 @@ def test_a_group_that_does_not_form_is_reported(three: list[Instance]) -> None:
     in_epoch(1, a, b)
     connect = a.pace._connect
 
-    def fail(form: Form, should_stop: Callable[[], bool]) -> Communicator:
+    def fail(form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
         raise CollectiveError("rank 2 has died", 2, "exited")
 
     a.pace._connect = fail
@@ -318,7 +318,7 @@ def test_whatever_keeps_a_group_from_forming_is_reported(
 ) -> None:
     a, *_ = three
 
-    def prepare(form: Form, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
+    def prepare(form: GroupPlan, place: int, free_bytes: int, should_stop: Callable[[], bool]) -> int:
         raise error
 
     a.weights.prepare = prepare

@@ -29,7 +29,7 @@ from engine.groups.stepping import Agreement
 from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
-from parallel.lockstep import Header, Lockstep, Run, Sleep, Wake
+from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
 from parallel.placement import place
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
@@ -157,7 +157,7 @@ class ThreadPace:
         with self._lock:
             decision = self.lockstep.advance([Header.of(row) for row in rows])
         match decision:
-            case Run(sizes):
+            case RunStep(sizes):
                 self.empty_steps += num_tokens == 0
                 return Agreement(runs=any(sizes), sizes=sizes)
             case Sleep():

@@ -5,28 +5,28 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator.messages import Evidence, Form, Lost, Peer
+from coordinator.messages import Evidence, GroupPlan, Lost, Peer
 from engine.groups.recovery import (
     LEAVE_TIMEOUT,
     Abandon,
     AbortGroup,
     DropRequests,
-    End,
+    LeaveMesh,
     Enter,
     Prepare,
     Recovery,
-    Report,
-    Step,
+    ReportLost,
+    StepOn,
     Turn,
-    Wait,
+    AwaitGroup,
     names,
 )
 from parallel.placement import owned_by_rank
 
 
-def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> Form:
+def form(epoch: int, members: str = "abc", leavers: str = "", broken: int = 0) -> GroupPlan:
     """Experts 0, 1, 2 ... go round the members."""
-    return Form(
+    return GroupPlan(
         epoch=epoch,
         store="h:1",
         peers=[Peer(rank, f"tcp://{name}", "h", name) for rank, name in enumerate(members)],
@@ -44,12 +44,12 @@ def turn(recovery: Recovery, now: float = 0.0) -> Turn:
 def recovery() -> Recovery:
     """Of instance a, which steps in the group of epoch 1 with b and c."""
     recovery = Recovery("a")
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     assert recovery.on_form(form(1)) == [Prepare(form(1))]
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     assert recovery.prepared(1) == []
     assert turn(recovery) == Enter(form(1))
-    assert turn(recovery) == Step()
+    assert turn(recovery) == StepOn()
     assert repr(recovery) == "<Recovery a group 1, next none>"
     return recovery
 
@@ -69,10 +69,10 @@ def test_a_healthy_change_goes_by_agreement(recovery: Recovery) -> None:
     following = form(2, "abcd")
     assert recovery.on_form(following) == [Prepare(following)]
     assert (recovery.ready_epoch, recovery.switch_pending) == (1, False)
-    assert turn(recovery) == Step()
+    assert turn(recovery) == StepOn()
     assert recovery.prepared(2) == []
     assert (recovery.epoch, recovery.ready_epoch, recovery.switch_pending) == (1, 2, True)
-    assert turn(recovery) == Step(), "ready, but the others may not be"
+    assert turn(recovery) == StepOn(), "ready, but the others may not be"
     assert recovery.switched(2) == []
     assert turn(recovery) == Enter(following)
     assert (recovery.epoch, recovery.ready_epoch, recovery.switch_pending) == (2, 2, False)
@@ -102,7 +102,7 @@ def test_who_cannot_follow_an_agreement_breaks_the_group(recovery: Recovery) -> 
     recovery.prepared(2)
     recovery.on_form(form(3))
     assert recovery.switched(2) == [AbortGroup(1)]
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     recovery.prepared(3)
     assert turn(recovery) == Enter(form(3))
 
@@ -110,8 +110,8 @@ def test_who_cannot_follow_an_agreement_breaks_the_group(recovery: Recovery) -> 
 def test_a_change_that_cannot_be_prepared_leaves_the_group_as_it_is(recovery: Recovery) -> None:
     recovery.on_form(form(2))
     lost = Lost(instance="a", epoch=2, suspects=("d",), evidence=Evidence.CLOSED)
-    assert recovery.failed(2, ["d"]) == [Abandon(2), Report(lost)]
-    assert turn(recovery) == Step()
+    assert recovery.failed(2, ["d"]) == [Abandon(2), ReportLost(lost)]
+    assert turn(recovery) == StepOn()
     assert recovery.failed(7) == []
 
 
@@ -120,9 +120,9 @@ def test_a_change_that_cannot_be_prepared_leaves_the_group_as_it_is(recovery: Re
 
 def test_a_broken_group_is_reported_and_left_for_the_next_one(recovery: Recovery) -> None:
     lost = Lost(instance="a", epoch=1, suspects=("b",), evidence=Evidence.DEADLINE)
-    assert recovery.group_failed(1, ["b"], Evidence.DEADLINE) == [AbortGroup(1), Report(lost)]
+    assert recovery.group_failed(1, ["b"], Evidence.DEADLINE) == [AbortGroup(1), ReportLost(lost)]
     assert recovery.group_failed(1, ["b"], Evidence.EXITED) == [], "once is enough"
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     assert recovery.epoch == 0
     assert recovery.on_form(form(2, "ac", broken=1)) == [Prepare(form(2, "ac", broken=1))]
     recovery.prepared(2)
@@ -130,10 +130,10 @@ def test_a_broken_group_is_reported_and_left_for_the_next_one(recovery: Recovery
 
 
 @pytest.mark.parametrize("following", [form(2, "ac"), form(2, "abc", broken=1)])
-def test_a_form_may_be_the_first_to_say_that_the_group_is_dead(recovery: Recovery, following: Form) -> None:
+def test_a_form_may_be_the_first_to_say_that_the_group_is_dead(recovery: Recovery, following: GroupPlan) -> None:
     assert recovery.on_form(following) == [AbortGroup(1), Prepare(following)]
     assert recovery.group_failed(1, [], Evidence.CLOSED) == [], "the step thread comes out of its collective"
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     recovery.prepared(2)
     assert turn(recovery) == Enter(following)
 
@@ -144,7 +144,7 @@ def test_a_failure_of_a_group_that_is_left_already_is_none(recovery: Recovery) -
     recovery.switched(2)
     turn(recovery)
     assert recovery.group_failed(1, ["b"], Evidence.EXITED) == []
-    assert turn(recovery) == Step()
+    assert turn(recovery) == StepOn()
 
 
 def test_a_loss_while_a_change_is_ready_enters_it_at_once(recovery: Recovery) -> None:
@@ -157,7 +157,7 @@ def test_a_loss_while_a_change_is_ready_enters_it_at_once(recovery: Recovery) ->
 def test_a_loss_before_the_first_form_of_a_change_waits_for_it(recovery: Recovery) -> None:
     recovery.on_form(form(2, "abcd"))
     recovery.group_failed(1, [], Evidence.CLOSED)
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
 
 
 # ---- leaving
@@ -165,14 +165,14 @@ def test_a_loss_before_the_first_form_of_a_change_waits_for_it(recovery: Recover
 
 def test_a_leaver_goes_with_the_agreement_on_the_group_without_it(recovery: Recovery) -> None:
     recovery.drained(5.0)
-    assert turn(recovery, 5.0) == Step()
+    assert turn(recovery, 5.0) == StepOn()
     assert recovery.on_form(form(2, "bc", leavers="a")) == [], "nothing to prepare"
     assert recovery.ready_epoch == 2
     assert recovery.switch_pending
-    assert turn(recovery, 6.0) == Step()
+    assert turn(recovery, 6.0) == StepOn()
     assert recovery.switched(2) == []
-    assert turn(recovery, 6.0) == End()
-    assert turn(recovery, 7.0) == End()
+    assert turn(recovery, 6.0) == LeaveMesh()
+    assert turn(recovery, 7.0) == LeaveMesh()
     assert recovery.on_form(form(3)) == []
 
 
@@ -181,7 +181,7 @@ def test_a_leaver_that_is_told_of_one_group_more_goes_with_any_agreement(recover
     recovery.on_form(form(2, "bc", leavers="a"))
     recovery.on_form(form(3, "bcd", leavers="a"))
     assert recovery.switched(2) == []
-    assert turn(recovery, 6.0) == End()
+    assert turn(recovery, 6.0) == LeaveMesh()
 
 
 def test_the_last_one_just_goes(recovery: Recovery) -> None:
@@ -190,20 +190,20 @@ def test_the_last_one_just_goes(recovery: Recovery) -> None:
     recovery.switched(2)
     assert turn(recovery) == Enter(form(2, "a", leavers="bc"))
     recovery.drained(5.0)
-    assert turn(recovery, 5.0) == End()
+    assert turn(recovery, 5.0) == LeaveMesh()
 
 
 def test_a_leaver_whose_group_breaks_just_goes(recovery: Recovery) -> None:
     recovery.drained(5.0)
     recovery.group_failed(1, [], Evidence.CLOSED)
-    assert turn(recovery, 5.0) == End()
+    assert turn(recovery, 5.0) == LeaveMesh()
 
 
 def test_a_leaver_waits_for_a_bounded_time(recovery: Recovery) -> None:
     recovery.drained(5.0)
     recovery.drained(6.0)
-    assert turn(recovery, 5.0 + LEAVE_TIMEOUT - 0.1) == Step()
-    assert turn(recovery, 5.0 + LEAVE_TIMEOUT) == End()
+    assert turn(recovery, 5.0 + LEAVE_TIMEOUT - 0.1) == StepOn()
+    assert turn(recovery, 5.0 + LEAVE_TIMEOUT) == LeaveMesh()
 
 
 def test_who_drains_is_a_member_until_it_is_drained(recovery: Recovery) -> None:
@@ -220,7 +220,7 @@ def test_who_drains_is_a_member_until_it_is_drained(recovery: Recovery) -> None:
 def test_who_was_taken_for_dead_gives_all_up_and_joins_again(recovery: Recovery) -> None:
     recovery.on_form(form(2))
     assert recovery.on_fenced() == [Abandon(2), AbortGroup(1), DropRequests()]
-    assert turn(recovery) == Wait()
+    assert turn(recovery) == AwaitGroup()
     assert recovery.prepared(2) == [Abandon(2)]
     assert recovery.on_form(form(2)) == [], "an epoch of its past"
     recovery.on_form(form(5, "bca"))
@@ -231,4 +231,4 @@ def test_who_was_taken_for_dead_gives_all_up_and_joins_again(recovery: Recovery)
 def test_who_was_taken_for_dead_and_leaves_ends(recovery: Recovery) -> None:
     recovery.on_fenced()
     recovery.drained(1.0)
-    assert turn(recovery, 1.0) == End()
+    assert turn(recovery, 1.0) == LeaveMesh()

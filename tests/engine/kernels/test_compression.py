@@ -18,7 +18,7 @@ from engine.kernels.compression import (
     compressed,
 )
 from engine.kernels.experts import NativeExperts
-from engine.kernels.operations import ADD, AS_FLOAT, Kind, Operations, StepArguments
+from engine.kernels.operations import ADD, AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.packing import Packer, gate_and_up, panels
 from engine.kernels.pages import Arena
 from engine.kernels.rows import pitch_of, spaced
@@ -56,7 +56,7 @@ def narrow(kernels: library.Library, words: torch.Tensor) -> Compressed:
     return Compressed(kernels, words, tiles, Survey(kernels, words))
 
 
-def run(kernels: library.Library, kind: Kind, x: torch.Tensor, out: torch.Tensor, **fields: object) -> None:
+def run(kernels: library.Library, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object) -> None:
     operations = Operations(1)
     operations.add(kind, into=spaced(x), out=out, **fields)
     operations.run(kernels, StepArguments(tokens=len(x)), x.dtype)
@@ -76,8 +76,8 @@ def test_products_have_the_same_bits(kernels: library.Library, rows: int, output
     added = [spaced(before) for _ in range(2)]
     for number, form in enumerate((words, narrow(kernels, words))):
         shape = {"weights": form, "n": outputs, "k": inputs}
-        run(kernels, Kind.LINEAR, x, wide[number], flags=AS_FLOAT, **shape)
-        run(kernels, Kind.LINEAR, x, added[number], flags=ADD, **shape)
+        run(kernels, OperationKind.LINEAR, x, wide[number], flags=AS_FLOAT, **shape)
+        run(kernels, OperationKind.LINEAR, x, added[number], flags=ADD, **shape)
     assert same_bits(*wide)
     assert same_bits(*added)
 
@@ -87,7 +87,7 @@ def test_gated_products_have_the_same_bits(kernels: library.Library, rows: int) 
     x, words = random(rows, 128, dtype=torch.bfloat16), gate_and_up(weights(2 * 176, 128))
     outs = [torch.zeros(rows, pitch_of(176, torch.bfloat16), dtype=torch.bfloat16) for _ in range(2)]
     for out, form in zip(outs, (words, narrow(kernels, words)), strict=True):
-        run(kernels, Kind.GATED, x, out, weights=form, n=176, k=128)
+        run(kernels, OperationKind.GATED, x, out, weights=form, n=176, k=128)
     assert same_bits(*outs)
 
 

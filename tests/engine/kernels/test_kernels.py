@@ -23,7 +23,7 @@ from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
 from engine.kernels.make import bytes_for_program, make_program
-from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, Kind, Operations, StepArguments
+from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
 from engine.kernels.program import Program
 from engine.kernels.rows import SLACK, pitch_of
@@ -59,7 +59,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
     assert float(difference) < TOLERANCE[dtype]
 
 
-def run(kind: Kind, tokens: int, dtype: torch.dtype, **fields: object) -> None:
+def run(kind: OperationKind, tokens: int, dtype: torch.dtype, **fields: object) -> None:
     assert KERNELS is not None
     operations = Operations(1)
     operations.add(kind, **fields)
@@ -75,10 +75,10 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     expected = x.float() @ weight.float().T + bias
     wide = torch.empty(tokens, outputs)
     shared = {"into": spaced(x), "weights": panels(weight, 32), "more": bias, "n": outputs, "k": inputs}
-    run(Kind.LINEAR, tokens, dtype, out=wide, flags=AS_FLOAT, **shared)
+    run(OperationKind.LINEAR, tokens, dtype, out=wide, flags=AS_FLOAT, **shared)
     close(wide, expected, torch.float32)
     added = spaced(before)
-    run(Kind.LINEAR, tokens, dtype, out=added, flags=ADD, **shared)
+    run(OperationKind.LINEAR, tokens, dtype, out=added, flags=ADD, **shared)
     close(added[:tokens, :outputs], before.float() + expected, dtype)
     assert added[:, outputs:].isnan().all()
     assert added[tokens:].isnan().all()
@@ -112,8 +112,8 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
         into, out = spaced(x), spaced(torch.zeros(tokens, heads * dim, dtype=dtype))
         operations = Operations(3)
         keys, values = cache.keys[0], cache.values[0]
-        operations.add(Kind.QKV, into=into, out=values, extra=keys, **shape)
-        operations.add(Kind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape)
+        operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **shape)
+        operations.add(OperationKind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape)
         step = StepArguments(
             tokens=tokens,
             num_tasks=len(plan.tasks),
@@ -136,7 +136,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
         chosen = spaced(torch.zeros(len(wanted), heads * dim, dtype=dtype))
         step.array["apart"] = 0
         operations.add(
-            Kind.ATTEND,
+            OperationKind.ATTEND,
             into=into,
             out=chosen,
             weights=values,
@@ -164,7 +164,7 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
 def test_norm(width: int, dtype: torch.dtype) -> None:
     x, weight = random(5, width, dtype=dtype), random(width)
     out = spaced(x)
-    run(Kind.NORM, 5, dtype, into=spaced(x), out=out, more=weight, k=width, number=1e-5)
+    run(OperationKind.NORM, 5, dtype, into=spaced(x), out=out, more=weight, k=width, number=1e-5)
     close(out[:5, :width], torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), dtype)
 
 
@@ -178,7 +178,7 @@ def test_the_best_is_what_numpy_finds(width: int) -> None:
     logits[4, 0], logits[4, 1:] = -0.0, 0.0
     found = torch.full((7,), -1)
     operations = Operations(1)
-    operations.add(Kind.CHOOSE, into=logits, out=found, n=width)
+    operations.add(OperationKind.CHOOSE, into=logits, out=found, n=width)
     operations.run(KERNELS, StepArguments(selected=7), torch.float32)
     assert found.tolist() == [-1] * 7, "nobody wants to know"
     operations.run(KERNELS, StepArguments(selected=7, choose=1), torch.float32)
@@ -235,7 +235,7 @@ def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype)
     logits[2, ::2] = logits[2, 1]
     weights, ids = torch.empty(9, top_k), torch.empty(9, top_k, dtype=torch.int64)
     flags = ADD if normalised else 0
-    run(Kind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
+    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
     rounded = logits.to(dtype).float()
     best = np.argsort(-rounded.numpy(), axis=1, kind="stable")[:, :top_k]
     assert ids.tolist() == best.tolist()
@@ -244,7 +244,7 @@ def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype)
         expected = expected / expected.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(weights, expected.to(dtype).float(), atol=1e-6, rtol=TOLERANCE[dtype])
     logits[:, 1] = float("nan")
-    run(Kind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
+    run(OperationKind.ROUTE, 9, dtype, into=logits, out=weights, extra=ids, n=experts, k=top_k, flags=flags)
     assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
 
 

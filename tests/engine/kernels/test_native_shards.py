@@ -23,7 +23,7 @@ from engine.kernels import library, make
 from engine.kernels import logits as native
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import Decoder, recognise
-from engine.kernels.operations import AS_FLOAT, Kind, Operations, StepArguments
+from engine.kernels.operations import AS_FLOAT, OperationKind, Operations, StepArguments
 from engine.kernels.program import Program
 from engine.kernels.sums import OwnSums, Sums
 from engine.model.checkpoint import read_model_info
@@ -326,8 +326,8 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
     for rank, logits in enumerate(of_ranks):
         rows = torch.tensor([logits] * 3)
         out = arenas[rank].ctypes.data + area.begin
-        operations.add(Kind.CHOOSE, into=rows, out=out, n=2, a=2 * rank, flags=AS_FLOAT)
-    operations.add(Kind.BEST_OF_ALL, out=best, extra=sums.record, a=area.begin)
+        operations.add(OperationKind.CHOOSE, into=rows, out=out, n=2, a=2 * rank, flags=AS_FLOAT)
+    operations.add(OperationKind.BEST_OF_ALL, out=best, extra=sums.record, a=area.begin)
     assert operations.run(KERNELS, StepArguments(selected=3, choose=1), torch.float32)
     assert best.tolist() == [token] * 3
 

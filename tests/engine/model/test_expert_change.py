@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.executor import make_executor
@@ -159,7 +159,7 @@ class March:
     def regroup(self, ranks: Sequence[int], owners: Sequence[int]) -> None:
         """These go on, with the experts at ``owners`` (indices into ranks)."""
         placement = Placement(tuple(owners), len(ranks))
-        form = Form(epoch=1, store="", peers=[], owners=placement.owners)
+        form = GroupPlan(epoch=1, store="", peers=[], owners=placement.owners)
         for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
             self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
             self.executors[rank].join(group, placement)

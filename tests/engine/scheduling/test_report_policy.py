@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Counters, Report
-from engine.scheduling.report_policy import WITH_TOKENS, WITHOUT_TOKENS, News, Standing
+from engine.messages import Counters, InstanceReport
+from engine.scheduling.report_policy import WITH_TOKENS, WITHOUT_TOKENS, ReportPolicy, LoadSnapshot
 
-IDLE = Standing(
+IDLE = LoadSnapshot(
     running=0, waiting=0, waiting_tokens=0, uncached_tokens=0, queued=0,
     blocks_used=0, generation_tokens=0, steps=0,
 )  # fmt: skip
 
 
-def report_of(standing: Standing, last_dispatch: int) -> Report:
+def report_of(standing: LoadSnapshot, last_dispatch: int) -> InstanceReport:
     counters = Counters(generation_tokens=standing.generation_tokens, steps=standing.steps)
-    return Report(
+    return InstanceReport(
         last_dispatch,
         standing.running,
         standing.waiting,
@@ -29,9 +29,9 @@ def report_of(standing: Standing, last_dispatch: int) -> Report:
     )
 
 
-def told(events: list[tuple[float, int, Standing]]) -> list[float]:
+def told(events: list[tuple[float, int, LoadSnapshot]]) -> list[float]:
     """The moments, of those at which tokens are sent, of those that take a report along."""
-    news, found = News(), []
+    news, found = ReportPolicy(), []
     for now, last_dispatch, standing in events:
         if news.go_along(standing, last_dispatch, now):
             news.told(report_of(standing, last_dispatch), now)
@@ -61,7 +61,7 @@ def test_what_is_chosen_by_goes_with_the_next_tokens_and_counts_from_time_to_tim
 
 
 def test_alone_only_after_a_while_and_if_it_is_news() -> None:
-    news = News()
+    news = ReportPolicy()
     assert news.may_go_alone(0.0)
     first = report_of(IDLE, 0)
     assert news.are_in(first)
@@ -72,13 +72,13 @@ def test_alone_only_after_a_while_and_if_it_is_news() -> None:
     assert news.are_in(report_of(IDLE._replace(steps=1), 0))
 
 
-STANDINGS = st.builds(Standing, *[st.integers(0, 2)] * 8)
+STANDINGS = st.builds(LoadSnapshot, *[st.integers(0, 2)] * 8)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.04), st.integers(0, 2), STANDINGS), max_size=40))
-def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, int, Standing]]) -> None:
+def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, int, LoadSnapshot]]) -> None:
     """And knows the rest as it was a moment ago."""
-    news, now, knows, knew_at = News(), 0.0, report_of(IDLE, 0), float("-inf")
+    news, now, knows, knew_at = ReportPolicy(), 0.0, report_of(IDLE, 0), float("-inf")
     for passed, last_dispatch, standing in events:
         now += passed
         if news.go_along(standing, last_dispatch, now):

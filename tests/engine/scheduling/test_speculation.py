@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine.scheduling import ngram_index as places_module
 from engine.scheduling import speculation as speculation_module
-from engine.scheduling.draft_prices import StepCost, Trust
-from engine.scheduling.ngram_index import Places
+from engine.scheduling.draft_prices import StepCost, DraftTrust
+from engine.scheduling.ngram_index import NgramIndex
 from engine.scheduling.speculation import Drafter, Speculation, Text, num_taken
 from engine.speculation_config import SpeculativeConfig, read_config
 
@@ -47,7 +47,7 @@ def test_a_text_that_repeats_itself_goes_on_repeating_itself() -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(0, 3))
 def test_places_are_those_that_a_search_finds(text: list[int], shortest: int, more: int) -> None:
     """Token by token, as an output grows."""
-    places = Places(shortest, shortest + more)
+    places = NgramIndex(shortest, shortest + more)
     for length in range(1, len(text) + 1):
         tokens = text[:length]
         place = places.find(tokens, allowance=1000)
@@ -107,7 +107,7 @@ def test_a_draft_counts_up_to_the_first_token_that_is_another(
 
 
 def test_drafts_grow_where_they_are_taken_and_shrink_where_not() -> None:
-    trust = Trust(0.7)
+    trust = DraftTrust(0.7)
     begun, _ = trust.length(20, 0.2)
     for _ in range(20):
         trust.learn(4, 4, 0.2)
@@ -121,7 +121,7 @@ def test_drafts_grow_where_they_are_taken_and_shrink_where_not() -> None:
 
 
 def test_what_is_never_taken_is_tried_ever_more_rarely_and_what_is_again_at_once() -> None:
-    trust = Trust(0.7)
+    trust = DraftTrust(0.7)
     drafted = []
     for token in range(2000):
         if trust.length(5, 0.3)[0]:
@@ -129,7 +129,7 @@ def test_what_is_never_taken_is_tried_ever_more_rarely_and_what_is_again_at_once
             trust.learn(1, 0, 0.3)
     gaps = [after - before for before, after in pairwise(drafted)]
     assert len(drafted) < 60
-    assert max(gaps) == Trust.LONGEST_PAUSE + 1
+    assert max(gaps) == DraftTrust.LONGEST_PAUSE + 1
     for _ in range(20):
         while not (length := trust.length(5, 0.3)[0]):
             pass
@@ -138,7 +138,7 @@ def test_what_is_never_taken_is_tried_ever_more_rarely_and_what_is_again_at_once
 
 
 def test_where_a_token_costs_a_whole_step_none_is_drafted() -> None:
-    trust = Trust(0.7)
+    trust = DraftTrust(0.7)
     for _ in range(20):
         trust.learn(4, 3, 0.95)
     assert trust.length(20, 0.95)[1] < 0

@@ -20,7 +20,7 @@ import transformers
 
 from engine.model.checkpoint import find_model
 from lockstep import LLM, EngineDeadError, RequestOutput, SamplingParams
-from router.faults import Event
+from router.faults import FaultEvent
 from tests.mesh.harness import free_port, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
@@ -152,7 +152,7 @@ def test_a_killed_instance_costs_no_token(llm: LLM) -> None:
         thread.start()
         disturbed = other.generate(prompts, params, use_tqdm=False)
         thread.join()
-        assert sum(client.faults.counts[Event.RESUME].values()) > 0
+        assert sum(client.faults.counts[FaultEvent.RESUME].values()) > 0
         assert client.num_ready == 1
         assert (ids(disturbed), texts(disturbed)) == (ids(undisturbed), texts(undisturbed))
 

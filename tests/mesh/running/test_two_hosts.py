@@ -16,7 +16,7 @@ from coordinator.process.process import EXIT_REFUSED, EXIT_WORKER_LOST
 from coordinator.rpc import keys
 from engine.config import SHIPPED_MODEL
 from router.tools.doctor.findings import Level
-from router.tools.doctor.report import Report
+from router.tools.doctor.report import DoctorReport
 from tests.mesh.harness import wait_until
 from tests.mesh.hosts import Host, two_hosts, why_not
 
@@ -291,7 +291,7 @@ def test_doctor_on_both_hosts_measures_what_lies_between(hosts: tuple[Host, Host
         ]
         done = [each.result() for each in running]
     assert [each.returncode for each in done] == [0, 0], [each.stdout for each in done]
-    reports = [msgspec.json.decode(each.stdout, type=Report) for each in done]
+    reports = [msgspec.json.decode(each.stdout, type=DoctorReport) for each in done]
     links = reports[0].links
     assert links is not None
     assert links == reports[1].links
@@ -313,12 +313,12 @@ def test_doctor_looks_at_a_mesh_from_another_host(
     ) as serve:
         serve.wait_for("1 instance ready")
         done = other.lockstep("doctor", "--json", *member)
-        findings = {each.check: each for each in msgspec.json.decode(done.stdout, type=Report).findings}
+        findings = {each.check: each for each in msgspec.json.decode(done.stdout, type=DoctorReport).findings}
         assert done.returncode == 0, done.stdout
         assert findings["coordinator"].level is Level.OK
         assert f"ready at tcp://{head.address}:" in findings["instance 0"].text
         here = head.lockstep("doctor", "--json", *member)
-        findings = {each.check: each for each in msgspec.json.decode(here.stdout, type=Report).findings}
+        findings = {each.check: each for each in msgspec.json.decode(here.stdout, type=DoctorReport).findings}
         assert "(lockstep: Coordinator)" in findings["coordinator"].text, "whose port it is"
         assert "(lockstep: Router)" in findings["HTTP"].text
         assert here.returncode == 0

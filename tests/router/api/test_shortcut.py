@@ -16,9 +16,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from engine.messages import Delta, FinishReason
 from engine.sampling import SamplingParams
-from engine.scheduling.outgoing_tokens import Handout
+from engine.scheduling.outgoing_tokens import OutgoingTokens
 from router.api.streaming import EventStream
-from router.dispatch.delivery import Passing
+from router.dispatch.delivery import Delivery
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.stream import Stream
 from router.http.connection import EXTENSION, Fill
@@ -56,7 +56,7 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
     async def run() -> None:
         entry = Entry(Prompt("id", [5], SamplingParams(), 1))
         stream, ledger, seen, takers = Stream(Owner(), entry), Ledger(), [], []
-        passing = Passing(ledger, {entry: stream}, lambda _: None)
+        passing = Delivery(ledger, {entry: stream}, lambda _: None)
         is_open = False
 
         def take(delta: Delta) -> bool:
@@ -80,7 +80,7 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
                     await asyncio.sleep(0)
 
         def bring(*deltas: Delta) -> None:
-            handout = Handout(deltas)
+            handout = OutgoingTokens(deltas)
             passing.singles("a", [9999, 7, *handout.singles])  # one that has left
             passing.deltas("a", handout.deltas)
 
@@ -136,7 +136,7 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             streams[entry] = stream = Stream(Owner(), entry)
             stream.hand_over(take, take)
             readers.append(asyncio.create_task(read(stream)))
-        passing = Passing(ledger, streams, lambda _: None)
+        passing = Delivery(ledger, streams, lambda _: None)
         await asyncio.sleep(0)
         if is_single:
             passing.singles("a", [1, 5, 2, 6])

@@ -27,7 +27,7 @@ from router.http.connection import CUT_OFF
 from router.mesh import MeshError, Prompt, Take, TakeSingle
 from router.metrics.metrics import Metrics
 from router.openai_api import CompletionRequest
-from router.text.output_stream import Piece, Sample, join
+from router.text.output_stream import Piece, OutputStream, join
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
@@ -37,13 +37,13 @@ from tests.router.tiny_tokenizer import EOS, IM_END
 # ---- one sample
 
 
-def sample_of(tokenizer: Tokenizer, **params: Any) -> Sample:
+def sample_of(tokenizer: Tokenizer, **params: Any) -> OutputStream:
     settings = SamplingParams(**params)
     stops = StopStrings(settings.stop) if settings.stop else None
-    return Sample(0, Prompt("id", [5], settings, 1), settings, tokenizer, stops=stops)
+    return OutputStream(0, Prompt("id", [5], settings, 1), settings, tokenizer, stops=stops)
 
 
-def say(sample: Sample, deltas: Sequence[Delta]) -> Piece:
+def say(sample: OutputStream, deltas: Sequence[Delta]) -> Piece:
     pieces = []
     for delta in deltas:
         pieces.append(sample.take(delta))
@@ -204,7 +204,7 @@ class Ends(RequestTrace):
         super().__init__()
         self.reasons: list[str | None] = []
 
-    def end(self, samples: Sequence[Sample], arrival: float, first_at: float | None, ended: float) -> None:
+    def end(self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float) -> None:
         assert arrival <= ended
         self.reasons += [sample.finish_reason for sample in samples]
 

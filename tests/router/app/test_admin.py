@@ -15,8 +15,8 @@ from router.app.admin import AdminGate, make_admin_app
 from router.app.app import make_app
 from router.config import HttpConfig, ServeConfig
 from router.dispatch.ledger import Flight
-from router.dispatch.pool import Standing
-from router.faults import Event, Faults
+from router.dispatch.pool import InstanceHealth
+from router.faults import FaultEvent, Faults
 from tests.router.dispatch.test_mesh_parts import member, view
 from tests.router.fake_mesh import FakeMesh, saying
 
@@ -32,8 +32,8 @@ class World:
         self.wishes: list[Drain | Scale] = []
         self.answer: tuple[int, str] | None = (202, "done")
 
-    def standing(self) -> Mapping[int, Standing]:
-        return {0: Standing(attached=True, failures=1, in_flight=3)}
+    def standing(self) -> Mapping[int, InstanceHealth]:
+        return {0: InstanceHealth(attached=True, failures=1, in_flight=3)}
 
     num_in_flight = 1200
 
@@ -50,7 +50,7 @@ class World:
 
 def gate(world: World, *keys: str, port: int | None = 9000, api_key: str | None = None) -> AdminGate:
     faults = Faults()
-    faults.record(Event.RESTART, "engine", "Engine_1 is started again", 5.0)
+    faults.record(FaultEvent.RESTART, "engine", "Engine_1 is started again", 5.0)
     http = HttpConfig(api_key=(api_key,) if api_key else ())
     endpoint = make_app(FakeMesh(None, saying([])), http)
     admin = make_admin_app(world, lambda: Faults.merged([faults]), world.command, front_end=1)

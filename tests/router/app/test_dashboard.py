@@ -17,7 +17,7 @@ import uvloop
 from starlette.requests import Request
 
 from coordinator.messages import Load, Member, State, View
-from engine.messages import Counters, LockstepCounters, Report
+from engine.messages import Counters, LockstepCounters, InstanceReport
 from router.app.app import make_app
 from router.app.dashboard.feed import MAX_VIEWERS, Feed
 from router.app.dashboard.frame import frame_of
@@ -25,9 +25,9 @@ from router.app.dashboard.page import FEED_PATH, STATIC, Dashboard, files
 from router.app.dashboard.wire import MAX_FAULTS, MAX_INSTANCES, MAX_REQUESTS, Frame
 from router.config import HttpConfig
 from router.dispatch.ledger import Flight
-from router.dispatch.pool import Standing
+from router.dispatch.pool import InstanceHealth
 from router.errors import ApiError
-from router.faults import Event, Faults
+from router.faults import FaultEvent, Faults
 from router.mesh import ServedModel
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.waiting import until
@@ -60,11 +60,11 @@ class Watched:
         self.coordinator_silent_for: float | None = 0.1
         self.num_in_flight = 1000
 
-    def reports(self) -> dict[int, Report]:
-        return {0: Report(1, 2, 0, 5, 10, 100, COUNTERS, STEPS), 1: Report(1, 0, 0, 0, 0, 100, COUNTERS)}
+    def reports(self) -> dict[int, InstanceReport]:
+        return {0: InstanceReport(1, 2, 0, 5, 10, 100, COUNTERS, STEPS), 1: InstanceReport(1, 0, 0, 0, 0, 100, COUNTERS)}
 
-    def standing(self) -> dict[int, Standing]:
-        return {0: Standing(attached=True, failures=0, in_flight=2)}
+    def standing(self) -> dict[int, InstanceHealth]:
+        return {0: InstanceHealth(attached=True, failures=0, in_flight=2)}
 
     def flights(self, most: int) -> list[Flight]:
         return [Flight(f"r{number}", 0, 3, 4, 1, 0.5) for number in range(min(most, self.num_in_flight))]
@@ -175,7 +175,7 @@ def test_it_asks_nobody_else() -> None:
 def test_frames_are_bounded() -> None:
     faults = Faults()
     for number in range(100):
-        faults.record(Event.RESUME, "connection_lost", "x" * 1000, float(number), 2)
+        faults.record(FaultEvent.RESUME, "connection_lost", "x" * 1000, float(number), 2)
     frame = frame_of(Watched(5000), faults, 1000, 0, 5.0)
     assert frame.num_instances == 5000
     assert len(frame.instances) == MAX_INSTANCES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from coordinator.messages import State
 from router.dispatch import policy
-from router.dispatch.circuit_breaker import FORGOTTEN_AFTER, LONGEST_PAUSE, TRIAL_INTERVAL, Trust
+from router.dispatch.circuit_breaker import FORGOTTEN_AFTER, LONGEST_PAUSE, TRIAL_INTERVAL, CircuitBreaker
 from router.dispatch.pool import Instance, Pool
 from tests.router.dispatch.test_mesh_parts import candidate, member, view
 
 
 def test_pauses_grow_and_tokens_end_them() -> None:
-    trust = Trust()
+    trust = CircuitBreaker()
     assert trust.admits(0.0)
     pauses = []
     now = 0.0
@@ -31,7 +31,7 @@ def test_pauses_grow_and_tokens_end_them() -> None:
 
 
 def test_on_trial_it_gets_one_request_now_and_then() -> None:
-    trust = Trust()
+    trust = CircuitBreaker()
     trust.failed(0.0)
     assert trust.admits(1.0)
     trust.dispatched(1.0)

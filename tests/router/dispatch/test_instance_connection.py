@@ -21,7 +21,7 @@ from engine.messages import (
     Counters,
     Delta,
     FinishReason,
-    Report,
+    InstanceReport,
     Submit,
     ToInstance,
     Tokens,
@@ -30,9 +30,9 @@ from engine.messages import (
 from engine.sampling import SamplingParams
 from router.dispatch import client, instance_connection
 from router.dispatch.client import MeshClient
-from router.dispatch.instance_connection import Link
+from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.pool import Instance
-from router.faults import Event
+from router.faults import FaultEvent
 from router.mesh import Prompt
 from tests.router.dispatch.test_mesh_parts import member, view
 from tests.waiting import until_async
@@ -64,7 +64,7 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
             context, "tcp://127.0.0.1:0", ToInstance, name="instance"
         )
         instance = Instance(member("a", 0, address=listener.endpoint))
-        connection = Link(context, instance, Receiver(), None, router="r", wants_blocks=False)
+        connection = InstanceConnection(context, instance, Receiver(), None, router="r", wants_blocks=False)
 
         async def heard() -> tuple[bytes, Attach]:
             peer, message = await asyncio.wait_for(listener.receive(), 5)
@@ -190,7 +190,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
             assert (await submitted(first)).prompt_ids == [1, 2]
             with monkeypatch.context() as patch:
                 patch.setattr(Instance, "take_report", _fail)
-                assert first.send(peer, Tokens([], Report(0, 0, 0, 0, 0, 10, Counters())))
+                assert first.send(peer, Tokens([], InstanceReport(0, 0, 0, 0, 0, 10, Counters())))
                 assert (await submitted(second)).prompt_ids == [1, 2]
             assert "the connection to instance 0 is made anew" in caplog.text
             assert "RuntimeError: ours" in caplog.text
@@ -246,6 +246,6 @@ def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() 
             mesh._on_view(view(world.members[1]))
             async with asyncio.timeout(10):
                 assert [delta.token_ids async for delta in stream] == [[7]]
-            assert not mesh.faults.counts.get(Event.RESUME), "it was not moved"
+            assert not mesh.faults.counts.get(FaultEvent.RESUME), "it was not moved"
 
     asyncio.run(serve())

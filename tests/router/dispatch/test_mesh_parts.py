@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
-from engine.messages import Capacity, Counters, Delta, FinishReason, Report
+from engine.messages import Capacity, Counters, Delta, FinishReason, InstanceReport
 from engine.sampling import SamplingParams
 from router.dispatch import policy
 from router.dispatch.chooser import Chooser
@@ -26,8 +26,8 @@ def view(*members: Member) -> View:
     return View(epoch=1, size=2, settings=None, members=list(members), waiting_for="")
 
 
-def report(last_dispatch: int, running: int = 0, waiting: int = 0, waiting_tokens: int = 0) -> Report:
-    return Report(
+def report(last_dispatch: int, running: int = 0, waiting: int = 0, waiting_tokens: int = 0) -> InstanceReport:
+    return InstanceReport(
         last_dispatch, running, waiting, waiting_tokens, 0, 10, Counters(), uncached_tokens=waiting_tokens
     )
 
@@ -194,8 +194,8 @@ def test_who_reports_steps_does_not_stand_still_whatever_an_old_view_says() -> N
     pool.apply(view(stalled), 0.0)
     (instance,) = pool
 
-    def after(steps: int) -> Report:
-        return Report(0, 1, 0, 0, 0, 10, Counters(steps=steps))
+    def after(steps: int) -> InstanceReport:
+        return InstanceReport(0, 1, 0, 0, 0, 10, Counters(steps=steps))
 
     for steps in (7, 7):
         instance.take_report(after(steps), 1.0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from coordinator.messages import Load, Member, State, View
-from engine.messages import BlockEvents, Capacity, Counters, Delta, Report
+from engine.messages import BlockEvents, Capacity, Counters, Delta, InstanceReport
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import NAME_BYTES, prefix_names
 from router.dispatch import policy
@@ -246,7 +246,7 @@ def test_those_who_waited_lately_count_for_a_while() -> None:
     for _ in range(6):
         instance.dispatch(100, 0.0)
     assert instance.crowd(0.0) == 0
-    instance.take_report(Report(6, 6, 0, 0, 10, 1000, Counters()), CROWD_TIME)
+    instance.take_report(InstanceReport(6, 6, 0, 0, 10, 1000, Counters()), CROWD_TIME)
     assert instance.candidate(CROWD_TIME).waiting == 0
     assert instance.candidate(CROWD_TIME).crowd == pytest.approx(6 * (1 - math.exp(-1)))
     assert instance.crowd(2 * CROWD_TIME) == pytest.approx(6 * (1 - math.exp(-1)) * math.exp(-1))
@@ -261,7 +261,7 @@ def test_equal_prompts_stay_together_only_where_that_spares_anything(caches: boo
         instance.capacity = msgspec.structs.replace(CAPACITY, caches_prefixes=caches)
     prompt = list(range(801))
     assert send(chooser, entry(prompt)) is first
-    second.take_report(Report(0, 1, 0, 500, 40, 1000, Counters(), uncached_tokens=500), 0.0)
+    second.take_report(InstanceReport(0, 1, 0, 500, 40, 1000, Counters(), uncached_tokens=500), 0.0)
     assert send(chooser, entry(prompt)) is (first if caches else second)
     assert chooser.counts["affinity_hits"] == caches
 
@@ -286,7 +286,7 @@ def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
             pool.index.apply("i1", BlockEvents(2 * turn - 1, 2 * turn, False, lost))
             pool.index.apply("i1", BlockEvents(2 * turn, 2 * turn + 1, False, b"", lost))
         first, _ = pool
-        first.take_report(Report(0, 1, 0, 1500, 100, 1000, Counters(), uncached_tokens=1500), 0.0)
+        first.take_report(InstanceReport(0, 1, 0, 1500, 100, 1000, Counters(), uncached_tokens=1500), 0.0)
         ranks.append(send(chooser, entry([*range(801), 7])).rank)
     assert ranks == [0, 1]
 
@@ -296,7 +296,7 @@ def test_front_ends_that_know_the_same_choose_the_same() -> None:
     for _ in range(2):
         pool, _, chooser = world(5)
         for number, instance in enumerate(pool):
-            instance.take_report(Report(0, number, 0, 0, 10 * number, 1000, Counters()), 0.0)
+            instance.take_report(InstanceReport(0, number, 0, 0, 10 * number, 1000, Counters()), 0.0)
         requests = [
             entry([number % 7] * 90, session=f"s{number % 3}", request_id=f"r{number}")
             for number in range(25)
@@ -319,7 +319,7 @@ def test_a_full_mesh_says_so_but_takes_whom_it_owes() -> None:
     owed.owed = True
     send(chooser, owed)
     for instance in pool:
-        instance.take_report(Report(99, 8, 2, 10, 0, 1000, Counters(), queued=2), 0.0)
+        instance.take_report(InstanceReport(99, 8, 2, 10, 0, 1000, Counters(), queued=2), 0.0)
     chooser.check_room(0.0)
     send(chooser, entry([1]))
 
@@ -383,8 +383,8 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
     for request in requests[1::2]:
         chooser.settle(request)
         ledger.drop(request)
-    crowded.take_report(Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0)
-    free.take_report(Report(12, 0, 0, 0, 0, 1000, Counters()), 0.0)
+    crowded.take_report(InstanceReport(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0)
+    free.take_report(InstanceReport(12, 0, 0, 0, 0, 1000, Counters()), 0.0)
     ledger.book(ledger.at(crowded.name)[12], Delta(12, [5]))
     free.capacity = msgspec.structs.replace(CAPACITY, num_blocks=31)
     assert recaller.recalls(1.0 - INTERVAL) == {}, "it would not hold them"
@@ -408,6 +408,6 @@ def test_nothing_is_asked_back_for_nothing() -> None:
         send(chooser, entry([number] * 500))
     for instance in pool:
         instance.take_report(
-            Report(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0
+            InstanceReport(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0
         )
     assert recaller.recalls(1.0) == {}, "both are crowded"

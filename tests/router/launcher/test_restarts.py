@@ -20,7 +20,7 @@ from coordinator.messages import Load, Member, Scale, State, View
 from coordinator.process import process
 from coordinator.settings import flags
 from router.config import ServeConfig
-from router.faults import Event
+from router.faults import FaultEvent
 from router.launcher import restarts
 from router.launcher.child_process import exit_status, spawn
 from router.launcher.launch import Doors, ProcessSpec, process_table
@@ -167,7 +167,7 @@ def test_a_killed_instance_comes_back_under_the_rank_that_it_was_given() -> None
         assert [child.spec.number for child in supervisor._of_role("engine")] == [3]
         assert losses == [(f"name-{pid}", "was killed by signal 9 (SIGKILL: out of memory?)")]
         counts = supervisor.faults.counts
-        assert counts == {Event.DETECTION: {"process_exit": 1}, Event.RESTART: {"engine": 1}}
+        assert counts == {FaultEvent.DETECTION: {"process_exit": 1}, FaultEvent.RESTART: {"engine": 1}}
 
     assert supervised(supervisor, act) == 0
 
@@ -234,7 +234,7 @@ def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
 
     async def act() -> None:
         await until_async(
-            lambda: supervisor.faults.counts.get(Event.RESTART, {}).get("engine", 0) > MAX_INSTANCE_RESTARTS
+            lambda: supervisor.faults.counts.get(FaultEvent.RESTART, {}).get("engine", 0) > MAX_INSTANCE_RESTARTS
         )
 
     supervised(supervisor, act)
@@ -289,7 +289,7 @@ def test_an_instance_that_drains_is_no_longer_ours_though_its_process_lives() ->
         assert supervisor.ranks == []
         os.kill(pid, signal.SIGKILL)
         await until_async(lambda: not supervisor._of_role("engine"))
-        assert Event.RESTART not in supervisor.faults.counts, "it was on its way out"
+        assert FaultEvent.RESTART not in supervisor.faults.counts, "it was on its way out"
 
     supervised(supervisor, act)
 
@@ -335,7 +335,7 @@ def test_refused_and_drained_instances_stay_away_and_the_head_stays_for_others()
         assert supervisor.ranks == []
         await until_async(lambda: not supervisor._of_role("engine"))
         assert pid_of(supervisor, "Router") is not None
-        assert Event.RESTART not in supervisor.faults.counts
+        assert FaultEvent.RESTART not in supervisor.faults.counts
 
     assert supervised(supervisor, act) == 0
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import Load, Member, State
-from router.launcher.scaling import Machine, Plan, Refused, free_number, plan, shared_devices
+from router.launcher.scaling import Machine, ScalingPlan, ScalingRefused, free_number, plan, shared_devices
 
 CPU = Machine(devices=None, cores=4)
 
@@ -23,35 +23,35 @@ READY, LOADING, DRAINING = State.READY, State.LOADING, State.DRAINING
 
 def test_more_get_the_lowest_free_ranks() -> None:
     members = world(_0=READY, _2=READY, _3=DRAINING)
-    assert plan(4, members, [0, 2], CPU, False) == Plan(start=(1, 4))
+    assert plan(4, members, [0, 2], CPU, False) == ScalingPlan(start=(1, 4))
     assert plan(5, members, [0, 2, 5], CPU, False).start == (1, 4), "5 is ours and has not registered yet"
-    assert plan(3, world(), [0, 1, 2], CPU, False) == Plan()
+    assert plan(3, world(), [0, 1, 2], CPU, False) == ScalingPlan()
 
 
 def test_fewer_means_our_highest_ranks() -> None:
     members = world(_0=READY, _1=READY, _2=READY, _9=READY)
-    assert plan(2, members, [0, 1, 2], CPU, False) == Plan(drain=(2, 1))
-    assert plan(4, members, [0, 1, 2], CPU, False) == Plan()
-    with pytest.raises(Refused, match="3 instances would have to go, and only 2 are of this serve"):
+    assert plan(2, members, [0, 1, 2], CPU, False) == ScalingPlan(drain=(2, 1))
+    assert plan(4, members, [0, 1, 2], CPU, False) == ScalingPlan()
+    with pytest.raises(ScalingRefused, match="3 instances would have to go, and only 2 are of this serve"):
         plan(1, members, [0, 1], CPU, False)
 
 
 def test_who_was_told_to_go_is_not_counted_though_the_world_shows_it_ready() -> None:
     members = world(_0=READY, _1=READY, _2=READY, _3=READY)
-    assert plan(3, members, [0, 1, 2], CPU, False, ["_3"]) == Plan()
+    assert plan(3, members, [0, 1, 2], CPU, False, ["_3"]) == ScalingPlan()
     assert plan(2, members, [0, 1, 2], CPU, False, ["_3"]).drain == (2,)
     assert plan(4, members, [0, 1, 2], CPU, False, ["_3"]).start == (4,), "3 is not free yet"
     members = world(_0=READY, _1=LOADING, _2=LOADING)
-    with pytest.raises(Refused, match="none of the instances that would stay is ready"):
+    with pytest.raises(ScalingRefused, match="none of the instances that would stay is ready"):
         plan(1, members, [1, 2], CPU, False, ["_0"])
 
 
 def test_somebody_must_go_on_serving() -> None:
     members = world(_0=LOADING, _1=READY)
-    with pytest.raises(Refused, match="none of the instances that would stay is ready"):
+    with pytest.raises(ScalingRefused, match="none of the instances that would stay is ready"):
         plan(1, members, [0, 1], CPU, False)
     assert plan(1, members, [0, 1], CPU, True).drain == (1,)
-    with pytest.raises(Refused, match="at least one"):
+    with pytest.raises(ScalingRefused, match="at least one"):
         plan(0, members, [0, 1], CPU, True)
 
 
@@ -59,7 +59,7 @@ def test_devices_are_a_limit_and_cores_a_warning() -> None:
     members = world(_0=READY)
     machine = Machine(devices=4, devices_per_instance=2, cores=2)
     assert plan(2, members, [0], machine, False).start == (1,)
-    with pytest.raises(Refused, match=r"3 instances of 2 CUDA device.s. each are more than the 4"):
+    with pytest.raises(ScalingRefused, match=r"3 instances of 2 CUDA device.s. each are more than the 4"):
         plan(3, members, [0], machine, False)
     assert plan(4, members, [0], CPU, False).warning == ""
     assert "share 4 cores" in plan(5, members, [0], CPU, False).warning
@@ -67,7 +67,7 @@ def test_devices_are_a_limit_and_cores_a_warning() -> None:
 
 def test_more_instances_than_can_be_meant_are_not_started() -> None:
     members = world(_0=READY)
-    with pytest.raises(Refused, match=r"129 instances on 4 cores: .* the most that is started is 128"):
+    with pytest.raises(ScalingRefused, match=r"129 instances on 4 cores: .* the most that is started is 128"):
         plan(129, members, [0], CPU, True)
     assert len(plan(128, members, [0], CPU, False).start) == 127
 

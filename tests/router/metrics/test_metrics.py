@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine.messages import Counters, Report
+from engine.messages import Counters, InstanceReport
 from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
@@ -15,7 +15,7 @@ from tests.router.fake_mesh import FakeMesh, failing, saying
 def test_metrics(served: ServedModel) -> None:
     mesh = FakeMesh(served, saying([70, 71, 72]))
     sizes = [0, 4, 3] + [0] * 11
-    report = Report(
+    report = InstanceReport(
         9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 7, 7, 0, scheduled_tokens=60, step_sizes=sizes)
     )
     metrics = Metrics(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from router.faults import MAX_RECENT, Event, Faults
+from router.faults import MAX_RECENT, FaultEvent, Faults
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
-from router.metrics.shared_counts import Shelf, Snapshot
+from router.metrics.shared_counts import SharedCounts, Snapshot
 from tests.router.fake_mesh import FakeMesh, saying
 from tests.scarce import out_of_files
 
@@ -20,14 +20,14 @@ MESH = FakeMesh(ServedModel(("tiny",), "", 1, 1), saying([]))
 
 
 def front_end(directory: Path, number: int) -> Metrics:
-    shelf = Shelf(directory, f"router-{number}")
+    shelf = SharedCounts(directory, f"router-{number}")
     metrics = Metrics(MESH, shelf=shelf, alone=False, choices=lambda: {"affinity_hits": 4})
     shelf.write(metrics.snapshot())
     return metrics
 
 
 def write(directory: Path, number: int, metrics: Metrics) -> None:
-    Shelf(directory, f"router-{number}").write(metrics.snapshot())
+    SharedCounts(directory, f"router-{number}").write(metrics.snapshot())
 
 
 def page(metrics: Metrics) -> dict[str, float]:
@@ -44,11 +44,11 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         metrics.success["0", "stop"] = count
         for _ in range(count):
             metrics.ttft.of("0").observe(0.03)
-        metrics.faults.record(Event.RESUME, "connection_lost", "4 requests", 1.0, 4)
+        metrics.faults.record(FaultEvent.RESUME, "connection_lost", "4 requests", 1.0, 4)
         metrics.http.observe("POST", "/v1/completions", 200, 0.3)
     write(tmp_path, 0, one)
     write(tmp_path, 1, two)
-    Shelf(tmp_path, "launcher").write(Snapshot(pid=1, faults=Faults(counts={Event.RESTART: {"engine": 1}})))
+    SharedCounts(tmp_path, "launcher").write(Snapshot(pid=1, faults=Faults(counts={FaultEvent.RESTART: {"engine": 1}})))
     for metrics in (one, two):
         found = page(metrics)
         assert found['vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}'] == 5
@@ -71,11 +71,11 @@ def test_counters_outlive_the_process_that_counted(tmp_path: Path) -> None:
     one.success["0", "stop"] = 7
     one.ttft.of("0").observe(0.1)
     one.in_flight = 3
-    one.faults.record(Event.DETECTION, "connection_lost", "x", 1.0)
+    one.faults.record(FaultEvent.DETECTION, "connection_lost", "x", 1.0)
     write(tmp_path, 0, one)
     before = page(one)
     assert before["lockstep:requests_in_flight"] == 3
-    again = Metrics(MESH, shelf=Shelf(tmp_path, "router-0"), alone=False)
+    again = Metrics(MESH, shelf=SharedCounts(tmp_path, "router-0"), alone=False)
     assert page(again) == {**before, "lockstep:requests_in_flight": 0.0}
 
 
@@ -92,13 +92,13 @@ def test_what_a_scrape_was_told_outlives_who_told_it(tmp_path: Path) -> None:
 def test_what_a_dead_front_end_had_in_flight_is_no_longer_counted(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
     dead.wait()
-    Shelf(tmp_path, "router-1").write(Snapshot(pid=dead.pid, in_flight=9))
-    Shelf(tmp_path, "router-2").write(Snapshot(pid=os.getpid(), in_flight=2))
+    SharedCounts(tmp_path, "router-1").write(Snapshot(pid=dead.pid, in_flight=9))
+    SharedCounts(tmp_path, "router-2").write(Snapshot(pid=os.getpid(), in_flight=2))
     assert page(front_end(tmp_path, 0))["lockstep:requests_in_flight"] == 2
 
 
 def test_a_full_disk_is_not_said_twice_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    missing = Shelf(tmp_path / "gone", "router-0")
+    missing = SharedCounts(tmp_path / "gone", "router-0")
     for number in range(5):
         missing.write(Snapshot(pid=number))
     (said,) = caplog.messages
@@ -109,8 +109,8 @@ def test_a_full_disk_is_not_said_twice_a_second(tmp_path: Path, caplog: pytest.L
 def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "router-1.counts").write_bytes(b"torn")
     assert page(front_end(tmp_path, 0))["lockstep:requests_in_flight"] == 0
-    assert Shelf(tmp_path, "router-1").own() is None
-    missing = Shelf(tmp_path / "gone", "router-0")
+    assert SharedCounts(tmp_path, "router-1").own() is None
+    missing = SharedCounts(tmp_path / "gone", "router-0")
     missing.write(Snapshot(pid=1))
     assert missing.others() == []
 
@@ -118,11 +118,11 @@ def test_a_file_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 def test_the_list_of_faults_is_bounded() -> None:
     one, two = Faults(), Faults()
     for number in range(MAX_RECENT + 10):
-        one.record(Event.DETECTION, "removed", f"{number}", float(number))
-        two.record(Event.RESUME, "removed", "x" * 1000, number + 0.5, 2)
+        one.record(FaultEvent.DETECTION, "removed", f"{number}", float(number))
+        two.record(FaultEvent.RESUME, "removed", "x" * 1000, number + 0.5, 2)
     total = Faults.merged([one, two])
-    assert total.counts[Event.DETECTION]["removed"] == MAX_RECENT + 10
-    assert total.counts[Event.RESUME]["removed"] == 2 * (MAX_RECENT + 10)
+    assert total.counts[FaultEvent.DETECTION]["removed"] == MAX_RECENT + 10
+    assert total.counts[FaultEvent.RESUME]["removed"] == 2 * (MAX_RECENT + 10)
     assert len(one.recent) == len(total.recent) == MAX_RECENT
     assert [fault.at for fault in total.recent] == sorted(fault.at for fault in total.recent)
     assert total.recent[-1].at == MAX_RECENT + 9.5

@@ -27,7 +27,7 @@ from engine.probe.links import Ask
 from router.tools.doctor import command, links, machine, mesh, network, packages, ports
 from router.tools.doctor.findings import Finding, Level, broken, note, ok, warning, worst
 from router.tools.doctor.machine import GIB, Machine
-from router.tools.doctor.report import Report, print_report, report_of
+from router.tools.doctor.report import DoctorReport, print_report, report_of
 
 REPLACE = msgspec.structs.replace
 
@@ -377,7 +377,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_json_and_exit_status(free: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--json", *free]) == 0
-    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    report = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
     assert report.level is not Level.BROKEN
     assert {"Python", "packages", "torch", "cores", "loopback", "HTTP", "coordinator", "transport"} <= {
         each.check for each in report.findings

@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from coordinator.messages import Form
+from coordinator.messages import GroupPlan
 from engine.groups.recovery import names
 from parallel.lockstep import Decision, Header, Sleep, Switch, decide
 
@@ -56,23 +56,23 @@ class Checker:
         """How often the interesting situations came up."""
         self.has_faults = has_faults
         self._num_experts = num_experts
-        self._forms: dict[tuple[int, str], Form] = {}
+        self._forms: dict[tuple[int, str], GroupPlan] = {}
         """Of the groups that anybody has entered."""
         self._next: dict[str, Position] = {}
         self._headers: dict[Position, dict[str, Header]] = {}
         self._decisions: dict[Position, Decision] = {}
-        self._inside: dict[int, list[tuple[Instance, Form]]] = {}
+        self._inside: dict[int, list[tuple[Instance, GroupPlan]]] = {}
 
     # ---- groups
 
-    def formed(self, form: Form, highest: int) -> None:
+    def formed(self, form: GroupPlan, highest: int) -> None:
         """The coordinator forms a group; ``highest`` is the highest epoch that it had been told of."""
         self.counts["groups"] += 1
         self.counts["groups after a loss"] += form.broken > 0
         if form.epoch <= highest:
             self.broken(Rule.RISING, f"{form} is formed after epoch {highest}")
 
-    def entered(self, instance: Instance, form: Form, *, is_formed: bool) -> None:
+    def entered(self, instance: Instance, form: GroupPlan, *, is_formed: bool) -> None:
         """An instance begins to step in a group."""
         name = instance.name
         known = self._forms.setdefault((form.epoch, form.token), form)
@@ -84,7 +84,7 @@ class Checker:
             self.broken(Rule.RISING, f"{name} enters epoch {form.epoch} after {self._next[name]}")
         self._next[name] = (form.epoch, form.token, 0)
 
-    def _look_for_others(self, instance: Instance, form: Form) -> None:
+    def _look_for_others(self, instance: Instance, form: GroupPlan) -> None:
         """Whether the number of an epoch is used for another group, too: right only if nobody of that is there
         to be asked. (Who is stopped or cut off may go on in it, until it hears that it is out.)"""
         others = [other for other, group in self._inside.get(form.epoch, []) if group != form]
@@ -130,7 +130,7 @@ class Checker:
         else:
             self._next[instance.name] = (*at[:2], at[2] + 1)
 
-    def computed(self, members: list[Instance], form: Form) -> None:
+    def computed(self, members: list[Instance], form: GroupPlan) -> None:
         """All members are in the forward pass of a step: all experts are where the group says."""
         if len(form.owners) != self._num_experts:
             self.broken(Rule.OWNED, f"{form} has owners for {len(form.owners)} experts")

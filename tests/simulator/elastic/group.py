@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from coordinator.messages import Evidence, Form
+from coordinator.messages import Evidence, GroupPlan
 from engine.groups.recovery import names
 from parallel.lockstep import Header
 
@@ -26,7 +26,7 @@ class End(enum.Enum):
 class Group:
     """All ends of one group."""
 
-    def __init__(self, world: World, form: Form) -> None:
+    def __init__(self, world: World, form: GroupPlan) -> None:
         self.world = world
         self.form = form
         self.members: dict[str, Instance] = {}

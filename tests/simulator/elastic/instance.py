@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages import (
     Evidence,
-    Form,
+    GroupPlan,
     FromCoordinator,
     Leave,
     Load,
@@ -18,10 +18,10 @@ from coordinator.messages import (
     State,
     Welcome,
 )
-from coordinator.standing import Standing
+from coordinator.standing import MemberState
 from engine.groups import recovery as protocol
 from engine.groups.recovery import Recovery, names
-from parallel.lockstep import Header, Lockstep, Run, Switch, Wake
+from parallel.lockstep import Header, Lockstep, RunStep, Switch, Wake
 from parallel.placement import owned_by_rank
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.settings import ASK_INTERVAL, RULES, TICKS_PER_SECOND
@@ -68,7 +68,7 @@ class Instance:
         self._scheduled = 0
         self._turns = 0
         self._beats = 0
-        self.standing = Standing(
+        self.standing = MemberState(
             Register(
                 instance=self.name, rank=rank, size=None, settings=world.mesh_settings, host="h", pid=number
             )
@@ -139,7 +139,7 @@ class Instance:
             self.phase = Phase.WAITING
             self.say()
 
-    def _on_form(self, form: Form) -> None:
+    def _on_form(self, form: GroupPlan) -> None:
         self._carry_out(self.recovery.on_form(form))
         self._poke()
 
@@ -163,7 +163,7 @@ class Instance:
                     self.world.close_groups_of(self, epoch)
                     if self.phase is Phase.ASLEEP:
                         self.phase = Phase.WAITING
-                case protocol.Report(lost):
+                case protocol.ReportLost(lost):
                     self.standing.report(lost)
                     self.say()
                 case protocol.DropRequests():
@@ -171,7 +171,7 @@ class Instance:
                     self.world.after(None, 1, self.world.move_requests, self)  # it refuses them
         self._tell_ready()
 
-    def _read(self, form: Form) -> None:
+    def _read(self, form: GroupPlan) -> None:
         """The experts of a form are here; go to its rendezvous."""
         if self.recovery.target is not form:
             return
@@ -179,7 +179,7 @@ class Instance:
         self.world.provoke("read", self)
         self.world.group_of(form).join(self)
 
-    def _owned(self, form: Form) -> set[int]:
+    def _owned(self, form: GroupPlan) -> set[int]:
         """The experts that are its own in a group."""
         of_ranks = owned_by_rank(form.owners, form.ranks, names(form).index(self.name))
         return {expert for of_rank in of_ranks for expert in of_rank}
@@ -238,17 +238,17 @@ class Instance:
                 self.world.step_after(self, int(protocol.LEAVE_TIMEOUT * TICKS_PER_SECOND) + 1, self._poke)
         turn = self.recovery.turn(self.world.now / TICKS_PER_SECOND)
         match turn:
-            case protocol.End():
+            case protocol.LeaveMesh():
                 self.world.leave(self)
             case protocol.Enter(form):
                 self._enter(form)
                 self.loop()
-            case protocol.Wait():
+            case protocol.AwaitGroup():
                 self.phase = Phase.WAITING
-            case protocol.Step():
+            case protocol.StepOn():
                 self._begin_step()
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: GroupPlan) -> None:
         if self.group is not None:
             self.group.close(self)
         self.group = self.world.group_of(form)
@@ -318,7 +318,7 @@ class Instance:
         self.world.note(self.name, decision)
         self.world.checker.decided(self, decision)
         match decision:
-            case Run():
+            case RunStep():
                 self.phase = Phase.COMPUTING
                 self.world.step_after(
                     self, 1 + self.world.up_to(self.world.settings.compute), self._computed, self.group

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from coordinator.epochs import Epochs
-from coordinator.messages import Evidence, Form, Settings, State, ToCoordinator
+from coordinator.messages import Evidence, GroupPlan, Settings, State, ToCoordinator
 from coordinator.reach import Reachability
 from coordinator.records import Record
-from coordinator.standing import Standing
+from coordinator.standing import MemberState
 from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
@@ -74,7 +74,7 @@ class FormsAtOnceAfterARestart(Epochs):
 
 
 class ForgetsTheNumbersBeforeARestart(Epochs):
-    def learn(self, epoch: int, group: Form | None, now: float) -> None:
+    def learn(self, epoch: int, group: GroupPlan | None, now: float) -> None:
         super().learn(0, None if group is None else msgspec.structs.replace(group, epoch=1), now)
 
     def heard(self, record: Record) -> None:
@@ -94,7 +94,7 @@ class NeverLetsALeaverGo(Epochs):
 
 
 class FencesNobody(Epochs):
-    def fences(self, instance: str, epoch: int, group: Form | None) -> bool:
+    def fences(self, instance: str, epoch: int, group: GroupPlan | None) -> bool:
         return False
 
 
@@ -147,7 +147,7 @@ class TriesWhoIsLeftOut(Epochs):
 
 
 class TakesAStaleForm(Recovery):
-    def on_form(self, form: Form) -> list[Instruction]:
+    def on_form(self, form: GroupPlan) -> list[Instruction]:
         self._newest = 0
         return super().on_form(form)
 
@@ -174,7 +174,7 @@ class GoesOnWhenFenced(Recovery):
         return []
 
 
-class KeepsNoWatchOverTheCoordinator(Standing):
+class KeepsNoWatchOverTheCoordinator(MemberState):
     """A loss is told once, whether anybody listens or not."""
 
     def outgoing(self, load: Any) -> list[ToCoordinator]:

@@ -1,6 +1,6 @@
 """The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
 
-A schedule is a seed. Real are :class:`coordinator.membership.Membership`, :class:`coordinator.standing.Standing`,
+A schedule is a seed. Real are :class:`coordinator.membership.Registry`, :class:`coordinator.standing.MemberState`,
 :class:`engine.groups.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
 one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from coordinator.membership import Membership
-from coordinator.messages import Beat, Form, Register, ToCoordinator, Welcome
+from coordinator.membership import Registry
+from coordinator.messages import Beat, GroupPlan, Register, ToCoordinator, Welcome
 from coordinator.messages import Settings as MeshSettings
 from coordinator.records import Note, Send
 from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
@@ -51,7 +51,7 @@ class Request:
 class World:
     """Everything that there is in one schedule."""
 
-    membership_class = Membership
+    membership_class = Registry
     recovery_class = Recovery
     lockstep_class = Lockstep
 
@@ -67,7 +67,7 @@ class World:
         )
         self.instances: dict[str, Instance] = {}
         self.requests: list[Request] = []
-        self.membership: Membership | None = None
+        self.membership: Registry | None = None
         self._groups: dict[tuple[int, str], Group] = {}
         self.num_coordinators = 0
         self._last_arrival: dict[tuple[str, str], tuple[int, float]] = {}
@@ -321,7 +321,7 @@ class World:
                     self._left_out(int(rank))
                 continue
             message = instruction.message
-            if isinstance(message, Form) and message.epoch > self._highest:
+            if isinstance(message, GroupPlan) and message.epoch > self._highest:
                 self.checker.formed(message, self._highest)
                 self._look_whether_it_is_tried_in_vain(message)
                 self._highest = message.epoch
@@ -331,7 +331,7 @@ class World:
             if not isinstance(message, Beat):
                 self.note(f"coordinator to {instance.name}", message)
             self._send((instance.name, "from"), instance, instance.hear, (message,))
-        if any(isinstance(item, Send) and isinstance(item.message, Form) for item in instructions):
+        if any(isinstance(item, Send) and isinstance(item.message, GroupPlan) for item in instructions):
             somebody = self._anybody()
             if somebody is not None:
                 self.provoke("form", somebody)
@@ -358,7 +358,7 @@ class World:
 
     # ---- instances
 
-    def group_of(self, form: Form) -> Group:
+    def group_of(self, form: GroupPlan) -> Group:
         key = (form.epoch, form.token)
         if key not in self._groups:
             self._groups[key] = Group(self, form)
@@ -468,7 +468,7 @@ class World:
         since = max(self.split_since, self.last_disturbance)
         return since + self.settings.split_bound < self.now <= self.split_until
 
-    def _look_whether_it_is_tried_in_vain(self, form: Form) -> None:
+    def _look_whether_it_is_tried_in_vain(self, form: GroupPlan) -> None:
         """After a split is noticed, which takes work, no group is formed for long with others that some do
         not reach."""
         members = names(form)
@@ -556,7 +556,7 @@ def report(seed: int, world: World, lines: int = 120) -> str:
 
 
 def _shown(what: object) -> str:
-    if isinstance(what, Form):
+    if isinstance(what, GroupPlan):
         return f"Form({what.epoch} of {'+'.join(names(what))}, leavers {what.leavers}, broken {what.broken})"
     if isinstance(what, Prepare):
         return f"Prepare({what.form.epoch})"
