@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import zmq.asyncio
 
-from coordinator.client import fetch_view
+from coordinator.member_connection import fetch_view
 from coordinator.messages import Answer, Drain, FromCoordinator, Scale, ToCoordinator, View
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
@@ -26,7 +26,7 @@ async def find_view(endpoint: str, timeout: float, keys: MeshKeys | None = None)
     """The view, for somebody who types a command: where nobody listens, that is said soon.
 
     Raises:
-        TimeoutError, KeyRefused: as :func:`coordinator.client.fetch_view`.
+        TimeoutError, KeyRefused: as :func:`coordinator.member_connection.fetch_view`.
     """
     if not await _may_be_there(endpoint, min(timeout, REFUSED_PATIENCE)):
         raise TimeoutError

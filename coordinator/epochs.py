@@ -1,7 +1,7 @@
 """The groups of a mesh whose experts are spread, one after another (pure).
 
-Each group is a :class:`coordinator.messages.GroupPlan` with an epoch of its own, and each is sent to its members
-again until they are in it. The next one is formed when
+Each group is a :class:`coordinator.messages.GroupPlan` with an epoch of its own, and each is sent to its
+members again until they are in it. The next one is formed when
 
 - the mesh starts: as many instances as ``-dp`` says have their weights;
 - a member is gone (:mod:`coordinator.suspicion` decides who), or the group broke though all live: at once;

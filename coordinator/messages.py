@@ -340,5 +340,16 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 FromCoordinator = (
-    Welcome | AdmissionWait | AdmissionRefused | GroupPlan | Probe | Reach | Unknown | View | Beat | Drain | Scale | Answer
+    Welcome
+    | AdmissionWait
+    | AdmissionRefused
+    | GroupPlan
+    | Probe
+    | Reach
+    | Unknown
+    | View
+    | Beat
+    | Drain
+    | Scale
+    | Answer
 )

@@ -1,5 +1,5 @@
 """What operators want of the mesh: instances drained, more or fewer of them (pure: part of
-:mod:`coordinator.membership`, which hands it messages and sends what it returns).
+:mod:`coordinator.registry`, which hands it messages and sends what it returns).
 
 The coordinator decides whether an instance may go and tells it; how many instances there can be on a
 machine is known to its launcher, so that is asked, and its answer passed back.

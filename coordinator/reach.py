@@ -6,7 +6,7 @@ After some such tries the members are asked to connect to each other (:class:`co
 Where that fails, the instance that fewest others reach is left out, until all who stay reach each other.
 An instance that was left out is asked again and again, and let back when all connections work.
 
-:mod:`coordinator.membership` reports tries and answers, sends the questions and carries out the choice.
+:mod:`coordinator.registry` reports tries and answers, sends the questions and carries out the choice.
 """
 
 from __future__ import annotations

@@ -14,7 +14,15 @@ from engine.config import EngineConfig
 from engine.executor_contract import Executor
 from engine.groups.step_profile import StepProfile
 from engine.groups.stepping import Agreement, Alone, Stepping
-from engine.messages import BlockEvents, Capacity, LockstepCounters, RequestRefused, InstanceReport, Submit, logprobs_bytes
+from engine.messages import (
+    BlockEvents,
+    Capacity,
+    InstanceReport,
+    LockstepCounters,
+    RequestRefused,
+    Submit,
+    logprobs_bytes,
+)
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import BadParameter
 from engine.scheduling.block_log import BlockLog

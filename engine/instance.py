@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import msgspec
 
 from coordinator.addresses import interfaces, is_loopback, own, toward
-from coordinator.client import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.config import endpoint
+from coordinator.member_connection import MemberConnection, RegistrationRefused, StartupTimeout
 from coordinator.messages import Load, Register, Settings, State
 from coordinator.process import process
 from coordinator.process.tracing import Tracing, TracingMissing

@@ -14,24 +14,24 @@ from coordinator.messages import Load
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import Listener, Peer, TooLarge
 from engine.core import EngineCore
-from engine.groups.recovery import LeaveMesh, Enter, AwaitGroup
+from engine.groups.recovery import AwaitGroup, Enter, LeaveMesh
 from engine.messages import (
     Abort,
     Attach,
     Attached,
     Delta,
     FinishReason,
+    InstanceReport,
     Recall,
     Recalled,
     RequestRefused,
-    InstanceReport,
     Submit,
     ToInstance,
     Tokens,
     ToRouter,
 )
 from engine.scheduling.outgoing_tokens import OutgoingTokens, halves
-from engine.scheduling.report_policy import ReportPolicy, LoadSnapshot
+from engine.scheduling.report_policy import LoadSnapshot, ReportPolicy
 from parallel.communicators.base import CollectiveError
 from parallel.lockstep import Wake
 

@@ -1,9 +1,9 @@
 """The pace of an instance whose experts are spread: one group after another, as members come, go and die.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
-as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads prepare
-them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds the group
-broken aborts it, so that the step loop comes out of a collective at once.
+as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads
+prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds
+the group broken aborts it, so that the step loop comes out of a collective at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.groups.preparation import Preparation
 from engine.groups.recovery import (
     Abandon,
     AbortGroup,
+    AwaitGroup,
     DropRequests,
     Enter,
     Instruction,
@@ -28,7 +29,6 @@ from engine.groups.recovery import (
     Recovery,
     ReportLost,
     Turn,
-    AwaitGroup,
     names,
 )
 from engine.groups.recovery_times import Change, RecoveryTimes
@@ -281,7 +281,9 @@ class Elastic:
                 self._lose(preparation.form, ranks, evidence, by, reason)
         self._wake_loop()
 
-    def _lose(self, form: GroupPlan, ranks: Iterable[int | None], evidence: str, by: str, reason: str) -> None:
+    def _lose(
+        self, form: GroupPlan, ranks: Iterable[int | None], evidence: str, by: str, reason: str
+    ) -> None:
         """With the lock held. ``ranks``: places in the group, None where nobody is known."""
         suspects = [form.peers[rank] for rank in ranks if rank is not None]
         instructions = self._recovery.group_failed(

@@ -39,8 +39,11 @@ Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
 
 
 class Preparation(Generic[Group]):
-    """The work for one :class:`coordinator.messages.GroupPlan`, in a thread of its own. :meth:`abandon` ends it
-    soon; a thread that hangs in a store whose host is stopped stays behind, and disturbs nobody."""
+    """The work for one :class:`coordinator.messages.GroupPlan`, in a thread of its own.
+
+    :meth:`abandon` ends it soon; a thread that hangs in a store whose host is stopped
+    stays behind, and disturbs nobody.
+    """
 
     def __init__(
         self,

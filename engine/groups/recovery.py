@@ -222,7 +222,9 @@ class Recovery:
         return [] if target is None or self._instance not in names(target) else [Abandon(target.epoch)]
 
     def _report(self, epoch: int, suspects: Iterable[str], evidence: Evidence) -> ReportLost:
-        return ReportLost(Lost(instance=self._instance, epoch=epoch, suspects=tuple(suspects), evidence=evidence))
+        return ReportLost(
+            Lost(instance=self._instance, epoch=epoch, suspects=tuple(suspects), evidence=evidence)
+        )
 
 
 def names(form: GroupPlan) -> list[str]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from coordinator.client import COMPLAINT_INTERVAL, MemberConnection
+from coordinator.member_connection import COMPLAINT_INTERVAL, MemberConnection
 from coordinator.messages import GroupPlan, Lost, Settings, State
 from coordinator.rpc.keys import MeshKeys
 from engine.config import DeviceConfig

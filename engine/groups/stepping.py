@@ -170,8 +170,8 @@ class InLockstep:
     def agree(
         self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int, ready_epoch: int
     ) -> Agreement:
-        """See :class:`Stepping`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as there
-        are some while a change is pending or a pipeline is full, is not computed."""
+        """See :class:`Stepping`; ``ready_epoch`` is for the header. A step in which nobody has tokens, as
+        there are some while a change is pending or a pipeline is full, is not computed."""
         header = self._lockstep.header(
             num_tokens,
             queued_prefill=queued_prefill,

@@ -39,10 +39,22 @@ class PackedExperts:
         :mod:`engine.kernels.rows` says; rows and middle can be read ``SLACK`` rows beyond."""
         shared = {"extra": begins, "a": self.count}
         operations.add(
-            OperationKind.EXPERTS_UP, into=rows, out=middle, weights=self.up, n=self.width, k=self.hidden, **shared
+            OperationKind.EXPERTS_UP,
+            into=rows,
+            out=middle,
+            weights=self.up,
+            n=self.width,
+            k=self.hidden,
+            **shared,
         )
         operations.add(
-            OperationKind.EXPERTS_DOWN, into=middle, out=out, weights=self.down, n=self.hidden, k=self.width, **shared
+            OperationKind.EXPERTS_DOWN,
+            into=middle,
+            out=out,
+            weights=self.down,
+            n=self.hidden,
+            k=self.width,
+            **shared,
         )
 
 

@@ -151,7 +151,9 @@ class Lowering:
                 flags=AS_FLOAT,
             )
             self._meet(TO_CHOOSE)
-            self._list.add(OperationKind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin)
+            self._list.add(
+                OperationKind.BEST_OF_ALL, out=buffers.chosen, extra=self._sums.record, a=area.begin
+            )
 
     def _select(self) -> None:
         """From here on there are only the rows whose logits are wanted."""
@@ -232,7 +234,9 @@ class Lowering:
         partial sum."""
         product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
         if not is_partial:
-            self._list.add(OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product)
+            self._list.add(
+                OperationKind.LINEAR, out=self._stream, more=bias, flags=self._rows | ADD, **product
+            )
             return
         area = self._area()
         self._list.add(OperationKind.LINEAR, out=area.address, flags=self._rows | AS_FLOAT, **product)

@@ -242,7 +242,9 @@ class Program:
             self._note(self.seconds - before)
         if tokens:
             self.attention.calls += len(self._packed.layers)
-            self.attention.seconds = float(self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND])
+            self.attention.seconds = float(
+                self.seconds[OperationKind.QKV] + self.seconds[OperationKind.ATTEND]
+            )
 
     def _sums(self, tokens: int) -> Sums | None:
         """How partial sums of a step with so many tokens are added up, the same at all ranks."""
@@ -267,7 +269,17 @@ class Program:
         """What a step's expert layers took, by part, the way other transports tell it."""
         assert self._experts is not None
         times = self._experts.times
-        times.dispatch += float(spent[[OperationKind.ROUTE, OperationKind.OFFER, OperationKind.MEET, OperationKind.SORT, OperationKind.GATHER]].sum())
+        times.dispatch += float(
+            spent[
+                [
+                    OperationKind.ROUTE,
+                    OperationKind.OFFER,
+                    OperationKind.MEET,
+                    OperationKind.SORT,
+                    OperationKind.GATHER,
+                ]
+            ].sum()
+        )
         times.experts += float(spent[[OperationKind.EXPERTS_UP, OperationKind.EXPERTS_DOWN]].sum())
         times.combine += float(spent[[OperationKind.RETURN, OperationKind.HOME, OperationKind.COMBINE]].sum())
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.scheduling.draft_prices import StepCost, DraftTrust, moved
+from engine.scheduling.draft_prices import DraftTrust, StepCost, moved
 from engine.scheduling.ngram_index import NgramIndex
 from engine.speculation_config import SpeculativeConfig
 

@@ -129,7 +129,9 @@ def measure(
         "gflop": operations / 1e9,
         "limit_ms": 1000 * limit,
         "share": limit / seconds,
-        "parts_ms": {kind.name.lower(): 1000 * float(spent[kind]) for kind in OperationKind if spent[kind] > 0},
+        "parts_ms": {
+            kind.name.lower(): 1000 * float(spent[kind]) for kind in OperationKind if spent[kind] > 0
+        },
     }
 
 

@@ -21,9 +21,9 @@ import torch
 
 from parallel import compiler
 from parallel.communicators.arithmetic import even_sizes
+from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.rounds import TWO_STEP_BYTES, Rounds
 from parallel.communicators.slots import Layout, Slots
-from parallel.communicators.standing import GroupHealth
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from parallel.communicators.arithmetic import even_sizes, sum_in_rank_order
+from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.slots import VIEWS, Layout, Slots, span_of, spans_of
-from parallel.communicators.standing import GroupHealth
 from parallel.communicators.waiting import Patience
 
 TWO_STEP_BYTES = 64 << 10

@@ -34,12 +34,12 @@ from torch.distributed import Store
 
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.base import CollectiveError
+from parallel.communicators.group_health import GroupHealth
 from parallel.communicators.native_rounds import load, make_rounds
 from parallel.communicators.plans import Plan, Plans
 from parallel.communicators.rendezvous import exchange
 from parallel.communicators.segments import Address, OwnSegment, Segment, open_segment
 from parallel.communicators.slots import VIEWS, Layout, Slots
-from parallel.communicators.standing import GroupHealth
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from router.errors import ApiError, error_body
 from router.openai_api import PromptTokensDetails, StreamOptions, Usage
-from router.text.output_stream import Piece, OutputStream
+from router.text.output_stream import OutputStream, Piece
 
 DONE = b"data: [DONE]\n\n"
 

@@ -22,7 +22,7 @@ from router.openai_api import (
     CompletionTokensDetails,
     Usage,
 )
-from router.text.output_stream import Piece, OutputStream, join
+from router.text.output_stream import OutputStream, Piece, join
 from router.text.tokens import Tokenizer
 from router.turns.assistant_turns import TurnReader, turn_of
 from router.turns.turn_format import TurnFormat

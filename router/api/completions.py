@@ -8,7 +8,7 @@ from typing import Any
 from router.api.answers import ChunkedAnswer, encode, event
 from router.api.logprobs import LogprobShapes, offsets_of
 from router.openai_api import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from router.text.output_stream import Piece, OutputStream, join
+from router.text.output_stream import OutputStream, Piece, join
 from router.text.tokens import Tokenizer
 
 

@@ -14,7 +14,7 @@ from router.api.answers import Answer, encode
 from router.http.connection import BodyWriter
 from router.mesh import Generation, Take, TakeSingle
 from router.metrics.meter import Meter
-from router.text.output_stream import Piece, OutputStream
+from router.text.output_stream import OutputStream, Piece
 
 
 class Shortcut(NamedTuple):

@@ -29,7 +29,7 @@ from router.http.quotas import Lease
 from router.mesh import Generation, Mesh, MeshError
 from router.metrics.meter import Meter
 from router.metrics.metrics import Metrics
-from router.text.output_stream import Piece, OutputStream
+from router.text.output_stream import OutputStream, Piece
 
 logger = logging.getLogger(__name__)
 

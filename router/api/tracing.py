@@ -36,7 +36,9 @@ class RequestTrace:
         span.set_attributes(facts)
         return cls(tracing.traceparent(span), tracing, span)
 
-    def end(self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float) -> None:
+    def end(
+        self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float
+    ) -> None:
         """``first_at``: when the first token came, if one did."""
         if self._tracing is None or self._span is None:
             return

@@ -29,7 +29,7 @@ from router.config import HttpConfig
 from router.dispatch.ledger import Flight
 from router.dispatch.pool import InstanceHealth
 from router.errors import ApiError, error_response
-from router.faults import FaultEvent, Fault, Faults
+from router.faults import Fault, FaultEvent, Faults
 from router.http.body import decoder, read_body
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
@@ -142,7 +142,12 @@ def make_admin_app(
         total = faults()
         counts = {event: total.counts.get(event, {}) for event in FaultEvent}
         return _json(
-            FaultsAnswer(counts[FaultEvent.DETECTION], counts[FaultEvent.RESTART], counts[FaultEvent.RESUME], total.recent)
+            FaultsAnswer(
+                counts[FaultEvent.DETECTION],
+                counts[FaultEvent.RESTART],
+                counts[FaultEvent.RESUME],
+                total.recent,
+            )
         )
 
     async def drain(request: Request) -> Response:

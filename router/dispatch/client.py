@@ -20,19 +20,28 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from coordinator.client import Watcher
+from coordinator.member_connection import Watcher
 from coordinator.messages import Settings, State, View
 from coordinator.rpc.complaints import Complaints
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import with_room
-from engine.messages import Abort, Attached, Recall, Recalled, RequestRefused, InstanceReport, Tokens, ToRouter
+from engine.messages import (
+    Abort,
+    Attached,
+    InstanceReport,
+    Recall,
+    Recalled,
+    RequestRefused,
+    Tokens,
+    ToRouter,
+)
 from engine.model.checkpoint import CheckpointError, find_model
 from router.dispatch.chooser import Chooser, unavailable
 from router.dispatch.delivery import Delivery
 from router.dispatch.instance_connection import InstanceConnection
 from router.dispatch.ledger import MAX_FRUITLESS, Entry, Flight, Ledger, Loss, named
 from router.dispatch.policy import Policy, eligible
-from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool, InstanceHealth
+from router.dispatch.pool import ANSWER_TIMEOUT, Instance, InstanceHealth, Pool
 from router.dispatch.recalls import Recaller
 from router.dispatch.stream import Stream
 from router.faults import FaultEvent, Faults

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 
-from coordinator.client import Watcher
+from coordinator.member_connection import Watcher
 from coordinator.messages import Answer, Exited, Member, Scale, State, View
 from coordinator.operations import ACCEPTED, CONFLICT, UNAVAILABLE
 from coordinator.rpc.codec import OtherProtocol

@@ -314,7 +314,9 @@ class Supervisor:
                 self._coming_back.pop(child.key, None)
                 served_for = 0.0
             else:
-                self._record(FaultEvent.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s")
+                self._record(
+                    FaultEvent.RESTART, spec.role, f"{spec.name} is started again after {delay:.1f} s"
+                )
                 return
 
     def _successor(self, child: ChildProcess, status: int) -> ProcessSpec:

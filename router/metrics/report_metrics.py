@@ -25,7 +25,9 @@ def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
     return list(zip(names, accumulate(counts), strict=True))
 
 
-def of_reports(model: str, reports: Mapping[int, InstanceReport], block_size: int | None = None) -> Iterable[Metric]:
+def of_reports(
+    model: str, reports: Mapping[int, InstanceReport], block_size: int | None = None
+) -> Iterable[Metric]:
     """What instances say of themselves, by rank. ``block_size``: tokens of a KV block, if that is known."""
     gauges = {
         "num_requests_running": "Requests in the running batch.",

@@ -11,9 +11,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from coordinator.client import fetch_view
 from coordinator.commands import ask, find_view
 from coordinator.config import MeshConfig
+from coordinator.member_connection import fetch_view
 from coordinator.messages import Drain, Member, Scale, State, View
 from coordinator.operations import ACCEPTED
 from coordinator.process import process

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from coordinator.client import fetch_view
 from coordinator.commands import find_view
 from coordinator.config import MeshConfig
+from coordinator.member_connection import fetch_view
 from coordinator.messages import Member, View
 from coordinator.process import process
 from coordinator.rpc.codec import OtherProtocol

@@ -1,7 +1,8 @@
 """What an answer must look like, as requests say it, in the words of llguidance (pure).
 
-Several fields ask for structured outputs; each becomes one :class:`AnswerForm`. All grammars of one answer (the
-form itself, reasoning before it, the tools that it may call) then make one text, which instances compile.
+Several fields ask for structured outputs; each becomes one :class:`AnswerForm`. All grammars of one answer
+(the form itself, reasoning before it, the tools that it may call) then make one text, which instances
+compile.
 """
 
 from __future__ import annotations
@@ -188,7 +189,9 @@ def _structured_outputs(
     if wanted.disable_additional_properties is not None:
         closed = wanted.disable_additional_properties
         config = msgspec.structs.replace(config, disable_additional_properties=closed)
-    return AnswerForm(param, _body(given[0], getattr(wanted, given[0]), param, config, wanted.whitespace_pattern))
+    return AnswerForm(
+        param, _body(given[0], getattr(wanted, given[0]), param, config, wanted.whitespace_pattern)
+    )
 
 
 def _older(request: GenerationRequest, config: StructuredOutputsConfig) -> list[AnswerForm | None]:

@@ -10,7 +10,16 @@ from typing import Any
 from router.structured_config import StructuredOutputsConfig
 from router.text.tokens import Tokenizer
 from router.turns.reasoning import ReasoningFormat, ReasoningParser
-from router.turns.structured import ANSWER, Body, AnswerForm, json_body, limit_depth, pattern_of, quoted, text_of
+from router.turns.structured import (
+    ANSWER,
+    AnswerForm,
+    Body,
+    json_body,
+    limit_depth,
+    pattern_of,
+    quoted,
+    text_of,
+)
 from router.turns.tool_parsers.base import CallFormat, ToolParser, Tools
 
 TURN = "turn"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.membership import Registry
 from coordinator.messages import (
     Evidence,
-    GroupPlan,
     FromCoordinator,
+    GroupPlan,
     Heartbeat,
     Leave,
     Load,
@@ -19,8 +18,9 @@ from coordinator.messages import (
     State,
 )
 from coordinator.records import Instruction, Note, Rules
+from coordinator.registry import Registry
 from parallel.placement import owned_by_rank
-from tests.coordinator.test_membership import EXPERTS, register, to
+from tests.coordinator.test_registry import EXPERTS, register, to
 
 SPREAD = msgspec.structs.replace(EXPERTS, num_experts=8, data_parallel_size=3)
 NAMES = "abcdefgh"
@@ -115,7 +115,9 @@ class Mesh:
 
     def new_forms(self) -> list[tuple[str, GroupPlan]]:
         """The forms that were sent since the last time this was asked, repetitions left out."""
-        sent = [(name, item) for name, items in self.sent.items() for item in items if isinstance(item, GroupPlan)]
+        sent = [
+            (name, item) for name, items in self.sent.items() for item in items if isinstance(item, GroupPlan)
+        ]
         self.sent = {
             name: [item for item in items if isinstance(item, Probe)] for name, items in self.sent.items()
         }

@@ -12,7 +12,7 @@ from coordinator.messages import (
     Welcome,
 )
 from tests.coordinator.group_mesh import Mesh, members
-from tests.coordinator.test_membership import to
+from tests.coordinator.test_registry import to
 
 
 def test_a_restarted_coordinator_changes_nothing_when_all_are_back(mesh: Mesh) -> None:

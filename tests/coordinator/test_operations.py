@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator.membership import Registry
 from coordinator.messages import Answer, Drain, Exited, FromCoordinator, Leave, Scale, State, View, Watch
 from coordinator.operations import LAUNCHER_TIMEOUT, MAX_PENDING
 from coordinator.records import Instruction, Note, Rules, Send
-from tests.coordinator.test_membership import heartbeat, joined, to
+from coordinator.registry import Registry
+from tests.coordinator.test_registry import heartbeat, joined, to
 
 
 def mesh(*instances: str) -> Registry:

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
+from coordinator.member_connection import fetch_view
 from coordinator.messages import View
 from coordinator.process.process import PARENT_VARIABLE
 from coordinator.rpc import own_key

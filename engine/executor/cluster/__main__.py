@@ -28,7 +28,7 @@ from engine.config import SHIPPED_MODEL, EngineConfig, InstanceConfig
 from engine.executor.cluster import placement
 from engine.executor.cluster.actors import instance_actor
 from engine.executor.cluster.crew import GROUP_VARIABLE
-from engine.executor.cluster.messages import Look, Place, InstanceProgress, StartInstance
+from engine.executor.cluster.messages import InstanceProgress, Look, Place, StartInstance
 from engine.executor_contract import CannotStart
 from engine.host.versions import other_versions
 from parallel.communicators.segments import this_host
@@ -75,7 +75,8 @@ class Shadow:
             ).remote()
             self._check_place()
             self._tell(
-                "run", msgspec.msgpack.encode(StartInstance(argv=self._argv(), environment=self._environment(name)))
+                "run",
+                msgspec.msgpack.encode(StartInstance(argv=self._argv(), environment=self._environment(name))),
             )
             return self._follow()
         finally:

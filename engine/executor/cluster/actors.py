@@ -21,7 +21,7 @@ import ray
 
 from coordinator.process import process
 from engine.executor.channel import Channel, ChannelClosed
-from engine.executor.cluster.messages import Look, Place, InstanceProgress, StartInstance
+from engine.executor.cluster.messages import InstanceProgress, Look, Place, StartInstance
 from engine.executor.messages import Begin, ToWorker
 from engine.host.versions import versions
 from engine.model.checkpoint import CheckpointError, ModelInfo, find_model, fingerprint, read_model_info

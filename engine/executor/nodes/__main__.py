@@ -33,18 +33,18 @@ from engine.executor.ends import END_TIMEOUT, LocalWorker
 from engine.executor.messages import Begin, ToWorker
 from engine.executor.nodes.messages import (
     Alive,
-    NodeEnd,
-    NodeEnded,
     Hire,
     Hired,
-    NodeJoin,
     Leaving,
+    NodeEnd,
+    NodeEnded,
+    NodeJoin,
     NodeRefused,
+    NodeWait,
     Said,
     Tell,
     ToEngine,
     ToNode,
-    NodeWait,
 )
 from engine.host.cores import Share, share_of_cores
 from engine.host.versions import versions

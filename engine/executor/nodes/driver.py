@@ -31,18 +31,18 @@ from engine.executor.channel import ChannelClosed
 from engine.executor.ends import LocalWorker, RelayedWorker, WorkerEnd
 from engine.executor.nodes.messages import (
     Alive,
-    NodeEnd,
-    NodeEnded,
     Hire,
     Hired,
-    NodeJoin,
     Leaving,
+    NodeEnd,
+    NodeEnded,
+    NodeJoin,
     NodeRefused,
+    NodeWait,
     Said,
     Tell,
     ToEngine,
     ToNode,
-    NodeWait,
 )
 from engine.executor_contract import CannotStart, Progress
 from engine.host.versions import other_versions

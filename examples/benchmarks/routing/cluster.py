@@ -16,7 +16,7 @@ import msgspec
 from coordinator.messages import Load, Member, State, View
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.messages import Delta, Recall, Recalled, RequestRefused, InstanceReport, Submit, Tokens
+from engine.messages import Delta, InstanceReport, Recall, Recalled, RequestRefused, Submit, Tokens
 from engine.model.checkpoint import ModelInfo
 from engine.sampling import SamplingParams
 from engine.scheduling.blocks import NAME_BYTES

@@ -11,10 +11,10 @@ from engine.messages import FinishReason
 from router.api.answers import Answer, encode, named_event
 from router.api.anthropic_messages import wire
 from router.api.anthropic_messages.errors import error_body
-from router.api.items import Closed, Item, ItemEvent, ItemSequence, ItemKind, More, Opened
+from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, More, Opened
 from router.errors import ApiError
 from router.text.chat_template import INVALID_JSON
-from router.text.output_stream import Piece, OutputStream
+from router.text.output_stream import OutputStream, Piece
 from router.turns.turn_format import TurnFormat
 
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from engine.messages import FinishReason
 from engine.sampling import SamplingParams
 from router.api.answers import Answer, encode, named_event
-from router.api.items import Closed, Item, ItemEvent, ItemSequence, ItemKind, More, Opened
+from router.api.items import Closed, Item, ItemEvent, ItemKind, ItemSequence, More, Opened
 from router.api.logprobs import LogprobShapes
 from router.api.responses import wire
 from router.api.responses.custom_input import InputReader, custom_input
@@ -19,7 +19,7 @@ from router.api.responses.logprobs import TextLogprobs, by_token
 from router.api.responses.tools import ToolName
 from router.errors import ApiError
 from router.openai_api import TokenLogprob
-from router.text.output_stream import Piece, OutputStream
+from router.text.output_stream import OutputStream, Piece
 from router.text.tokens import Tokenizer
 from router.turns.turn_format import TurnFormat
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from coordinator.messages import Member, View
-from engine.messages import LockstepCounters, InstanceReport
+from engine.messages import InstanceReport, LockstepCounters
 from router.app.dashboard.wire import (
     MAX_FAULTS,
     MAX_INSTANCES,
@@ -63,7 +63,9 @@ def frame_of(mesh: Watched, faults: Faults, num_requests: int, front_end: int, n
     )
 
 
-def _instance(member: Member, report: InstanceReport | None, standing: InstanceHealth | None) -> InstanceState:
+def _instance(
+    member: Member, report: InstanceReport | None, standing: InstanceHealth | None
+) -> InstanceState:
     return InstanceState(
         rank=member.rank,
         state=member.state.value,

@@ -7,8 +7,8 @@ import contextlib
 import time
 from urllib.parse import urlsplit
 
-from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
+from coordinator.member_connection import fetch_view
 from coordinator.messages import Member, View
 from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused

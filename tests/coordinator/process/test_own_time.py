@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.membership import Registry
 from coordinator.process.own_time import LONGEST_GAP, OwnTime
 from coordinator.records import Note, Rules
-from tests.coordinator.test_membership import heartbeat, joined
+from coordinator.registry import Registry
+from tests.coordinator.test_registry import heartbeat, joined
 
 
 def test_gaps_count_little() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 BEGIN = """
 import logging, os, sys, time
-from coordinator import patient_log, process
+from coordinator.process import patient_log, process
 process.set_up("Test", "info")
 log = logging.getLogger("test")
 """

@@ -11,7 +11,7 @@ import pytest
 
 LIMITS = """
 import resource
-from coordinator import process
+from coordinator.process import process
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 process.raise_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

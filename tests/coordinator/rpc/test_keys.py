@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator.client import MemberConnection, RegistrationRefused, Watcher, fetch_view
+from coordinator.member_connection import MemberConnection, RegistrationRefused, Watcher, fetch_view
 from coordinator.messages import FromCoordinator, Load, Register, ToCoordinator, Watch
 from coordinator.records import Rules
 from coordinator.rpc import keys

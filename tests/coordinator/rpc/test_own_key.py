@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.client import fetch_view
 from coordinator.config import MeshConfig
+from coordinator.member_connection import fetch_view
 from coordinator.process import process
 from coordinator.rpc import keys, own_key
 from coordinator.rpc.handshakes import KeyRefused
@@ -194,7 +194,7 @@ def test_children_inherit_the_key_and_no_command_line_shows_it() -> None:
             shown = " ".join([*spec.argv, *spec.environment().values()])
             for secret in (*keys.text_of(found).split()[-2:], found.client_secret.decode()):
                 assert secret not in shown
-        reads = f"import sys; from coordinator import keys; from pathlib import Path; sys.exit(keys.load(Path('/proc/self/fd/{descriptor}')).server_public.decode() != sys.argv[1])"
+        reads = f"import sys; from coordinator.rpc import keys; from pathlib import Path; sys.exit(keys.load(Path('/proc/self/fd/{descriptor}')).server_public.decode() != sys.argv[1])"
         argv = [sys.executable, "-P", "-c", reads, found.server_public.decode()]
         assert subprocess.run(argv, pass_fds=[descriptor], check=False, timeout=60).returncode == 0
     finally:

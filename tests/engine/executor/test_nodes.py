@@ -19,7 +19,18 @@ from engine.executor.ends import RelayedWorker, WorkerEnd
 from engine.executor.nodes import driver
 from engine.executor.nodes.__main__ import Node
 from engine.executor.nodes.driver import NodeCrew
-from engine.executor.nodes.messages import Alive, NodeEnd, Hire, Hired, NodeJoin, Leaving, Said, Tell, ToNode, NodeWait
+from engine.executor.nodes.messages import (
+    Alive,
+    Hire,
+    Hired,
+    Leaving,
+    NodeEnd,
+    NodeJoin,
+    NodeWait,
+    Said,
+    Tell,
+    ToNode,
+)
 from engine.executor_contract import CannotStart
 from engine.host.versions import versions
 from engine.settings import resolve

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.messages import Evidence, GroupPlan, Lost, Peer
 from engine.groups.elastic import Elastic
-from engine.groups.recovery import LeaveMesh, AwaitGroup
+from engine.groups.recovery import AwaitGroup, LeaveMesh
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator

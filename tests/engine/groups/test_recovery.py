@@ -10,15 +10,15 @@ from engine.groups.recovery import (
     LEAVE_TIMEOUT,
     Abandon,
     AbortGroup,
+    AwaitGroup,
     DropRequests,
-    LeaveMesh,
     Enter,
+    LeaveMesh,
     Prepare,
     Recovery,
     ReportLost,
     StepOn,
     Turn,
-    AwaitGroup,
     names,
 )
 from parallel.placement import owned_by_rank
@@ -130,7 +130,9 @@ def test_a_broken_group_is_reported_and_left_for_the_next_one(recovery: Recovery
 
 
 @pytest.mark.parametrize("following", [form(2, "ac"), form(2, "abc", broken=1)])
-def test_a_form_may_be_the_first_to_say_that_the_group_is_dead(recovery: Recovery, following: GroupPlan) -> None:
+def test_a_form_may_be_the_first_to_say_that_the_group_is_dead(
+    recovery: Recovery, following: GroupPlan
+) -> None:
     assert recovery.on_form(following) == [AbortGroup(1), Prepare(following)]
     assert recovery.group_failed(1, [], Evidence.CLOSED) == [], "the step thread comes out of its collective"
     assert turn(recovery) == AwaitGroup()

@@ -106,7 +106,7 @@ def test_a_scan_of_models_is_kept_until_a_file_changes(
 
 SERVES = """
 import sys
-from engine import deferred
+from engine.host import deferred
 deferred.trim()
 from engine.model.checkpoint import MODELS_DIRECTORY, read_model_info
 from engine.config import SHIPPED_MODEL, EngineConfig

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not is_possible("cpu", 0), reason="only Linux fo
 
 PART = """
 import json, os, sys, time
-from engine import forked
+from engine.host import forked
 
 def report():
     word = os.read(int(sys.argv[2]), 100).decode() if len(sys.argv) > 2 else ""

@@ -56,7 +56,9 @@ def narrow(kernels: library.Library, words: torch.Tensor) -> Compressed:
     return Compressed(kernels, words, tiles, Survey(kernels, words))
 
 
-def run(kernels: library.Library, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object) -> None:
+def run(
+    kernels: library.Library, kind: OperationKind, x: torch.Tensor, out: torch.Tensor, **fields: object
+) -> None:
     operations = Operations(1)
     operations.add(kind, into=spaced(x), out=out, **fields)
     operations.run(kernels, StepArguments(tokens=len(x)), x.dtype)

@@ -113,7 +113,9 @@ def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> Non
         operations = Operations(3)
         keys, values = cache.keys[0], cache.values[0]
         operations.add(OperationKind.QKV, into=into, out=values, extra=keys, **shape)
-        operations.add(OperationKind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape)
+        operations.add(
+            OperationKind.ATTEND, into=into, out=out, weights=values, extra=keys, number=dim**-0.5, **shape
+        )
         step = StepArguments(
             tokens=tokens,
             num_tasks=len(plan.tasks),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Counters, InstanceReport
-from engine.scheduling.report_policy import WITH_TOKENS, WITHOUT_TOKENS, ReportPolicy, LoadSnapshot
+from engine.scheduling.report_policy import WITH_TOKENS, WITHOUT_TOKENS, LoadSnapshot, ReportPolicy
 
 IDLE = LoadSnapshot(
     running=0, waiting=0, waiting_tokens=0, uncached_tokens=0, queued=0,

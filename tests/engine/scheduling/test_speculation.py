@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.scheduling import ngram_index as places_module
 from engine.scheduling import speculation as speculation_module
-from engine.scheduling.draft_prices import StepCost, DraftTrust
+from engine.scheduling.draft_prices import DraftTrust, StepCost
 from engine.scheduling.ngram_index import NgramIndex
 from engine.scheduling.speculation import Drafter, Speculation, Text, num_taken
 from engine.speculation_config import SpeculativeConfig, read_config

@@ -27,7 +27,7 @@ from router.http.connection import CUT_OFF
 from router.mesh import MeshError, Prompt, Take, TakeSingle
 from router.metrics.metrics import Metrics
 from router.openai_api import CompletionRequest
-from router.text.output_stream import Piece, OutputStream, join
+from router.text.output_stream import OutputStream, Piece, join
 from router.text.stops import StopStrings
 from router.text.text_model import TextModel
 from router.text.tokens import Tokenizer
@@ -204,7 +204,9 @@ class Ends(RequestTrace):
         super().__init__()
         self.reasons: list[str | None] = []
 
-    def end(self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float) -> None:
+    def end(
+        self, samples: Sequence[OutputStream], arrival: float, first_at: float | None, ended: float
+    ) -> None:
         assert arrival <= ended
         self.reasons += [sample.finish_reason for sample in samples]
 

@@ -17,7 +17,7 @@ import uvloop
 from starlette.requests import Request
 
 from coordinator.messages import Load, Member, State, View
-from engine.messages import Counters, LockstepCounters, InstanceReport
+from engine.messages import Counters, InstanceReport, LockstepCounters
 from router.app.app import make_app
 from router.app.dashboard.feed import MAX_VIEWERS, Feed
 from router.app.dashboard.frame import frame_of
@@ -61,7 +61,10 @@ class Watched:
         self.num_in_flight = 1000
 
     def reports(self) -> dict[int, InstanceReport]:
-        return {0: InstanceReport(1, 2, 0, 5, 10, 100, COUNTERS, STEPS), 1: InstanceReport(1, 0, 0, 0, 0, 100, COUNTERS)}
+        return {
+            0: InstanceReport(1, 2, 0, 5, 10, 100, COUNTERS, STEPS),
+            1: InstanceReport(1, 0, 0, 0, 0, 100, COUNTERS),
+        }
 
     def standing(self) -> dict[int, InstanceHealth]:
         return {0: InstanceHealth(attached=True, failures=0, in_flight=2)}

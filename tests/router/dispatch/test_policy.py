@@ -383,7 +383,9 @@ def test_queued_requests_are_asked_back_for_an_instance_that_is_free() -> None:
     for request in requests[1::2]:
         chooser.settle(request)
         ledger.drop(request)
-    crowded.take_report(InstanceReport(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0)
+    crowded.take_report(
+        InstanceReport(12, 8, 4, 2000, 250, 1000, Counters(), uncached_tokens=2000, queued=4), 0.0
+    )
     free.take_report(InstanceReport(12, 0, 0, 0, 0, 1000, Counters()), 0.0)
     ledger.book(ledger.at(crowded.name)[12], Delta(12, [5]))
     free.capacity = msgspec.structs.replace(CAPACITY, num_blocks=31)

@@ -20,7 +20,7 @@ class Pause:
             os.write(1, b".")
             time.sleep(60)
 sys.meta_path.insert(0, Pause())
-from router import entry
+from router.launcher import entry
 sys.exit(entry.serve())
 """
 """A console script that stays in the middle of loading one module."""
@@ -72,7 +72,7 @@ import psutil, uvloop  # of the system that they were built for
 sys.platform = "darwin"
 for name in ("sched_getaffinity", "eventfd", "memfd_create", "pidfd_open"):
     delattr(os, name)
-from router import entry
+from router.launcher import entry
 sys.exit(entry.lockstep())
 """
 """Linux with less of what only Linux has."""

@@ -234,7 +234,9 @@ def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
 
     async def act() -> None:
         await until_async(
-            lambda: supervisor.faults.counts.get(FaultEvent.RESTART, {}).get("engine", 0) > MAX_INSTANCE_RESTARTS
+            lambda: (
+                supervisor.faults.counts.get(FaultEvent.RESTART, {}).get("engine", 0) > MAX_INSTANCE_RESTARTS
+            )
         )
 
     supervised(supervisor, act)

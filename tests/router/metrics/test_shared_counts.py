@@ -48,7 +48,9 @@ def test_each_front_end_tells_the_sum_of_all(tmp_path: Path) -> None:
         metrics.http.observe("POST", "/v1/completions", 200, 0.3)
     write(tmp_path, 0, one)
     write(tmp_path, 1, two)
-    SharedCounts(tmp_path, "launcher").write(Snapshot(pid=1, faults=Faults(counts={FaultEvent.RESTART: {"engine": 1}})))
+    SharedCounts(tmp_path, "launcher").write(
+        Snapshot(pid=1, faults=Faults(counts={FaultEvent.RESTART: {"engine": 1}}))
+    )
     for metrics in (one, two):
         found = page(metrics)
         assert found['vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}'] == 5

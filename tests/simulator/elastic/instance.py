@@ -6,10 +6,11 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from coordinator.member_state import MemberState
 from coordinator.messages import (
     Evidence,
-    GroupPlan,
     FromCoordinator,
+    GroupPlan,
     Leave,
     Load,
     Reach,
@@ -18,7 +19,6 @@ from coordinator.messages import (
     State,
     Welcome,
 )
-from coordinator.standing import MemberState
 from engine.groups import recovery as protocol
 from engine.groups.recovery import Recovery, names
 from parallel.lockstep import Header, Lockstep, RunStep, Switch, Wake

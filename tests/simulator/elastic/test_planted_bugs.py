@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from coordinator.epochs import Epochs
+from coordinator.member_state import MemberState
 from coordinator.messages import Evidence, GroupPlan, Settings, State, ToCoordinator
 from coordinator.reach import Reachability
 from coordinator.records import Record
-from coordinator.standing import MemberState
 from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
@@ -195,25 +195,25 @@ class SwitchesBeforeAllAgree(Lockstep):
 
 
 PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
-    TakesOutWhoAnswers: ("coordinator.membership.Suspicions", {Rule.ALIVE}),
-    TakesAClosedConnectionForADeath: ("coordinator.membership.Suspicions", {Rule.ALIVE}),
-    FormsWithTheDead: ("coordinator.membership.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
-    ForgetsLostExperts: ("coordinator.membership.Epochs", {Rule.OWNED}),
-    ForgetsThatRoomIsLimited: ("coordinator.membership.Epochs", {Rule.OWNED}),
-    FormsAtOnceAfterARestart: ("coordinator.membership.Epochs", {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE}),
+    TakesOutWhoAnswers: ("coordinator.registry.Suspicions", {Rule.ALIVE}),
+    TakesAClosedConnectionForADeath: ("coordinator.registry.Suspicions", {Rule.ALIVE}),
+    FormsWithTheDead: ("coordinator.registry.Epochs", {Rule.RECOVERS, Rule.SMOOTH}),
+    ForgetsLostExperts: ("coordinator.registry.Epochs", {Rule.OWNED}),
+    ForgetsThatRoomIsLimited: ("coordinator.registry.Epochs", {Rule.OWNED}),
+    FormsAtOnceAfterARestart: ("coordinator.registry.Epochs", {Rule.ONE_GROUP, Rule.RECOVERS, Rule.ALIVE}),
     ForgetsTheNumbersBeforeARestart: (
-        "coordinator.membership.Epochs",
+        "coordinator.registry.Epochs",
         {Rule.RISING, Rule.RECOVERS, Rule.ALIVE},  # who ignores its Forms as stale is never ready
     ),
-    MakesTwoChangesAtOnce: ("coordinator.membership.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
-    NeverLetsALeaverGo: ("coordinator.membership.Epochs", {Rule.LEFT}),
-    FencesNobody: ("coordinator.membership.Epochs", {Rule.FENCED}),
-    LeavesNobodyOut: ("coordinator.membership.Reachability", {Rule.SERVES}),
-    LeavesOutWhomMostReach: ("coordinator.membership.Reachability", {Rule.SERVES, Rule.STORM}),
-    BelievesOneReport: ("coordinator.membership.Reachability", {Rule.REACHED}),
-    NeverLetsBack: ("coordinator.membership.Reachability", {Rule.RECOVERS}),
-    LetsBackWhoIsNotReached: ("coordinator.membership.Reachability", {Rule.SERVES}),
-    TriesWhoIsLeftOut: ("coordinator.membership.Epochs", {Rule.SERVES, Rule.STORM}),
+    MakesTwoChangesAtOnce: ("coordinator.registry.Epochs", {Rule.SMOOTH, Rule.RECOVERS}),
+    NeverLetsALeaverGo: ("coordinator.registry.Epochs", {Rule.LEFT}),
+    FencesNobody: ("coordinator.registry.Epochs", {Rule.FENCED}),
+    LeavesNobodyOut: ("coordinator.registry.Reachability", {Rule.SERVES}),
+    LeavesOutWhomMostReach: ("coordinator.registry.Reachability", {Rule.SERVES, Rule.STORM}),
+    BelievesOneReport: ("coordinator.registry.Reachability", {Rule.REACHED}),
+    NeverLetsBack: ("coordinator.registry.Reachability", {Rule.RECOVERS}),
+    LetsBackWhoIsNotReached: ("coordinator.registry.Reachability", {Rule.SERVES}),
+    TriesWhoIsLeftOut: ("coordinator.registry.Epochs", {Rule.SERVES, Rule.STORM}),
     TakesAStaleForm: ("World.recovery_class", {Rule.RISING, Rule.RECOVERS}),
     EntersWhenItIsReadyItself: ("World.recovery_class", {Rule.SMOOTH}),
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),

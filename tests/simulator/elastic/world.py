@@ -1,6 +1,6 @@
 """The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
 
-A schedule is a seed. Real are :class:`coordinator.membership.Registry`, :class:`coordinator.standing.MemberState`,
+A schedule is a seed. Real are :class:`coordinator.registry.Registry`, :class:`coordinator.member_state.MemberState`,
 :class:`engine.groups.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
 one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from coordinator.membership import Registry
 from coordinator.messages import Beat, GroupPlan, Register, ToCoordinator, Welcome
 from coordinator.messages import Settings as MeshSettings
 from coordinator.records import Note, Send
+from coordinator.registry import Registry
 from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
 from parallel.lockstep import Lockstep, LockstepError
 from tests.simulator.elastic.checker import Checker, Rule, Violation

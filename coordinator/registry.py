@@ -19,6 +19,8 @@ import msgspec
 from coordinator.admission import crowd_for, problem_with
 from coordinator.epochs import Epochs
 from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
     Answer,
     Beat,
     Drain,
@@ -30,7 +32,6 @@ from coordinator.messages import (
     Member,
     Probe,
     Reached,
-    AdmissionRefused,
     Register,
     Scale,
     Settings,
@@ -38,7 +39,6 @@ from coordinator.messages import (
     ToCoordinator,
     Unknown,
     View,
-    AdmissionWait,
     Watch,
     Welcome,
 )
@@ -200,10 +200,14 @@ class Registry:
             holder.contested_at = None  # settled: whoever asks next begins another
             yield Send(
                 peer,
-                AdmissionRefused(f"rank {rank} is taken by {holder.host} (pid {holder.pid}): choose another, or none"),
+                AdmissionRefused(
+                    f"rank {rank} is taken by {holder.host} (pid {holder.pid}): choose another, or none"
+                ),
             )
         else:
-            yield Send(peer, AdmissionWait(f"rank {rank} is held by {holder.host} (pid {holder.pid}); is it alive?"))
+            yield Send(
+                peer, AdmissionWait(f"rank {rank} is held by {holder.host} (pid {holder.pid}); is it alive?")
+            )
 
     def _free_rank(self) -> int:
         rank = 0

@@ -1,4 +1,4 @@
-"""Talking to the coordinator: as an instance (:class:`MemberConnection`), or as a watcher (:class:`Watcher`)."""
+"""Connections to the coordinator: :class:`MemberConnection` of an instance, :class:`Watcher`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from collections.abc import Awaitable, Callable, Iterable
 import zmq.asyncio
 
 from coordinator.addresses import reached
+from coordinator.member_state import MemberState
 from coordinator.messages import (
+    AdmissionRefused,
     Answer,
     Drain,
-    GroupPlan,
     FromCoordinator,
+    GroupPlan,
     Leave,
     Load,
     Lost,
     Reach,
     Reached,
-    AdmissionRefused,
     Register,
     Scale,
     State,
@@ -36,7 +37,6 @@ from coordinator.rpc.codec import OtherProtocol
 from coordinator.rpc.handshakes import KeyRefused
 from coordinator.rpc.keys import MeshKeys
 from coordinator.rpc.rpc import AsyncConnection
-from coordinator.standing import MemberState
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """What an instance tells the coordinator and has heard from it (pure: messages in, messages out).
 
 The coordinator may be away at any time, and another one may be there afterwards that knows nothing: so
-everything is said again and again, and what is lost does no harm. :class:`coordinator.client.MemberConnection` is
-the thread and the socket around it.
+everything is said again and again, and what is lost does no harm.
+:class:`coordinator.member_connection.MemberConnection` is the thread and the socket around it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 import msgspec
 
 from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
     Beat,
-    GroupPlan,
     FromCoordinator,
+    GroupPlan,
     Heartbeat,
     Load,
     Lost,
     Probe,
     Reach,
-    AdmissionRefused,
     Register,
     State,
     ToCoordinator,
     Unknown,
     View,
-    AdmissionWait,
     Welcome,
 )
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
     Evidence,
     GroupPlan,
     Peer,
     Probe,
-    AdmissionRefused,
     State,
     Unknown,
-    AdmissionWait,
     Welcome,
 )
 from tests.coordinator.group_mesh import NAMES, SPREAD, Mesh, members
-from tests.coordinator.test_membership import lines_of, register, to
+from tests.coordinator.test_registry import lines_of, register, to
 
 
 def test_the_first_group_forms_once_all_have_their_weights() -> None:
@@ -376,7 +376,9 @@ def test_an_instance_whose_ranks_would_get_no_expert_is_refused() -> None:
     why = "the model's 8 experts are spread over 2 instances of 3 ranks each: one more gets none"
     assert to(b"c", mesh.membership.handle(b"c", message, mesh.now)) == [AdmissionRefused(why)]
     back = msgspec.structs.replace(message, epoch=1)
-    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [AdmissionWait(why)], "it may serve elsewhere"
+    assert to(b"c", mesh.membership.handle(b"c", back, mesh.now)) == [AdmissionWait(why)], (
+        "it may serve elsewhere"
+    )
 
 
 def test_the_successor_of_one_that_may_be_dead_waits_for_its_place() -> None:

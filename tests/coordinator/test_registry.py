@@ -7,26 +7,26 @@ import msgspec
 import pytest
 
 from coordinator.admission import problem_with
-from coordinator.membership import Registry
+from coordinator.member_state import MemberState
 from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
     Beat,
     Exited,
     FromCoordinator,
     Heartbeat,
     Leave,
     Load,
-    AdmissionRefused,
     Register,
     Settings,
     State,
     Unknown,
     View,
-    AdmissionWait,
     Watch,
     Welcome,
 )
 from coordinator.records import Instruction, Note, Rules, Send
-from coordinator.standing import MemberState
+from coordinator.registry import Registry
 
 SETTINGS = Settings(
     model="m",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.member_state import MemberState
 from coordinator.messages import (
+    AdmissionRefused,
+    AdmissionWait,
     Beat,
     GroupPlan,
     Heartbeat,
@@ -12,15 +15,12 @@ from coordinator.messages import (
     Lost,
     Peer,
     Probe,
-    AdmissionRefused,
     Register,
     State,
     Unknown,
-    AdmissionWait,
     Welcome,
 )
-from coordinator.standing import MemberState
-from tests.coordinator.test_membership import SETTINGS, register
+from tests.coordinator.test_registry import SETTINGS, register
 
 WELCOME = Welcome(rank=3, settings=SETTINGS, epoch=4, heartbeat_interval=0.5)
 
