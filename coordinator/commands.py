@@ -34,8 +34,10 @@ async def find_view(endpoint: str, timeout: float, keys: MeshKeys | None = None)
 
 
 async def _may_be_there(endpoint: str, patience: float) -> bool:
-    """False if connections are refused for so many seconds, or the address is none. Silence may have reasons
-    that pass."""
+    """False if connections are refused for so many seconds, or the address is none.
+
+    Silence may have reasons that pass.
+    """
     address, deadline = urlsplit(endpoint), time.monotonic() + patience
     while True:
         try:

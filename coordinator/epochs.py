@@ -118,8 +118,10 @@ class Epochs:
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
-        """Somebody says that a group is broken, or, without ``entered``, that it could not form. Returns
-        whether this is news about the newest group."""
+        """Somebody says that a group is broken, or, without ``entered``, that it could not form.
+
+        Returns whether this is news about the newest group.
+        """
         self.number = max(self.number, epoch)
         if self._adopted_at is not None:
             self._said_lost.update(suspects)
@@ -189,8 +191,10 @@ class Epochs:
     # ---- the next group
 
     def next_form(self, size: int | None, settings: Settings, now: float) -> tuple[GroupPlan, str] | None:
-        """The group to form now, and why; None if things stay as they are. To be asked while nobody is
-        under suspicion."""
+        """The group to form now, and why; None if things stay as they are.
+
+        To be asked while nobody is under suspicion.
+        """
         if self._adopted_at is not None and not self._adoption_ends(size, now):
             return None
         why = self._reason(size, now)
@@ -253,8 +257,11 @@ class Epochs:
         return self.form is not None and self._begun and self._failed < self.form.epoch and not self._gone()
 
     def _members(self, settings: Settings) -> list[Record]:
-        """Who is to be in the next group. After a loss it is only those who were in one: they need not wait
-        until a newcomer has read its experts. But all, where they alone have no room."""
+        """Who is to be in the next group.
+
+        After a loss it is only those who were in one: they need not wait until a newcomer has read its
+        experts. But all, where they alone have no room.
+        """
         candidates = self._candidates()
         if self._is_well():
             return candidates

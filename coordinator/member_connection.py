@@ -271,8 +271,10 @@ class MemberConnection:
             task.add_done_callback(self._trying.discard)
 
     async def _watch_key(self, connection: AsyncConnection[FromCoordinator, ToCoordinator]) -> None:
-        """Who never was a member ends when its key is refused. A member serves on: what answers at the
-        coordinator's address is not its coordinator."""
+        """Who never was a member ends when its key is refused.
+
+        A member serves on: what answers at the coordinator's address is not its coordinator.
+        """
         while True:
             await connection.broken()
             refused = await connection.refusal()

@@ -32,7 +32,10 @@ from coordinator.messages import (
 
 
 class MemberState:
-    """An instance's standing in the mesh. Before each message it is set what is new, by assignment."""
+    """An instance's standing in the mesh.
+
+    Before each message it is set what is new, by assignment.
+    """
 
     def __init__(self, register: Register) -> None:
         self.register = register
@@ -141,8 +144,10 @@ class MemberState:
             self.on_form(form)
 
     def _register_again(self) -> bool:
-        """The coordinator does not know this instance (any more). What it asked before is forgotten: the
-        probes of another one bear the same numbers."""
+        """The coordinator does not know this instance (any more).
+
+        What it asked before is forgotten: the probes of another one bear the same numbers.
+        """
         if self.welcome is None:
             return False
         self.register = msgspec.structs.replace(self.register, epoch=self.epoch, group=self._group)

@@ -21,8 +21,11 @@ MAX_REACH_PEERS = 64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The model of a mesh and how it is run. Instances must agree on most of this
-    (:mod:`coordinator.admission`); the rest are defaults for one that joins without settings of its own."""
+    """The model of a mesh and how it is run.
+
+    Instances must agree on most of this (:mod:`coordinator.admission`); the rest are defaults for one that
+    joins without settings of its own.
+    """
 
     model: str
     revision: str | None
@@ -89,7 +92,10 @@ class Load(msgspec.Struct, frozen=True):
     """Tokens generated, over the last heartbeats."""
     steps: int = 0
     stalled_for: float = 0.0
-    """Seconds since the last step while there is work; 0 without work. Large: it makes no progress."""
+    """Seconds since the last step while there is work; 0 without work.
+
+    Large: it makes no progress.
+    """
     refused_peers: int = 0
     """Connections refused for want of the mesh's key."""
 
@@ -149,7 +155,10 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
-    """A group is broken, or could not form. Repeated until a :class:`GroupPlan` of a later epoch comes."""
+    """A group is broken, or could not form.
+
+    Repeated until a :class:`GroupPlan` of a later epoch comes.
+    """
 
     instance: str
     """Who says so, and is therefore alive."""
@@ -185,8 +194,10 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
-    """An operator wants an instance to finish what it has and go. Passed on to the instance. Repeated
-    until it is answered; the same command twice is one wish."""
+    """An operator wants an instance to finish what it has and go.
+
+    Passed on to the instance. Repeated until it is answered; the same command twice is one wish.
+    """
 
     command: str
     """Random name of this wish."""
@@ -198,8 +209,10 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
-    """An operator wants so many instances in all. Passed on to the launcher, which starts or drains its
-    own."""
+    """An operator wants so many instances in all.
+
+    Passed on to the launcher, which starts or drains its own.
+    """
 
     command: str
     size: int
@@ -274,8 +287,11 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     broken: int = 0
     """Groups of this epoch and earlier ones are dead: nobody waits in them any more."""
     token: str = ""
-    """Of the coordinator process that formed it. One that was restarted may use the number of an epoch that
-    its predecessor told to somebody who is away now: those two groups must never meet at a rendezvous."""
+    """Of the coordinator process that formed it.
+
+    One that was restarted may use the number of an epoch that its predecessor told to somebody who is away
+    now: those two groups must never meet at a rendezvous.
+    """
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
@@ -327,8 +343,10 @@ class View(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     refused_peers: int = 0
     """Connections that the coordinator refused for want of the mesh's key."""
     complete: bool = True
-    """False at first: instances that serve may not have noticed this coordinator yet. Who is missing in
-    such a view need not be gone."""
+    """False at first: instances that serve may not have noticed this coordinator yet.
+
+    Who is missing in such a view need not be gone.
+    """
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -104,9 +104,11 @@ class Reachability:
     # ---- what is learnt
 
     def reported(self, accuser: str, suspects: Collection[str], evidence: Evidence, *, entered: bool) -> None:
-        """A member of the newest group names others as lost. In a group that had begun, a closed connection
-        is no evidence about the way between two instances. Every instance that gives up its group leaves
-        one."""
+        """A member of the newest group names others as lost.
+
+        In a group that had begun, a closed connection is no evidence about the way between two instances.
+        Every instance that gives up its group leaves one.
+        """
         if evidence is Evidence.DEADLINE or not entered:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
@@ -173,9 +175,10 @@ class Reachability:
     # ---- what follows
 
     def choose(self, fits: Callable[[list[Record]], bool], now: float) -> list[tuple[Record, str]]:
-        """The instances that groups leave out from now on, and why. Returned once, when the question is over.
-        Some that were left out before may come in instead. ``fits``: whether all experts fit on some
-        instances.
+        """The instances that groups leave out from now on, and why.
+
+        Returned once, when the question is over. Some that were left out before may come in instead.
+        ``fits``: whether all experts fit on some instances.
         """
         question, members = self._question, self._members
         if question is None:
@@ -227,8 +230,10 @@ class Reachability:
         return back
 
     def look_again(self, members: Collection[str], now: float) -> list[Asked]:
-        """The questions to send now about instances that are left out. Each of them is asked about the
-        ``members`` of the newest group, and these about it."""
+        """The questions to send now about instances that are left out.
+
+        Each of them is asked about the ``members`` of the newest group, and these about it.
+        """
         asked = []
         for name, out in self._out.items():
             record = self._records.named(name)
@@ -263,8 +268,10 @@ class Reachability:
 
 
 def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[Record]]:
-    """Sets of members that reach each other, the best one first. It may lack room where another one has it:
-    the next ones hold on to one member each."""
+    """Sets of members that reach each other, the best one first.
+
+    It may lack room where another one has it: the next ones hold on to one member each.
+    """
     yield without_cuts(members, cut)
     lacks = _cut_from(members, cut)
     kinds = {frozenset(lacks[member.instance]): member for member in reversed(members)}
@@ -302,8 +309,11 @@ def _why(member: Record, members: Sequence[Record], cut: Collection[Pair]) -> st
 
 
 def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:
-    """Where the others are tried, by name. In a large mesh these are not all: those on other hosts come
-    first, in the order of ranks, beginning after the one that tries."""
+    """Where the others are tried, by name.
+
+    In a large mesh these are not all: those on other hosts come first, in the order of ranks, beginning after
+    the one that tries.
+    """
     at = next((place for place, member in enumerate(members) if member.instance == name), 0)
     ring = [member for member in [*members[at:], *members[:at]] if member.instance != name and member.store]
     host = next((member.host for member in members if member.instance == name), "")

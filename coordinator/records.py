@@ -123,8 +123,10 @@ class Record:
 
 
 class Records(Mapping[int, Record]):
-    """The instances that are here, by rank. There may be thousands, and each is looked up by its name several
-    times a second."""
+    """The instances that are here, by rank.
+
+    There may be thousands, and each is looked up by its name several times a second.
+    """
 
     def __init__(self) -> None:
         self._by_rank: dict[int, Record] = {}

@@ -178,8 +178,11 @@ class Registry:
         yield from self._publish()
 
     def _turn_away(self, peer: Peer, message: Register, crowd: str, now: float) -> Iterator[Instruction]:
-        """One instance more than there are experts for. Who was here before, or comes in the place of one
-        that may be dead, waits for a place; others need not."""
+        """One instance more than there are experts for.
+
+        Who was here before, or comes in the place of one that may be dead, waits for a place; others need
+        not.
+        """
         alive = self._rules.heartbeat_interval * ALIVE_INTERVALS
         if message.epoch > 0 or any(now - record.heard_at > alive for record in self._records.values()):
             yield Send(peer, AdmissionWait(crowd))
@@ -188,9 +191,12 @@ class Registry:
         yield Send(peer, AdmissionRefused(crowd))
 
     def _contest(self, peer: Peer, message: Register, holder: Record, now: float) -> Iterator[Instruction]:
-        """A rank is wanted twice. Its holder keeps it if it gives a sign of life after the contest began;
-        a holder that is dead falls silent and is taken out, and then the newcomer gets the rank. Who began a
-        contest may have gone away since: an old one says nothing of whether the holder lives now."""
+        """A rank is wanted twice.
+
+        Its holder keeps it if it gives a sign of life after the contest began; a holder that is dead falls
+        silent and is taken out, and then the newcomer gets the rank. Who began a contest may have gone away
+        since: an old one says nothing of whether the holder lives now.
+        """
         rank = holder.rank
         if holder.contested_at is None or now - holder.contested_at > self._rules.member_timeout:
             holder.contested_at = now

@@ -130,7 +130,9 @@ class Suspicions:
         return ""
 
     def _grace(self, instance: str, suspicion: _Suspicion) -> float:
-        """How long an answer may take. Survivors of a group that another one broke are likely to be alive,
-        busy as they may be."""
+        """How long an answer may take.
+
+        Survivors of a group that another one broke are likely to be alive, busy as they may be.
+        """
         doubtful = suspicion.accusers and instance not in self._waiting and not self._explained
         return self._rules.probe_grace if doubtful else self._rules.quiet_grace

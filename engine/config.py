@@ -89,7 +89,10 @@ CPU_TOKENS, GPU_TOKENS = 512, 2048
 CPU_TOKENS_BESIDE_DECODES = 128
 """Of prompts, at least."""
 MOST_SEQUENCES = 65536
-"""In a step. Far more than pays anywhere: each has a token in every step, and a step must stay short."""
+"""In a step.
+
+Far more than pays anywhere: each has a token in every step, and a step must stay short.
+"""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,15 +159,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return min(self.max_num_seqs * each, self.token_budget())
 
     def token_budget(self, has_gpu: bool = False) -> int:
-        """Of a step. From a few hundred tokens on a CPU computes prompts no faster, and more would only make
-        the first of many prompts wait for the last."""
+        """Of a step.
+
+        From a few hundred tokens on a CPU computes prompts no faster, and more would only make the first of
+        many prompts wait for the last.
+        """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(GPU_TOKENS if has_gpu else CPU_TOKENS, self.max_num_seqs)
 
     def prompt_tokens_beside_decodes(self, has_gpu: bool = False) -> int | None:
-        """Of a step in which others decode, at most; None: any. On a CPU so many are computed as fast as more
-        are. On a GPU, where each step with prompts has to be launched anew, they are not."""
+        """Of a step in which others decode, at most; None: any.
+
+        On a CPU so many are computed as fast as more are. On a GPU, where each step with prompts has to be
+        launched anew, they are not.
+        """
         return None if has_gpu else max(CPU_TOKENS_BESIDE_DECODES, self.token_budget() // 4)
 
     def fewer_where_slow(self, has_gpu: bool = False) -> bool:
@@ -319,8 +328,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def lockstep_timeout(self) -> float:
-        """The same of one that may wait for other instances. Who waits must find them lost first, or all end
-        because one hangs."""
+        """The same of one that may wait for other instances.
+
+        Who waits must find them lost first, or all end because one hangs.
+        """
         return max(self.step_timeout, 2 * self.collective_timeout)
 
     @property

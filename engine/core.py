@@ -175,8 +175,9 @@ class EngineCore:
         return self._executor.computes_apart and isinstance(self.pace, Alone)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
-        """Run one step, in lockstep once all agree on it; the new tokens by router. Empty if nothing runs.
-        Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
+        """Run one step, in lockstep once all agree on it; the new tokens by router.
+
+        Empty if nothing runs. Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
 
         A step that does not come to its end is kept and runs the next time, before anything else is
         scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
@@ -217,8 +218,10 @@ class EngineCore:
             self._again = deque(map(self._masked, self.scheduler.restart()))
 
     def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, OutgoingTokens]:
-        """Fill the pipeline, then wait for the step that is furthest. Where no further one follows for now,
-        for all."""
+        """Fill the pipeline, then wait for the step that is furthest.
+
+        Where no further one follows for now, for all.
+        """
         try:
             pauses = self._fill_pipeline()
             if self.overlaps:

@@ -70,7 +70,9 @@ class Executor(Protocol):
         ...
 
     def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """Run one step and wait for it. Running the same step again gives the same result.
+        """Run one step and wait for it.
+
+        Running the same step again gives the same result.
 
         Args:
             sizes: with experts spread over instances, the tokens of every rank in this step; one without
@@ -104,8 +106,10 @@ class Executor(Protocol):
         ...
 
     def set_threads(self, threads: int, cores: Sequence[int] = ()) -> None:
-        """Let each worker compute with so many CPU threads from the next step on. ``cores``: those that this
-        instance shares with no other, if any, for workers to be pinned to."""
+        """Let each worker compute with so many CPU threads from the next step on.
+
+        ``cores``: those that this instance shares with no other, if any, for workers to be pinned to.
+        """
         ...
 
     def spans(self) -> dict[str, list[Span]]:

@@ -47,8 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 class Ended(BaseException):
-    """The instance ends early; carries the exit status. A signal raises it wherever the code happens to be,
-    and nobody on the way may take it for an error of their own, as libraries do with any Exception."""
+    """The instance ends early; carries the exit status.
+
+    A signal raises it wherever the code happens to be, and nobody on the way may take it for an error of
+    their own, as libraries do with any Exception.
+    """
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -359,8 +362,10 @@ class Instance:
         os._exit(process.EXIT_HUNG)
 
     def _on_stop_signal(self, number: int, _frame: object) -> None:
-        """First signal: drain, which an operator's wish may have begun. Second: drop what is left. While
-        loading: end at once."""
+        """First signal: drain, which an operator's wish may have begun.
+
+        Second: drop what is left. While loading: end at once.
+        """
         self._stop_signals += 1
         if self._server is None or not self._serving:
             raise Ended(0, "told to stop before it was ready")

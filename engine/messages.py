@@ -1,4 +1,6 @@
-"""What routers and instances say to each other. The instance binds the socket, so it owns the words.
+"""What routers and instances say to each other.
+
+The instance binds the socket, so it owns the words.
 
 Requests are verbs (``Submit``, ``Abort``), facts are nouns (``Tokens``, ``InstanceReport``). A router numbers
 its dispatches to one instance 1, 2, 3 ... (``Submit.request``); the number names the request between
@@ -242,8 +244,10 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
     blocks: BlockEvents | None = None
     """Goes along with a report."""
     singles: list[int] = []
-    """Deltas of one token and nothing else, each as two numbers: the request, the token. A step of many
-    requests is little else, and they are read in a fraction of the time."""
+    """Deltas of one token and nothing else, each as two numbers: the request, the token.
+
+    A step of many requests is little else, and they are read in a fraction of the time.
+    """
 
     def __post_init__(self) -> None:
         if len(self.singles) % 2:
@@ -284,8 +288,10 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """Answer to the first message of a connection: the instance knows nothing of earlier ones. A router
-    that had requests here before has lost them, and sends them again."""
+    """Answer to the first message of a connection: the instance knows nothing of earlier ones.
+
+    A router that had requests here before has lost them, and sends them again.
+    """
 
     instance: str
     capacity: Capacity

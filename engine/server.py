@@ -256,8 +256,11 @@ class Server:
             self.progress.stepped(self._core.standing)
 
     def _router(self, peer: Peer) -> _Router | None:
-        """The record of a connection. A new one is told so: what its router had here before, over a
-        connection that broke, is lost to it. None if that cannot be told: then nothing is taken from it."""
+        """The record of a connection.
+
+        A new one is told so: what its router had here before, over a connection that broke, is lost to it.
+        None if that cannot be told: then nothing is taken from it.
+        """
         router = self._routers.get(peer)
         if router is None:
             if not self._listener.send(peer, Attached(self._instance, self._core.capacity)):
@@ -283,8 +286,10 @@ class Server:
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
     def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused) -> None:
-        """A router that this does not reach would wait for it for ever. It is forgotten like one that tokens
-        do not reach, and hears so when it attaches again."""
+        """A router that this does not reach would wait for it for ever.
+
+        It is forgotten like one that tokens do not reach, and hears so when it attaches again.
+        """
         if not self._listener.send(peer, message) and peer in self._routers:
             self._forget(peer)
 
@@ -302,7 +307,10 @@ class Server:
     # ---- out
 
     def _hand_out(self, standing: LoadSnapshot | None = None) -> None:
-        """Send the tokens that are held. They wait for the next step to begin, if that is at once."""
+        """Send the tokens that are held.
+
+        They wait for the next step to begin, if that is at once.
+        """
         if self._held:
             held, self._held = self._held, {}
             standing, now = standing or self._core.standing, time.monotonic()

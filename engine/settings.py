@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, Settings]:
-    """Find the model and settle every setting that depends on it. ``size`` is ``-dp``, if it was given.
+    """Find the model and settle every setting that depends on it.
+
+    ``size`` is ``-dp``, if it was given.
 
     Raises:
         CheckpointError: the model is not there or cannot be served as asked.
@@ -63,7 +65,9 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
 
 
 def _find(config: EngineConfig) -> ModelInfo:
-    """The model's facts. What config.json rules out is refused before any weights are fetched or read.
+    """The model's facts.
+
+    What config.json rules out is refused before any weights are fetched or read.
 
     Raises:
         CheckpointError: the model is not there or cannot be served as asked.
@@ -162,7 +166,9 @@ def _expert_settings(config: EngineConfig, info: ModelInfo, size: int) -> dict[s
 
 
 def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
-    """Where it can be done, unless it is told not to be. One instance has nothing to spread.
+    """Where it can be done, unless it is told not to be.
+
+    One instance has nothing to spread.
 
     Raises:
         CheckpointError: it is told to be, and cannot.

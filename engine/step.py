@@ -27,7 +27,10 @@ Span = tuple[float, float]
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """A request takes a slot: new, resumed, or back after preemption. Whatever the slot held is gone."""
+    """A request takes a slot: new, resumed, or back after preemption.
+
+    Whatever the slot held is gone.
+    """
 
     slot: int
     token_ids: list[int]
@@ -41,7 +44,10 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Masks(msgspec.Struct, frozen=True):
-    """Which tokens some rows may sample. A part of the step, so that the step run again has the same ones."""
+    """Which tokens some rows may sample.
+
+    A part of the step, so that the step run again has the same ones.
+    """
 
     rows: list[int]
     """Indices of rows of the step, rising."""
@@ -61,12 +67,16 @@ class Step(msgspec.Struct, frozen=True):
     starts: list[int] = []
     counts: list[int] = []
     new_blocks: dict[int, list[int]] = {}
-    """By row. Of an admitted slot: the whole table. Else those that its table lacks for this row, which stand
-    behind the ceil(start / block size) that it needed before; so a row that runs again puts them there again.
+    """By row.
+
+    Of an admitted slot: the whole table. Else those that its table lacks for this row, which stand behind the
+    ceil(start / block size) that it needed before; so a row that runs again puts them there again.
     """
     partial: list[int] = []
-    """Rows whose last position is not the newest token, so that none is sampled. Of the others, the worker
-    appends the sampled token to the slot's ids by itself."""
+    """Rows whose last position is not the newest token, so that none is sampled.
+
+    Of the others, the worker appends the sampled token to the slot's ids by itself.
+    """
     tokens: list[int] = []
     """The first tokens of the rows of one token and of those with drafts, for workers that did not sample
     them themselves; else nothing."""

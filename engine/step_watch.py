@@ -12,8 +12,11 @@ import sys
 from types import FrameType
 
 LONGEST_GAP = 2.0
-"""Seconds between two looks that count at most. When more went by, this process did not run itself (it was
-stopped, or its machine was), and so may have been any step."""
+"""Seconds between two looks that count at most.
+
+When more went by, this process did not run itself (it was stopped, or its machine was), and so may have been
+any step.
+"""
 EARLY_STEPS = 8
 """The first ones may still compile what they run: of a prompt, of single tokens, of a batch."""
 NUM_FRAMES = 3

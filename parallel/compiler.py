@@ -75,8 +75,11 @@ def compiled(
 
 
 def _run(command: list[str], directory: Path) -> None:
-    """Run a compiler that does not outlive this process. It has children of its own, so it gets a group.
-    Its temporary files are in a ``directory`` that is known to be writable."""
+    """Run a compiler that does not outlive this process.
+
+    It has children of its own, so it gets a group. Its temporary files are in a ``directory`` that is known
+    to be writable.
+    """
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

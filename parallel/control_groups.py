@@ -37,7 +37,10 @@ def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Cores' worth of time that may be used; None: no limit. Threads beyond that are stopped by and by."""
+    """Cores' worth of time that may be used; None: no limit.
+
+    Threads beyond that are stopped by and by.
+    """
     quotas = [_quota(_words(group / "cpu.max")) for group in _groups(root, own, "")]
     for group in _groups(root / "cpu", own, "cpu"):
         quotas.append(_quota(_words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")))
@@ -45,7 +48,10 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def _groups(tree: Path, own: Path, controller: str) -> Iterator[Path]:
-    """This process's group in a tree, then those above it. Those that cannot be seen have no files."""
+    """This process's group in a tree, then those above it.
+
+    Those that cannot be seen have no files.
+    """
     for line in _lines(own):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

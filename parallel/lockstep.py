@@ -22,8 +22,10 @@ HEADER_INTS = 7
 """Width of a header as it is exchanged: one collective of fixed size per step."""
 
 EARLIEST = 1
-"""Steps by which a wake can be early. Its sender has all headers of the previous step, including this
-instance's."""
+"""Steps by which a wake can be early.
+
+Its sender has all headers of the previous step, including this instance's.
+"""
 
 
 class LockstepError(RuntimeError):
@@ -172,7 +174,10 @@ class Lockstep:
         return decision
 
     def on_wake(self, wake: Wake) -> None:
-        """Somebody wants a step begun. A wake for a step beyond the next but one comes from no member."""
+        """Somebody wants a step begun.
+
+        A wake for a step beyond the next but one comes from no member.
+        """
         if wake.epoch != self.epoch or not self.step <= wake.step <= self.step + EARLIEST:
             return  # of an earlier epoch or step; a later epoch begins awake without it
         self._wanted = max(self._wanted, wake.step)
@@ -180,7 +185,10 @@ class Lockstep:
             self.awake = True
 
     def wake(self) -> Wake | None:
-        """There is work here. If all sleep, wake up and return what to tell every peer."""
+        """There is work here.
+
+        If all sleep, wake up and return what to tell every peer.
+        """
         if self.awake:
             return None
         self.awake = True

@@ -87,7 +87,10 @@ def cover(num_experts: int, held: Sequence[Collection[int]], room: Sequence[int]
 
 
 def _quotas(num_experts: int, limits: Sequence[int], holdings: Sequence[int]) -> list[int]:
-    """How many experts each member is to own. Where one more or less is open, who holds more gets more."""
+    """How many experts each member is to own.
+
+    Where one more or less is open, who holds more gets more.
+    """
     level = 0
     while sum(min(limit, level + 1) for limit in limits) <= num_experts and level < num_experts:
         level += 1

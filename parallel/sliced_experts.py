@@ -19,8 +19,10 @@ from parallel.tensor_parallel import TensorRank
 
 
 class SlicedExpertParallel(ExpertParallel):
-    """One tensor-parallel rank of one instance. Its rank in the expert group is that of the instance's first
-    one plus its own."""
+    """One tensor-parallel rank of one instance.
+
+    Its rank in the expert group is that of the instance's first one plus its own.
+    """
 
     def __init__(
         self,

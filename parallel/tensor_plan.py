@@ -129,8 +129,9 @@ class _Cutter:
         return {pattern for path in paths if (pattern := _pattern(path)) in self._plan}
 
     def check_applied(self, named: set[str]) -> None:
-        """Refuse a plan of which a part was left out. What that part would have cut is now summed as if it
-        had been.
+        """Refuse a plan of which a part was left out.
+
+        What that part would have cut is now summed as if it had been.
 
         Raises:
             CannotCut: ``named`` has patterns that were not applied.
@@ -215,7 +216,10 @@ class _Cutter:
     # ---- attention
 
     def _cut_attention(self, path: str, module: Any, styles: Mapping[str, str | None]) -> None:
-        """By heads. Norms over all heads at once are computed together, so that they need no gathering."""
+        """By heads.
+
+        Norms over all heads at once are computed together, so that they need no gathering.
+        """
         gathers = "colwise_gather_output" in styles.values()
         by_heads = not gathers or (hasattr(module, "q_norm") and "k_proj" in styles and "v_proj" in styles)
         if not by_heads:

@@ -16,7 +16,10 @@ from parallel.control_groups import cpu_quota
 
 
 class CannotCut(ValueError):
-    """A model that cannot be cut in this way. The message says what is in the way and what to do."""
+    """A model that cannot be cut in this way.
+
+    The message says what is in the way and what to do.
+    """
 
 
 def workers_of_node(workers: int, node: int, nnodes: int) -> range:

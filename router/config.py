@@ -340,7 +340,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router process. What only its launcher gives: the sockets and its place among the front ends."""
+    """The router process.
+
+    What only its launcher gives: the sockets and its place among the front ends.
+    """
 
     mesh: MeshConfig = MeshConfig()
     http: HttpConfig = HttpConfig()

@@ -56,9 +56,11 @@ KIND_OF_STATUS = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the field at fault as the client spells it. ``reason`` is a
-    word that Anthropic's clients act on. ``logged`` stands in the log in place of a message that may quote
-    the prompt."""
+    """An answer other than 200.
+
+    ``param`` names the field at fault as the client spells it. ``reason`` is a word that Anthropic's clients
+    act on. ``logged`` stands in the log in place of a message that may quote the prompt.
+    """
 
     def __init__(
         self,
@@ -126,8 +128,11 @@ def from_mesh(error: MeshError) -> ApiError:
 
 
 def from_failure(delta: Delta) -> ApiError:
-    """A request that failed where it ran. Nothing of the mesh does that (who loses an instance goes on at
-    another), only what was asked for: a grammar that turns out to be too complex, or to lead nowhere."""
+    """A request that failed where it ran.
+
+    Nothing of the mesh does that (who loses an instance goes on at another), only what was asked for: a
+    grammar that turns out to be too complex, or to lead nowhere.
+    """
     message = delta.error or "the request failed"
     return ApiError(400, message, headers={"x-should-retry": "false"})
 

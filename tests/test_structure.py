@@ -43,8 +43,10 @@ ROOMS = {
         "app",
     ],
 }
-"""The folders of each package, from the lowest up: each may import those before it. Modules beside them belong
-to no room, and must close no circle either."""
+"""The folders of each package, from the lowest up: each may import those before it.
+
+Modules beside them belong to no room, and must close no circle either.
+"""
 MOST_MODULES = 25
 """In one folder: more, and nobody finds anything."""
 

@@ -7,8 +7,11 @@ been silent for long. That silence is its own.
 from __future__ import annotations
 
 LONGEST_GAP = 0.1
-"""Seconds between two readings that count at most. The clock is read every 0.05 s, and a probe waits 0.3 s
-for its answer, which may lie in the queue when a pause is over."""
+"""Seconds between two readings that count at most.
+
+The clock is read every 0.05 s, and a probe waits 0.3 s for its answer, which may lie in the queue when a
+pause is over.
+"""
 
 
 class OwnTime:

@@ -29,7 +29,10 @@ LOOK_AGAIN = 1.0
 
 
 class PatientHandler(logging.Handler):
-    """Writes to a descriptor. Forked processes go on with an empty queue and a thread of their own."""
+    """Writes to a descriptor.
+
+    Forked processes go on with an empty queue and a thread of their own.
+    """
 
     def __init__(self, descriptor: int = 2) -> None:
         super().__init__()

@@ -149,8 +149,10 @@ class JsonLines(logging.Formatter):
 
 
 def hold_standard_streams() -> None:
-    """Open what is closed of stdin, stdout and stderr. Otherwise the next files and sockets get their
-    numbers, and libraries that start processes abort."""
+    """Open what is closed of stdin, stdout and stderr.
+
+    Otherwise the next files and sockets get their numbers, and libraries that start processes abort.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -182,8 +184,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def mesh_keys(mesh: MeshConfig, prog: str) -> keys.MeshKeys | None:
-    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without. Ends the
-    process when a file cannot be used."""
+    """The keys of ``--mesh-key-file``, or those of this user's mesh on this host; None without.
+
+    Ends the process when a file cannot be used.
+    """
     return _keys_or_end(mesh, prog, own_key.find)
 
 
@@ -230,8 +234,11 @@ def how_it_ended(status: int) -> str:
 
 
 def finish(status: int) -> NoReturn:
-    """The end of a process. What was registered for it still runs; libraries are not taken apart object by
-    object, which takes seconds on a busy machine."""
+    """The end of a process.
+
+    What was registered for it still runs; libraries are not taken apart object by object, which takes seconds
+    on a busy machine.
+    """
     atexit._run_exitfuncs()  # logging's among them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

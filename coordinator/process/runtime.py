@@ -24,8 +24,11 @@ MOST_TRIES = 100
 
 
 def places() -> list[Path]:
-    """Where such a directory may be, the best first. That of the session ends with it, and what was started
-    with nohup goes on: so it comes last but for memory."""
+    """Where such a directory may be, the best first.
+
+    That of the session ends with it, and what was started with nohup goes on: so it comes last but for
+    memory.
+    """
     session = os.environ.get("XDG_RUNTIME_DIR")
     named = [os.environ.get("TMPDIR"), *PLACES[:2], session, PLACES[2]]
     return [Path(each) for each in dict.fromkeys(named) if each and Path(each).is_absolute()]
@@ -87,8 +90,10 @@ def _place() -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor that holds the lock of a directory. None if somebody else has it, or owns the directory,
-    or it is none (any more)."""
+    """The descriptor that holds the lock of a directory.
+
+    None if somebody else has it, or owns the directory, or it is none (any more).
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -98,7 +98,10 @@ class Away(logging.Filter):
 
 
 def _session(url: str) -> Any:
-    """For requests to a collector. One on this host is asked without a proxy, which could not reach it."""
+    """For requests to a collector.
+
+    One on this host is asked without a proxy, which could not reach it.
+    """
     import requests  # as the exporter does
 
     session = requests.Session()

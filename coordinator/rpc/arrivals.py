@@ -52,16 +52,21 @@ class Arrivals:
             await self._some.wait()
 
     def watch(self, receive: Callable[[], bool]) -> None:
-        """From now on, call this whenever there may be something. It receives one message; False says that
-        none was there."""
+        """From now on, call this whenever there may be something.
+
+        It receives one message; False says that none was there.
+        """
         assert self._loop is None, "it has a receiver"
         self._receive = receive
         self._begin(self._on_readable)
         self._look_again()
 
     def check(self) -> None:
-        """To be called after each send or connect, too. ZeroMQ's descriptor tells of a change once, to who
-        uses the socket next: a send may be what takes the news of an arrival in."""
+        """To be called after each send or connect, too.
+
+        ZeroMQ's descriptor tells of a change once, to who uses the socket next: a send may be what takes the
+        news of an arrival in.
+        """
         if self._loop is None or self._looks_again or not self.are_there():
             return
         if self._receive is None:

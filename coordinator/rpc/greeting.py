@@ -14,7 +14,10 @@ from urllib.parse import urlsplit
 GREETING_BYTES = 64
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 HALF_OF_OURS = SIGNATURE + b"\x03\x00"
-"""All that the other side waits for. At a mechanism it dislikes it may hang up before it names its own."""
+"""All that the other side waits for.
+
+At a mechanism it dislikes it may hang up before it names its own.
+"""
 
 
 async def mechanism_at(endpoint: str, timeout: float) -> str | None:

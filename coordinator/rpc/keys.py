@@ -27,7 +27,10 @@ LARGEST_FILE = 4096
 """Bytes; a larger one is no key file."""
 
 FORBIDDEN_MODE = stat.S_IRWXO | stat.S_IWGRP
-"""Others may do nothing with the file. A group may read it, as containers' mounted secrets need."""
+"""Others may do nothing with the file.
+
+A group may read it, as containers' mounted secrets need.
+"""
 
 
 class KeyFileError(ValueError):

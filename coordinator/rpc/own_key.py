@@ -1,4 +1,6 @@
-"""The key of a mesh on one host whose user named none. All processes of a user at one address share it.
+"""The key of a mesh on one host whose user named none.
+
+All processes of a user at one address share it.
 
 The first of them makes it: a file of mode 0600 in a directory of mode 0700, named by the coordinator's
 address. The others find it there, in whatever order they start. The file stays when a mesh ends, as the key
@@ -51,8 +53,9 @@ def find(mesh: MeshConfig) -> MeshKeys | None:
 
 
 def obtain(mesh: MeshConfig) -> MeshKeys:
-    """The same, made if there is none. Without a place for the file, this process and those that inherit the
-    key are alone with it.
+    """The same, made if there is none.
+
+    Without a place for the file, this process and those that inherit the key are alone with it.
 
     Raises:
         KeyFileError: as above.
@@ -120,8 +123,11 @@ def _network() -> int:
 
 
 def _directories() -> list[Path]:
-    """Where key files of this user may be, the best place first. That is the session's, which no other user
-    can enter; the last is that of TMPDIR, which may differ from terminal to terminal."""
+    """Where key files of this user may be, the best place first.
+
+    That is the session's, which no other user can enter; the last is that of TMPDIR, which may differ from
+    terminal to terminal.
+    """
     user = os.geteuid()
     session = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}"]
     found = [Path(each) / "lockstep" for each in session if each]
@@ -140,8 +146,10 @@ def _directory_to_write() -> Path | None:
 
 
 def _is_usable(directory: Path) -> bool:
-    """Whether this is a directory of this user, which nobody else can enter. In a place that all can write
-    to, another user may have made it first."""
+    """Whether this is a directory of this user, which nobody else can enter.
+
+    In a place that all can write to, another user may have made it first.
+    """
     try:
         found = directory.lstat()
     except OSError:

@@ -47,21 +47,31 @@ LINGER_MS = 500
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 250
-"""Milliseconds between two tries to connect, doubling. A coordinator that is started again should not be
-waited for much longer than its start takes."""
+"""Milliseconds between two tries to connect, doubling.
+
+A coordinator that is started again should not be waited for much longer than its start takes.
+"""
 
 CONNECT_TIMEOUT_MS = 3000
-"""Milliseconds for a connection to be made. The kernel's own tries are up to a minute apart by the time a
-cable is back."""
+"""Milliseconds for a connection to be made.
+
+The kernel's own tries are up to a minute apart by the time a cable is back.
+"""
 
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Milliseconds between two questions whether the other end is there, and for an answer. A path that just
-drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread answers, whatever a
-process computes. One that is stopped does not, but those who have rules for that judge sooner."""
+"""Milliseconds between two questions whether the other end is there, and for an answer.
+
+A path that just drops what it is given breaks no connection for a quarter of an hour. ZeroMQ's own thread
+answers, whatever a process computes. One that is stopped does not, but those who have rules for that judge
+sooner.
+"""
 
 HANDSHAKE_MS = 15_000
-"""Milliseconds until a peer must have shown what it is. Before that a listener holds for it what it sends."""
+"""Milliseconds until a peer must have shown what it is.
+
+Before that a listener holds for it what it sends.
+"""
 
 _NOBLOCK = int(zmq.NOBLOCK)  # an enum's operators take time
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -98,8 +108,10 @@ def _set_options(socket: zmq.Socket[Any], endpoint: str, max_bytes: int) -> None
 
 
 def _is_ipv6(endpoint: str) -> bool:
-    """Whether ZeroMQ is to look for IPv6 addresses. Without that it takes every name for IPv4; with it, it
-    prefers IPv6 for names that mean both."""
+    """Whether ZeroMQ is to look for IPv6 addresses.
+
+    Without that it takes every name for IPv4; with it, it prefers IPv6 for names that mean both.
+    """
     host = urlsplit(endpoint).hostname if endpoint.startswith("tcp:") else None
     return host is not None and is_ipv6(host)
 
@@ -190,8 +202,10 @@ def _is_unreachable(error: zmq.ZMQError) -> bool:
 
 
 class Listener(_Bound[In], Generic[In, Out]):
-    """The bound end for a loop that must not wait: ``receive`` returns at once. Other threads may only
-    :meth:`interrupt`."""
+    """The bound end for a loop that must not wait: ``receive`` returns at once.
+
+    Other threads may only :meth:`interrupt`.
+    """
 
     def __init__(
         self,
@@ -233,7 +247,10 @@ class Listener(_Bound[In], Generic[In, Out]):
         return bool(events)
 
     def interrupt(self) -> None:
-        """End the wait of the loop's thread, now or at its next one. From any thread, also after the end."""
+        """End the wait of the loop's thread, now or at its next one.
+
+        From any thread, also after the end.
+        """
         with self._lock:
             if not self._socket.closed:
                 os.eventfd_write(self._interrupts, 1)
@@ -321,8 +338,11 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
 
 
 class AsyncConnection(Generic[In, Out]):
-    """The connecting end for asyncio. Reconnects by itself; nothing is queued while it is not connected, so
-    that no message of an earlier connection turns up in a later one."""
+    """The connecting end for asyncio.
+
+    Reconnects by itself; nothing is queued while it is not connected, so that no message of an earlier
+    connection turns up in a later one.
+    """
 
     def __init__(
         self,

@@ -133,7 +133,10 @@ def _connection(descriptor: int) -> Iterator[tuple[int, socket.socket]]:
 
 
 def _reset(connection: socket.socket) -> None:
-    """End a connection at once, in both directions. After a mere shutdown its peer could go on sending."""
+    """End a connection at once, in both directions.
+
+    After a mere shutdown its peer could go on sending.
+    """
     nobody = struct.pack("=H14x", socket.AF_UNSPEC)
     if ctypes.CDLL(None).connect(connection.fileno(), nobody, len(nobody)) != 0:
         connection.shutdown(socket.SHUT_RDWR)

@@ -50,10 +50,12 @@ def flag(
     json: bool = False,
     words: dict[str, int] | None = None,
 ) -> Meta:
-    """Further names (short ones included) and the help text of a field's flag. A list takes several values
-    after one flag, or, ``repeated``, one value each time the flag is given. A ``path`` may begin with ~. What
-    is ``secret`` is on no command line of ours (:func:`to_argv`). A text of ``json`` may be a mapping in a
-    file, and in Python. ``words`` stand for numbers."""
+    """Further names (short ones included) and the help text of a field's flag.
+
+    A list takes several values after one flag, or, ``repeated``, one value each time the flag is given. A
+    ``path`` may begin with ~. What is ``secret`` is on no command line of ours (:func:`to_argv`). A text of
+    ``json`` may be a mapping in a file, and in Python. ``words`` stand for numbers.
+    """
     kinds = {"positional": positional, "repeated": repeated, "path": path, "secret": secret, "json": json}
     return Meta(description=help, extra={"names": names, "words": words or {}, **kinds})
 

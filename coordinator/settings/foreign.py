@@ -14,7 +14,10 @@ import msgspec
 
 
 class Foreign(msgspec.Struct, frozen=True, kw_only=True):
-    """One flag. It has a name here, or is ignored with some values and refused with all others."""
+    """One flag.
+
+    It has a name here, or is ignored with some values and refused with all others.
+    """
 
     name: str
     """The long one, without hyphens in front."""

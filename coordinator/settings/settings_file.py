@@ -1,4 +1,6 @@
-"""The YAML file of ``--config``. Knows of a setting no more than whether it is text.
+"""The YAML file of ``--config``.
+
+Knows of a setting no more than whether it is text.
 
 :mod:`coordinator.settings.flags`, the only caller, loads this only where there is a file: PyYAML takes a
 tenth of a coordinator's start.
@@ -18,8 +20,10 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def read_settings(file: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """Settings by their names as written. Those that are text are taken as written, too: to YAML 0123 is 83,
-    1.10 is 1.1, ``no`` is false and 2024-01-02 a day.
+    """Settings by their names as written.
+
+    Those that are text are taken as written, too: to YAML 0123 is 83, 1.10 is 1.1, ``no`` is false and
+    2024-01-02 a day.
 
     Raises:
         FlagError: it cannot be read, or holds no settings.

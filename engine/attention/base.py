@@ -107,7 +107,10 @@ class AttentionPlan(Protocol):
 
 
 class PagedAttention(Protocol):
-    """A KV cache and the attention over it, on one device. Made with the layers' shapes."""
+    """A KV cache and the attention over it, on one device.
+
+    Made with the layers' shapes.
+    """
 
     use: AttentionUse
 
@@ -120,13 +123,17 @@ class DecodeBuffers(Protocol):
     """A step of one token per row, at addresses on the device that stay: what a captured graph reads."""
 
     def fill(self, rows: PackedRows, size: int) -> None:
-        """The next step has these rows, each of one token. Those up to ``size`` are filled up with rows that
-        write and read what belongs to nobody."""
+        """The next step has these rows, each of one token.
+
+        Those up to ``size`` are filled up with rows that write and read what belongs to nobody.
+        """
         ...
 
     def plan(self, size: int) -> AttentionPlan:
-        """For the first ``size`` rows, whatever they are when the plan is used. It does nothing that depends
-        on numbers on the device, so it can be captured."""
+        """For the first ``size`` rows, whatever they are when the plan is used.
+
+        It does nothing that depends on numbers on the device, so it can be captured.
+        """
         ...
 
 

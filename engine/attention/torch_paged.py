@@ -1,4 +1,6 @@
-"""Paged attention in plain torch: gather the context, then scaled dot products. Runs on any device.
+"""Paged attention in plain torch: gather the context, then scaled dot products.
+
+Runs on any device.
 
 Per layer the cache is a tensor [slots, kv_heads, dim] for keys and one for values; slot = block *
 block_size + offset. Rows of one token (decode) are computed together over their gathered, padded

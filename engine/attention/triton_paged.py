@@ -1,4 +1,6 @@
-"""Paged attention straight from the blocks, in Triton kernels. Needs a CUDA device, or Triton's interpreter.
+"""Paged attention straight from the blocks, in Triton kernels.
+
+Needs a CUDA device, or Triton's interpreter.
 
 The cache is laid out as in ``torch_paged``, with one block more, which belongs to nobody: lines that only
 fill up a step of fixed size write there. Rows of one token are tiles of one query, whose contexts may be cut

@@ -45,7 +45,10 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory. Only one of them may be in use at a time."""
+    """CUDA graphs that share one pool of memory.
+
+    Only one of them may be in use at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -93,8 +96,11 @@ class DecodeGraphs:
         """Token ids and positions."""
         self._buffers = cache.decode_buffers(sizes[-1], max_tokens)
         self._logits: torch.Tensor | None = None
-        """[largest size, vocabulary] of the last step. All sizes share it: what a graph gives stays alive as
-        long as the graph, and that would be a matrix for each of them."""
+        """[largest size, vocabulary] of the last step.
+
+        All sizes share it: what a graph gives stays alive as long as the graph, and that would be a matrix
+        for each of them.
+        """
         self._replays: dict[int, Compute] = {}
 
     def __repr__(self) -> str:
@@ -135,8 +141,10 @@ class DecodeGraphs:
         return self._replays[size]()[:num_rows]
 
     def check(self, num_blocks: int, block_size: int) -> float:
-        """The greatest difference, over all sizes, from steps without graphs. Writes to blocks of the cache,
-        so it comes before they hold anything. Most sizes are checked with a row less, to have one filled up.
+        """The greatest difference, over all sizes, from steps without graphs.
+
+        Writes to blocks of the cache, so it comes before they hold anything. Most sizes are checked with a
+        row less, to have one filled up.
         """
         worst = 0.0
         numbers = np.random.default_rng(0)

@@ -106,7 +106,10 @@ class _Wanted:
     tokens: Int64s
     """[logits] indices into the packed tokens: first those that sample, then those of prompt tokens."""
     sampled: Sequence[int]
-    """By token that samples: its row. One with a draft has one more than the draft has tokens."""
+    """By token that samples: its row.
+
+    One with a draft has one more than the draft has tokens.
+    """
     ends: Sequence[int]
     """By token that samples: the position of what it samples."""
     prompt_rows: list[tuple[int, int, int]]

@@ -114,7 +114,10 @@ def _sample_shaped(shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Ten
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The tokens of one tensor-parallel rank. What its calls return is the same on all ranks."""
+    """The tokens of one tensor-parallel rank.
+
+    What its calls return is the same on all ranks.
+    """
 
     ranks: TensorRank
     vocab_size: int
@@ -157,8 +160,11 @@ def sample_shard(
 def _contestants(
     shaped: torch.Tensor, rows: Sequence[SampleRow], first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row a score [rows] float64 and the best token of this rank. Scores can be compared with other
-    ranks': logits, or logs of speeds in a race. Rows that have to be looked at whole are greedy here."""
+    """For each row a score [rows] float64 and the best token of this rank.
+
+    Scores can be compared with other ranks': logits, or logs of speeds in a race. Rows that have to be looked
+    at whole are greedy here.
+    """
     racing = [i for i, row in enumerate(rows) if not (row.params.greedy or _looks_at_all(row.params))]
     kernels = _kernels(shaped)
     if kernels is not None:

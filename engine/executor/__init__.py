@@ -28,8 +28,9 @@ def make_executor(
     startup_timeout: float = STARTUP_TIMEOUT,
     keys: MeshKeys | None = None,
 ) -> Executor:
-    """The executor that the settings ask for. Computing in this process loads torch, so call it in the one
-    that computes.
+    """The executor that the settings ask for.
+
+    Computing in this process loads torch, so call it in the one that computes.
 
     Args:
         threads: of each worker.

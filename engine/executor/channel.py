@@ -42,7 +42,9 @@ class Channel:
         return self._end.fileno()
 
     def send(self, payload: bytes) -> None:
-        """Send one message. Nothing is received meanwhile: if both sides do this, neither may get on.
+        """Send one message.
+
+        Nothing is received meanwhile: if both sides do this, neither may get on.
 
         Raises:
             ChannelClosed: the other side is gone, or takes nothing for ``send_timeout``.

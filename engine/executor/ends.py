@@ -86,13 +86,18 @@ class Crew(Protocol):
         ...
 
     def close(self, problem: str) -> None:
-        """After the workers: let go of what was needed to reach them. ``problem``: why the instance ends, if
-        it does not end as it was told to."""
+        """After the workers: let go of what was needed to reach them.
+
+        ``problem``: why the instance ends, if it does not end as it was told to.
+        """
         ...
 
 
 class LocalWorker(WorkerEnd):
-    """A child process, at one channel or more. The kernel kills it when this one dies."""
+    """A child process, at one channel or more.
+
+    The kernel kills it when this one dies.
+    """
 
     def __init__(
         self,
@@ -164,7 +169,10 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
 
 
 class RelayedWorker(WorkerEnd):
-    """A worker elsewhere. Who relays uses ``relay`` and tells of the worker's end, from another thread."""
+    """A worker elsewhere.
+
+    Who relays uses ``relay`` and tells of the worker's end, from another thread.
+    """
 
     def __init__(self, name: str, where: str, host: str, address: str, number: int) -> None:
         """``where``: of the worker, for people, like ``pid 12 on alpha``."""

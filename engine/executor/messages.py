@@ -1,4 +1,7 @@
-"""What an engine and its worker processes say to each other (no torch). The engine speaks first."""
+"""What an engine and its worker processes say to each other (no torch).
+
+The engine speaks first.
+"""
 
 from __future__ import annotations
 

@@ -205,8 +205,11 @@ class MpExecutor:
         self._send_all(Execute(step))
 
     def finish(self) -> StepResult:
-        """See :class:`.Executor`. Ranks of a stage wait for each other, and each stage for the one
-        before; for the worker that answers, once it has all that it needs of others, only the engine does."""
+        """See :class:`.Executor`.
+
+        Ranks of a stage wait for each other, and each stage for the one before; for the worker that answers,
+        once it has all that it needs of others, only the engine does.
+        """
         stages, ranks = self._layout
         answering = self._workers[(stages - 1) * ranks]
         return self._await(answering, Computed, self._step_timeout).result
@@ -241,7 +244,10 @@ class MpExecutor:
         return {worker.name: self._await(worker, Spans, patience).spans for worker in self._workers}
 
     def close(self) -> None:
-        """End the workers. While they load, and when one is lost, they hold nothing worth waiting for."""
+        """End the workers.
+
+        While they load, and when one is lost, they hold nothing worth waiting for.
+        """
         for worker in self._workers:
             if not self._serves:
                 worker.kill()
@@ -290,8 +296,10 @@ class MpExecutor:
     def _await_each(
         self, workers: Sequence[WorkerEnd], kind: type[Answer], progress: Progress | None = None
     ) -> list[Answer]:
-        """The next answer of each of these, before they serve. They may take any time, if one that owes
-        one says how far it is."""
+        """The next answer of each of these, before they serve.
+
+        They may take any time, if one that owes one says how far it is.
+        """
         return [
             self._await(worker, kind, self._startup_timeout, progress, workers[place:])
             for place, worker in enumerate(workers)

@@ -155,8 +155,11 @@ class UniExecutor:
         return ExpertShare(placement, rank), dispatch
 
     def _device(self) -> torch.device:
-        """Where this worker computes. A CUDA device becomes the current one of the calling thread, the one
-        that steps: Triton launches kernels there, wherever their tensors are."""
+        """Where this worker computes.
+
+        A CUDA device becomes the current one of the calling thread, the one that steps: Triton launches
+        kernels there, wherever their tensors are.
+        """
         wanted = self._config.device.device
         if wanted == "cuda" and not torch.cuda.is_available():
             raise CheckpointError("--device cuda: torch finds no CUDA device here; use --device cpu")

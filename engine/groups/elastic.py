@@ -337,8 +337,11 @@ class Elastic:
         self._wake_loop()
 
     def _on_not_prepared(self, preparation: Preparation[Communicator], error: Exception) -> None:
-        """Report it. An instance that has no group yet ends if it can be in none; the others try again,
-        as often as the coordinator says."""
+        """Report it.
+
+        An instance that has no group yet ends if it can be in none; the others try again, as often as the
+        coordinator says.
+        """
         form = preparation.form
         rank = error.rank if isinstance(error, CollectiveError) and error.evidence != "deadline" else None
         suspects = [] if rank is None else [form.peers[rank].instance]

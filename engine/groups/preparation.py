@@ -33,7 +33,10 @@ LONG_READ = 0.5
 """Seconds of reading experts after which the log says what they were spent on."""
 
 ReadExperts = Callable[[GroupPlan, Callable[[], bool]], int]
-"""Get the experts that a form gives this instance; returns how many were read. The callable says to stop."""
+"""Get the experts that a form gives this instance; returns how many were read.
+
+The callable says to stop.
+"""
 Connect = Callable[[GroupPlan, Callable[[], bool]], Group]
 """Form a form's group."""
 

@@ -31,14 +31,19 @@ LEAVE_TIMEOUT = 10.0
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """In the background: read the experts that are missing here, form the group. Then say ``prepared``, or
-    ``failed``. A call of ``Abandon`` for this epoch ends it."""
+    """In the background: read the experts that are missing here, form the group.
+
+    Then say ``prepared``, or ``failed``. A call of ``Abandon`` for this epoch ends it.
+    """
 
     form: GroupPlan
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Stop preparing this epoch; close its group if it is formed already. Harmless if neither is so."""
+    """Stop preparing this epoch; close its group if it is formed already.
+
+    Harmless if neither is so.
+    """
 
     epoch: int
 
@@ -67,8 +72,10 @@ class StepOn(msgspec.Struct, frozen=True):
 
 
 class Enter(msgspec.Struct, frozen=True):
-    """Replace group, placement and agreement by those prepared for this form: step 0, awake. Close the group
-    before it. A step that was interrupted is scheduled again."""
+    """Replace group, placement and agreement by those prepared for this form: step 0, awake.
+
+    Close the group before it. A step that was interrupted is scheduled again.
+    """
 
     form: GroupPlan
 
@@ -162,8 +169,10 @@ class Recovery:
         return []
 
     def failed(self, epoch: int, suspects: Iterable[str] = ()) -> list[Instruction]:
-        """The group of this epoch cannot be formed; ``suspects`` are known to be gone. The current group
-        goes on if it can, until the coordinator says what comes next."""
+        """The group of this epoch cannot be formed; ``suspects`` are known to be gone.
+
+        The current group goes on if it can, until the coordinator says what comes next.
+        """
         if self.target is None or self.target.epoch != epoch:
             return []
         return [Abandon(epoch), self._report(epoch, suspects, Evidence.CLOSED)]

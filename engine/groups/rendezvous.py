@@ -29,8 +29,10 @@ class Rendezvous:
         return f"{self._host}:{self._stores[-1].port}"
 
     def renew(self) -> None:
-        """A fresh store, so that what groups leave in one does not add up. The one before is kept a while,
-        for those who have heard of it only."""
+        """A fresh store, so that what groups leave in one does not add up.
+
+        The one before is kept a while, for those who have heard of it only.
+        """
         self._stores.append(
             groups.open_store(self._host, None, is_host=True, timeout=self._device.forming_timeout)
         )

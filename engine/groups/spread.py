@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def first_share(rank: int, settings: Settings) -> tuple[int, int]:
-    """(place, of how many): the experts to load before the first group is known. Of the instances that the
-    mesh starts with, those of its first epoch; of a newcomer, about as many as it will get."""
+    """(place, of how many): the experts to load before the first group is known.
+
+    Of the instances that the mesh starts with, those of its first epoch; of a newcomer, about as many as it
+    will get.
+    """
     size = settings.data_parallel_size
     if rank < size:
         return rank, size

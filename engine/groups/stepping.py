@@ -95,7 +95,10 @@ class Stepping(Protocol):
         ...
 
     def drained(self) -> bool:
-        """No request is left here and none will come: whether to end now. Else :meth:`turn` says when."""
+        """No request is left here and none will come: whether to end now.
+
+        Else :meth:`turn` says when.
+        """
         ...
 
     def is_fenced(self) -> bool:

@@ -36,8 +36,10 @@ OFF = "LOCKSTEP_WHOLE_LIBRARIES"
 """Environment variable: 1 loads all of them at once."""
 
 DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch._dynamo")
-"""How operators without a kernel for the meta device compute shapes there, exporting, the compiler. A model
-that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`)."""
+"""How operators without a kernel for the meta device compute shapes there, exporting, the compiler.
+
+A model that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`).
+"""
 MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
 """Decorators that only tell the compiler about a function; until that is loaded they change nothing."""
 LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")
@@ -87,8 +89,11 @@ class _Deferred(Loader):
 
 
 def run_deferred() -> bool:
-    """Run the code of all modules that wait; False if none did. While it runs, other threads that ask one of
-    them for something wait, and it finds of itself what it has said so far."""
+    """Run the code of all modules that wait; False if none did.
+
+    While it runs, other threads that ask one of them for something wait, and it finds of itself what it has
+    said so far.
+    """
     with _lock:
         ran = False
         for name in DEFERRED:

@@ -43,8 +43,10 @@ class Server:
         self._connection = connection
 
     def next_process(self) -> Fork | None:
-        """Answers until the asker is gone, then returns None. Returns in each new process as well: with what
-        this one shall be."""
+        """Answers until the asker is gone, then returns None.
+
+        Returns in each new process as well: with what this one shall be.
+        """
         while True:
             try:
                 payload, received, _, _ = socket.recv_fds(
@@ -103,7 +105,10 @@ class Server:
         return False
 
     def _become(self, request: Fork, received: list[int], above: int) -> None:
-        """What a new process has, and this one not yet. No descriptor above the given one is in the way."""
+        """What a new process has, and this one not yet.
+
+        No descriptor above the given one is in the way.
+        """
         if os.getppid() != request.parent:
             os._exit(process.EXIT_FAILED)
         self._connection.close()
@@ -162,8 +167,10 @@ def serve(connection: socket.socket) -> int:
 
 
 def _branch(request: Fork) -> Fork | None:
-    """Split off a fork server for this process, before it has anything of its own. In that server, the next
-    process that it makes."""
+    """Split off a fork server for this process, before it has anything of its own.
+
+    In that server, the next process that it makes.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     pid = os.fork()

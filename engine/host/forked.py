@@ -63,7 +63,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unforked(Exception):
-    """There is no such process; the message says why. It can be started the plain way."""
+    """There is no such process; the message says why.
+
+    It can be started the plain way.
+    """
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -297,8 +300,11 @@ inherited: ForkServer | None = None
 
 
 def is_possible(device: str, num_cuda_devices: int) -> bool:
-    """Whether processes that compute on this device may be forked. CUDA does not survive a fork; torch does
-    not touch it before it is used, but nobody should have to rely on that."""
+    """Whether processes that compute on this device may be forked.
+
+    CUDA does not survive a fork; torch does not touch it before it is used, but nobody should have to rely on
+    that.
+    """
     if os.environ.get(OFF) == "0" or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     return device == "cpu" or (device == "auto" and not num_cuda_devices)

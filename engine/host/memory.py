@@ -98,7 +98,10 @@ class Untouched:
 
 
 def spare_memory(cache: Untouched) -> int:
-    """Bytes that more experts may take. What a KV cache will still take counts as taken."""
+    """Bytes that more experts may take.
+
+    What a KV cache will still take counts as taken.
+    """
     return int((available_memory() - cache.num_bytes) * (1 - MARGIN))
 
 

@@ -63,8 +63,10 @@ class NativeCache:
         return block_size % LANES == 0
 
     def plan(self, rows: PackedRows, wanted: Int64s) -> NativePlan:
-        """Where the tokens of a step go, and how its attention is cut into tasks. ``wanted``: of which of its
-        tokens logits are, each once."""
+        """Where the tokens of a step go, and how its attention is cut into tasks.
+
+        ``wanted``: of which of its tokens logits are, each once.
+        """
         if rows.num_single == len(rows.starts):
             return self._plan_of_singles(rows, wanted)
         row_of_token = np.repeat(np.arange(len(rows.starts)), rows.counts)

@@ -137,7 +137,9 @@ class Decoder:
 
 
 def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Decoder:
-    """The parts of a model. ``shapes``: of its layers; of a stage, those that are computed there.
+    """The parts of a model.
+
+    ``shapes``: of its layers; of a stage, those that are computed there.
 
     Raises:
         NotUsual: it has others.

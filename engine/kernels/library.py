@@ -80,7 +80,10 @@ class Library:
         """Names the source and the kind of CPU: instances with the same compute the same bits."""
 
     def use_tiles(self, wanted: bool) -> None:
-        """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without. Between two steps."""
+        """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without.
+
+        Between two steps.
+        """
         self.has_tiles = self._use_tiles(int(wanted)) != 0
 
     def survey(self, weights: int, tiles: int, uppers: int, begins: int, threads: int) -> int:
@@ -90,7 +93,10 @@ class Library:
     def compress(
         self, weights: int, tiles: int, uppers: int, begins: int, patches: int, out: int, threads: int
     ) -> None:
-        """Write the tiles in 12 bits a weight, and the patches. All are addresses but ``tiles``."""
+        """Write the tiles in 12 bits a weight, and the patches.
+
+        All are addresses but ``tiles``.
+        """
         self._compress(weights, tiles, uppers, begins, patches, out, threads)
 
     def draw(
@@ -124,8 +130,10 @@ class Library:
         self._logprobs(logits, rows, width, targets, num_top, out, threads)
 
     def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
-        """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16. False if
-        the step was given up."""
+        """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16.
+
+        False if the step was given up.
+        """
         return int(self._run(operations, count, step, element, threads)) == 0
 
 

@@ -40,7 +40,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def draw_of(params: SamplingParams, seed: int) -> bytes:
-    """What the kernels need to know of a request. :func:`draws` puts those of several rows together."""
+    """What the kernels need to know of a request.
+
+    :func:`draws` puts those of several rows together.
+    """
     top_k = params.top_k if params.top_k > 0 else 0
     temperature = min(params.temperature, _LARGEST)
     return np.array((seed % (1 << 64), top_k, params.top_p, temperature, params.min_p), dtype=DRAW).tobytes()
@@ -132,8 +135,10 @@ def leave_out(
     masks: Sequence[npt.NDArray[np.uint8]],
     first: int,
 ) -> None:
-    """Give what a row's mask does not have -infinity. Masks have a bit for each token of the vocabulary, the
-    lowest of a byte first."""
+    """Give what a row's mask does not have -infinity.
+
+    Masks have a bit for each token of the vocabulary, the lowest of a byte first.
+    """
     named = zip(rows, masks, strict=True)
     _shape(
         library, logits, [(row, 0, 0, 0, mask.ctypes.data, 1.0, 0.0, 0.0, 0.0) for row, mask in named], first

@@ -48,7 +48,10 @@ class StepList:
 
 
 class Lowering:
-    """Writes such a list. It points to all that is given here, and keeps it alive."""
+    """Writes such a list.
+
+    It points to all that is given here, and keeps it alive.
+    """
 
     def __init__(
         self,

@@ -262,7 +262,10 @@ def _difference(program: Program, model: LoadedModel, block_size: int, samples: 
 
 
 def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int64s) -> torch.Tensor:
-    """The program's result for a step. If it fails, the result is NaN, since other stages wait for one."""
+    """The program's result for a step.
+
+    If it fails, the result is NaN, since other stages wait for one.
+    """
     received = _received(model, len(ids))
     try:
         return program.forward(packed, ids, np.arange(len(ids)), received)
@@ -276,7 +279,10 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
 
 
 def _let_go(model: LoadedModel) -> None:
-    """The program has its own copy of the layers. Spread experts stay: they may be dealt out anew."""
+    """The program has its own copy of the layers.
+
+    Spread experts stay: they may be dealt out anew.
+    """
     kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)
     embedding = getattr(base.embed_tokens, "weight", None)

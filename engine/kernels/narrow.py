@@ -39,18 +39,24 @@ two, so that it can be taken back."""
 
 
 def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Normal numbers in float32. Not torch's own, whose generator needs libraries that instances do not load
-    (:mod:`engine.host.deferred`)."""
+    """Normal numbers in float32.
+
+    Not torch's own, whose generator needs libraries that instances do not load (:mod:`engine.host.deferred`).
+    """
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32))
 
 
 class NarrowCopy:
-    """A copy of a model in float32. At first, half of its query heads, values, MLP columns and tokens are
-    loud."""
+    """A copy of a model in float32.
+
+    At first, half of its query heads, values, MLP columns and tokens are loud.
+    """
 
     def __init__(self, model: LoadedModel, decoder: Decoder) -> None:
-        """``decoder``: the parts of the model. Equal models get equal weights, all of them numbers of
-        bfloat16."""
+        """``decoder``: the parts of the model.
+
+        Equal models get equal weights, all of them numbers of bfloat16.
+        """
         self.weights = _Weights(model, decoder)
         self.module = deepcopy(model.module, self.weights.memo)
         """The model's code."""
@@ -227,8 +233,10 @@ class _Weights:
         quiet_columns: Sequence[int] = (),
         power: int = 1,
     ) -> None:
-        """``role``: distinguishes weights of one shape. ``size``: of a number; by default such that a product
-        keeps the size of its input."""
+        """``role``: distinguishes weights of one shape.
+
+        ``size``: of a number; by default such that a product keeps the size of its input.
+        """
         key = (shape, role, size, mean, tuple(loud_rows), tuple(quiet_columns))
         if key not in self._made:
             made = random_numbers(shape, zlib.crc32(repr(key).encode()))

@@ -21,8 +21,10 @@ PACK = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def panels(weight: torch.Tensor, multiple: int = LANES) -> torch.Tensor:
-    """[..., outputs, inputs] -> [..., outputs / 16, inputs / pack, 16, pack], contiguous. Outputs are filled
-    up with zeros to a multiple of ``multiple``."""
+    """[..., outputs, inputs] -> [..., outputs / 16, inputs / pack, 16, pack], contiguous.
+
+    Outputs are filled up with zeros to a multiple of ``multiple``.
+    """
     return _written(_stacked([weight], multiple))
 
 

@@ -25,7 +25,10 @@ VARIABLE = "LOCKSTEP_HUGE_PAGES"
 
 
 def mapped(num_bytes: int) -> torch.Tensor:
-    """Bytes of memory of their own, all 0. They cost neither time nor memory until they are written."""
+    """Bytes of memory of their own, all 0.
+
+    They cost neither time nor memory until they are written.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -38,7 +41,10 @@ def mapped(num_bytes: int) -> torch.Tensor:
 
 
 class Arena:
-    """Gives out tensors, small ones side by side. Memory is free again when all that share it are gone."""
+    """Gives out tensors, small ones side by side.
+
+    Memory is free again when all that share it are gone.
+    """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)

@@ -41,7 +41,10 @@ Seconds = npt.NDArray[np.float64]
 
 
 class Program:
-    """Runs the steps of one model, or of one shard of it, on the CPU. Not more than one at a time."""
+    """Runs the steps of one model, or of one shard of it, on the CPU.
+
+    Not more than one at a time.
+    """
 
     def __init__(
         self,
@@ -50,8 +53,10 @@ class Program:
         experts: ExpertParallel | None = None,
         ranks: TensorRank | None = None,
     ) -> None:
-        """``experts``: where they are spread. ``ranks``: those that the decoder's partial sums are of, all of
-        which run the same steps."""
+        """``experts``: where they are spread.
+
+        ``ranks``: those that the decoder's partial sums are of, all of which run the same steps.
+        """
         operations.check(library)
         self._library = library
         self._decoder = decoder

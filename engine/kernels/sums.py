@@ -90,8 +90,10 @@ class SharedSums(Sums):
 
 
 class OwnSums(Sums):
-    """Of this rank alone: what the others give is added to it by their communicator. Nobody else reads it, so
-    one area is enough."""
+    """Of this rank alone: what the others give is added to it by their communicator.
+
+    Nobody else reads it, so one area is enough.
+    """
 
     def __init__(self, ranks: TensorRank, rows: int, hidden: int) -> None:
         self._ranks = ranks

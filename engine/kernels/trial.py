@@ -39,11 +39,16 @@ from engine.kernels.program import MIN_POSITIONS, Program
 from engine.model.weights import LoadedModel
 
 LAYER_TOLERANCE = 2e-4
-"""Greatest difference of a token, relative to what a layer adds to it, in float32. Rounding makes 5e-6."""
+"""Greatest difference of a token, relative to what a layer adds to it, in float32.
+
+Rounding makes 5e-6.
+"""
 ROUNDING, QUANTILE = 2.0, 0.25
-"""How much farther from float32 than torch's results the kernels' may be. It holds for bfloat16, at this
-quantile of the tokens. With many experts, about half of the tokens have met a near-tie, which rounding
-decides."""
+"""How much farther from float32 than torch's results the kernels' may be.
+
+It holds for bfloat16, at this quantile of the tokens. With many experts, about half of the tokens have met a
+near-tie, which rounding decides.
+"""
 MOST_POSITIONS = 48
 """Tokens of the comparison in float32."""
 FEW = 16
@@ -77,8 +82,11 @@ def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
 
 
 def telling_positions(config: Any, context: int) -> Int64s:
-    """Positions that tell forward passes apart, rising. They are the first, the last, and those around each
-    whole number in the configuration. Numbers of rotary embeddings, windows and contexts go before others."""
+    """Positions that tell forward passes apart, rising.
+
+    They are the first, the last, and those around each whole number in the configuration. Numbers of rotary
+    embeddings, windows and contexts go before others.
+    """
     wanted = [0, 1, 2, context - 2, context - 1, context // 2]
     named = sorted(_whole_numbers(config.to_dict()), key=lambda each: not any(map(each[0].count, TELLING)))
     powers = [1 << exponent for exponent in range(2, context.bit_length())]
@@ -104,8 +112,10 @@ def _whole_numbers(values: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | None:
-    """The largest difference, unless it is due to experts that are nearly tied. Then the choice may fall
-    either way, but not at the same position with other tokens."""
+    """The largest difference, unless it is due to experts that are nearly tied.
+
+    Then the choice may fall either way, but not at the same position with other tokens.
+    """
     bad = dict(_deviations(kernels, copy, positions, draw=1))
     if bad:
         again = dict(_deviations(kernels, copy, positions, draw=2))

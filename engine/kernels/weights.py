@@ -44,7 +44,10 @@ class PackedLayer:
 
 
 class PackedDecoder:
-    """All layers' and the output layer's. The embedding and the norms are read as they are."""
+    """All layers' and the output layer's.
+
+    The embedding and the norms are read as they are.
+    """
 
     def __init__(self, decoder: Decoder, packer: Packer, *, spread: bool) -> None:
         self.decoder = decoder

@@ -69,7 +69,10 @@ FINGERPRINT_SAMPLE_BYTES = 4096
 
 
 class CheckpointError(ValueError):
-    """A model that cannot be served. The message says what is wrong and what to do."""
+    """A model that cannot be served.
+
+    The message says what is wrong and what to do.
+    """
 
 
 class ReadingStopped(Exception):
@@ -514,8 +517,11 @@ def _eos_ids(vocab_size: int, *values: Any) -> tuple[int, ...]:
 
 
 def _tokenizer_eos(directory: Path) -> object:
-    """The id of the tokenizer's own end of a sequence, if it has one. A model tuned for chats may name the
-    end of a turn there alone, while its other files are still those of the model that it was made of."""
+    """The id of the tokenizer's own end of a sequence, if it has one.
+
+    A model tuned for chats may name the end of a turn there alone, while its other files are still those of
+    the model that it was made of.
+    """
     config = _read_json(directory / TOKENIZER_CONFIG)
     eos = config.get("eos_token")
     if isinstance(eos, dict):

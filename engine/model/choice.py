@@ -37,7 +37,9 @@ PROGRAMS = 1 << 16
 def choose_backend(
     wanted: Literal["auto", "TORCH_SDPA", "TRITON_ATTN"], model: LoadedModel, block_size: int
 ) -> Backend:
-    """The backend for this model. Says in the log what was chosen where there was a choice.
+    """The backend for this model.
+
+    Says in the log what was chosen where there was a choice.
 
     Raises:
         CheckpointError: the one that is wanted cannot run here, or computes something else.

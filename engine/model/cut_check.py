@@ -36,7 +36,10 @@ from parallel.tensor_parallel import TensorRank
 TOLERANCE = 2e-3
 """Difference that a quarter of the tokens may exceed, relative to what a layer adds."""
 ROUNDING = 1e-5
-"""The same relative to a layer's output. Sums of other order differ by a few units in the last place."""
+"""The same relative to a layer's output.
+
+Sums of other order differ by a few units in the last place.
+"""
 MOST_DIMENSIONS = 8
 """Most dimensions of a tensor that is shared out."""
 SHARE_OF_TOKENS = 0.75
@@ -114,8 +117,10 @@ def _columns_here(
 
 
 class _SomeRows:
-    """The forward of an output layer that computes some rows only, in float32. All rows would take as much
-    memory as several layers."""
+    """The forward of an output layer that computes some rows only, in float32.
+
+    All rows would take as much memory as several layers.
+    """
 
     def __init__(self, head: Any, rows: list[int]) -> None:
         self._head = head

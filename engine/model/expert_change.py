@@ -85,8 +85,9 @@ class HeldExperts:
     def prepare(
         self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool] = lambda: False
     ) -> int:
-        """Get ready to hold exactly these; returns how many had to be read. Meant for another thread than the
-        one that computes; whatever was prepared before is dropped.
+        """Get ready to hold exactly these; returns how many had to be read.
+
+        Meant for another thread than the one that computes; whatever was prepared before is dropped.
 
         Args:
             free_bytes: memory that may be used beside what is held.
@@ -134,8 +135,9 @@ class HeldExperts:
         )
 
     def install(self, experts: Sequence[int], free_bytes: Callable[[], int]) -> None:
-        """Hold these from now on; between two steps. What is not prepared, or was from others than are held
-        now, is read first.
+        """Hold these from now on; between two steps.
+
+        What is not prepared, or was from others than are held now, is read first.
 
         Raises:
             CheckpointError: they do not fit into ``free_bytes``, or cannot be read any more.

@@ -27,7 +27,10 @@ OTHER_LAYER_TYPES = frozenset({"chunked_attention", "indexed_attention"})
 LAYER_TYPES = ("layer_types", "layers_block_type")
 """Fields of a config.json that list the type of each layer."""
 READ_QUANTISATION = "mxfp4"
-"""The one quantisation that is read, into the chosen data type. GPT-OSS is published in no other form."""
+"""The one quantisation that is read, into the chosen data type.
+
+GPT-OSS is published in no other form.
+"""
 QUANTISATION = ("quantization_config", "compression_config", "quantization")
 """Fields of a config.json that say how weights are quantised; the last one is MLX's."""
 
@@ -41,8 +44,11 @@ PLAIN_HEADS = frozenset(
         "glm4v_moe_text",
     }
 )
-"""Language parts without a causal language model of their own in transformers. The larger model computes
-logits as one product of the last hidden state, and takes positions of text as any model does."""
+"""Language parts without a causal language model of their own in transformers.
+
+The larger model computes logits as one product of the last hidden state, and takes positions of text as any
+model does.
+"""
 ENCODER = "is an encoder-decoder model: only decoder-only models are served"
 RENAMED = {"kimi_k2": "deepseek_v3"}
 """Types that the configuration class of a larger model gives to its language part."""
@@ -142,8 +148,11 @@ def why_quantised(method: str | None) -> str:
 
 
 def why_layers_unsupported(types: Collection[str], is_stateful: bool) -> str:
-    """Words for layers that are not built; empty if all are. ``types`` are the types of the layers, as far as
-    they are known; ``is_stateful``: the family may have layers with a recurrent state."""
+    """Words for layers that are not built; empty if all are.
+
+    ``types`` are the types of the layers, as far as they are known; ``is_stateful``: the family may have
+    layers with a recurrent state.
+    """
     recurrent = sorted(RECURRENT_LAYER_TYPES.intersection(types))
     unknown = sorted(set(types) - SUPPORTED_LAYER_TYPES)
     if recurrent or (is_stateful and (unknown or not types)):

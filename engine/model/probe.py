@@ -58,8 +58,11 @@ BLOCK_SIZE = 4
 FIRST, SECOND = 11, 6
 """Lengths of the two requests of ``verify``."""
 TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Relative difference of a token's logits, median over tokens. Coarse: a wrong mask or a lost position
-gives 1; in 16 bits, a near-tie between experts may give a few tenths on some tokens."""
+"""Relative difference of a token's logits, median over tokens.
+
+Coarse: a wrong mask or a lost position gives 1; in 16 bits, a near-tie between experts may give a few tenths
+on some tokens.
+"""
 
 
 def probe_layers(
@@ -304,8 +307,10 @@ def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:
 def run_stage(
     module: Any, stage: Stage, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any
 ) -> torch.Tensor:
-    """Tokens and positions [tokens] -> [tokens, width of what the stage gives]. A later stage gets a made-up
-    hidden state for each token id."""
+    """Tokens and positions [tokens] -> [tokens, width of what the stage gives].
+
+    A later stage gets a made-up hidden state for each token id.
+    """
     hidden = None
     if not stage.shard.is_first:
         config = module.config.get_text_config()

@@ -53,8 +53,11 @@ GAPS: dict[str, dict[str, str]] = {
         "layers.*.mlp.shared_expert.down_proj": "rowwise",
     },
 }
-"""What transformers' plans leave out, by model type. GPT-OSS's experts have biases and are kept whole, as in
-its expert-parallel plan: each rank holds some, and the sum over ranks is that over a token's experts."""
+"""What transformers' plans leave out, by model type.
+
+GPT-OSS's experts have biases and are kept whole, as in its expert-parallel plan: each rank holds some, and
+the sum over ranks is that over a token's experts.
+"""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,10 @@ class Stage:
 
 @dataclass
 class ShardedClass:
-    """A model class whose models come out cut. What was cut is known once one has been made."""
+    """A model class whose models come out cut.
+
+    What was cut is known once one has been made.
+    """
 
     whole: Any
     """The model on the meta device, as it would be without sharding."""
@@ -196,8 +202,9 @@ class ShardedClass:
 def sharded_class(
     model_class: Any, config: Any, shard: Shard, share: ExpertShare | None = None
 ) -> ShardedClass:
-    """Prepare to make the shard of a model. With ``share``, its experts are not cut: those of the share are
-    kept whole, of the layers of this stage.
+    """Prepare to make the shard of a model.
+
+    With ``share``, its experts are not cut: those of the share are kept whole, of the layers of this stage.
 
     Raises:
         CheckpointError: this family cannot be cut so; the message says why and what to do.
@@ -315,8 +322,10 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
 
 
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
-    """The stage's layers keep their places and numbers, by which models look things up. The final norm
-    stays on all stages: it is small, and some models use it before their first layer, too."""
+    """The stage's layers keep their places and numbers, by which models look things up.
+
+    The final norm stays on all stages: it is small, and some models use it before their first layer, too.
+    """
     base = model.base_model
     for index, layer in enumerate(list(base.layers)):
         if index == layers.start - 1:

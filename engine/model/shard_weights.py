@@ -32,8 +32,9 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 
 @contextmanager
 def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """All tensors of a checkpoint by name, as slices of which nothing is read yet. They are for files that
-    transformers does not find by itself.
+    """All tensors of a checkpoint by name, as slices of which nothing is read yet.
+
+    They are for files that transformers does not find by itself.
 
     Raises:
         CheckpointError: two files have a tensor of the same name.

@@ -31,7 +31,10 @@ COLUMNS_PER_RANK = 8
 
 @dataclass(frozen=True)
 class UncutRun:
-    """What a model of a few uncut layers computed. All tensors in float32 on the CPU."""
+    """What a model of a few uncut layers computed.
+
+    All tensors in float32 on the CPU.
+    """
 
     inputs: torch.Tensor
     """[checked layers, ...]: of each layer, in the model's order."""
@@ -265,8 +268,10 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def ends_in_float32(module: Any, but: Any = None) -> Iterator[None]:
-    """While it lasts, what is outside of layers is in float32, ``but`` for one module. Embeddings stay as
-    they are: they are large, and what they give is exact."""
+    """While it lasts, what is outside of layers is in float32, ``but`` for one module.
+
+    Embeddings stay as they are: they are large, and what they give is exact.
+    """
     inside = {id(part) for part in layer_list(module).modules()}
     with ExitStack() as stack:
         for part in module.modules():

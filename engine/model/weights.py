@@ -316,8 +316,10 @@ def _read_config(info: ModelInfo, settings: ModelConfig) -> Any:
 
 
 def _model_class(info: ModelInfo, config: Any, trust_remote_code: bool) -> tuple[Any, Any, bool]:
-    """The class to load, its config, and whether it is a larger model's language part. The
-    code of a checkpoint is run only where transformers has none for its family."""
+    """The class to load, its config, and whether it is a larger model's language part.
+
+    The code of a checkpoint is run only where transformers has none for its family.
+    """
     text_config = config.get_text_config(decoder=True)
     is_part = text_config is not config
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)

@@ -48,8 +48,10 @@ class BlockLog:
         self._count += 1
 
     def since(self, number: int | None, known: Iterable[BlockHash]) -> BlockEvents | None:
-        """What somebody has to be told who has all changes before ``number``, or nothing (None). ``known`` is
-        all that is known now. None if there is nothing to tell."""
+        """What somebody has to be told who has all changes before ``number``, or nothing (None).
+
+        ``known`` is all that is known now. None if there is nothing to tell.
+        """
         if number == self._count:
             return None
         behind = None if number is None else self._count - number

@@ -128,8 +128,10 @@ class BlockPool:
         return taken
 
     def name(self, block: int, block_hash: BlockHash) -> None:
-        """Say that a held block is full and what it contains. If another block has the same content,
-        that one stays the known one."""
+        """Say that a held block is full and what it contains.
+
+        If another block has the same content, that one stays the known one.
+        """
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash

@@ -11,15 +11,20 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 256 << 20
-"""Pages that are not reached cost nothing. Those that were are held until the thread ends."""
+"""Pages that are not reached cost nothing.
+
+Those that were are held until the thread ends.
+"""
 
 IDLE = 10.0
 """Seconds without a task after which the thread ends; the next task starts another one."""
 
 
 class DeepThread:
-    """Does one thing after another. Its thread starts with the first, and ends when there is none for a
-    while."""
+    """Does one thing after another.
+
+    Its thread starts with the first, and ends when there is none for a while.
+    """
 
     def __init__(self, name: str, *, on_idle: Callable[[], None] = lambda: None) -> None:
         """``on_idle``: called by the thread before it ends."""

@@ -95,8 +95,11 @@ class StepCost:
             self._fit()
 
     def prices(self, rows: int) -> tuple[float, float]:
-        """Of a drafted token, and of drafting at all, beside so many rows. The unit is what a token costs in
-        a step of these rows without drafts: that is what each token saves that is taken."""
+        """Of a drafted token, and of drafting at all, beside so many rows.
+
+        The unit is what a token costs in a step of these rows without drafts: that is what each token saves
+        that is taken.
+        """
         if not self._fixed:
             return self.GUESSED_SHARE, self.GUESSED_EXTRA * rows
         token = (self._fixed + self._each * rows) / rows

@@ -29,7 +29,10 @@ MAX_LEXER_STATES = 20_000
 
 
 class GrammarError(ValueError):
-    """A grammar, or a tokenizer, that cannot be used. The message is meant for the client."""
+    """A grammar, or a tokenizer, that cannot be used.
+
+    The message is meant for the client.
+    """
 
 
 class Vocabulary:

@@ -31,12 +31,16 @@ CACHED_BYTES = 8 << 20
 """Of the texts of cached grammars; what is made of them is about a hundred times as large."""
 
 MAX_USES = 256
-"""Requests that share what one compilation has made. The states of its lexer add up over all of them, and are
-limited."""
+"""Requests that share what one compilation has made.
+
+The states of its lexer add up over all of them, and are limited.
+"""
 
 MAX_GROWTH = 128 << 20
-"""Bytes that the process may grow by, for any reason, before cached grammars are dropped. The library
-does not tell what a grammar holds, which grows as answers follow it."""
+"""Bytes that the process may grow by, for any reason, before cached grammars are dropped.
+
+The library does not tell what a grammar holds, which grows as answers follow it.
+"""
 
 
 @dataclass(frozen=True)

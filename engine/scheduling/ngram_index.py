@@ -30,9 +30,11 @@ class NgramIndex:
         return len(self._before)
 
     def find(self, tokens: Sequence[int], allowance: int) -> int | None:
-        """Where the end of these tokens stood before: the place of its last token. Of several the one before
-        which most tokens agree, of those the newest. None as well as long as not all tokens are taken in, of
-        which ``allowance`` says how many may be now."""
+        """Where the end of these tokens stood before: the place of its last token.
+
+        Of several the one before which most tokens agree, of those the newest. None as well as long as not
+        all tokens are taken in, of which ``allowance`` says how many may be now.
+        """
         last, run, self._last_run = len(tokens) - 1, self._last_run, None
         if run is not None and len(self._before) == last - 1:
             self._add(run)

@@ -111,8 +111,11 @@ class Request:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Sort key: lower goes first. Who comes from a lost instance, its client in the middle of an answer,
-        goes before those whose clients have nothing yet."""
+        """Sort key: lower goes first.
+
+        Who comes from a lost instance, its client in the middle of an answer, goes before those whose clients
+        have nothing yet.
+        """
         return (self.priority, self.num_emitted == 0, self.arrival)
 
     def hashes_up_to(self, num_blocks: int, block_size: int) -> list[BlockHash]:
@@ -126,8 +129,11 @@ class Request:
         return self.hashes[:num_blocks]
 
     def prefix_hashes(self, block_size: int) -> list[BlockHash]:
-        """Hashes of the blocks that it may find in the cache. At least one token is left to compute, and
-        prompts whose log-probabilities are wanted are computed whole."""
+        """Hashes of the blocks that it may find in the cache.
+
+        At least one token is left to compute, and prompts whose log-probabilities are wanted are computed
+        whole.
+        """
         if self.prompt_logprobs is not None:
             return []
         return self.hashes_up_to((len(self.token_ids) - 1) // block_size, block_size)

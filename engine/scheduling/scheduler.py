@@ -217,8 +217,11 @@ class Scheduler:
         return len(self._in_flight)
 
     def schedule(self) -> Step | None:
-        """Choose the rows of the next step; None if nothing can run. Steps may be under way: a request is not
-        in the next one before its token is there, but a prompt's next chunk may follow the one before."""
+        """Choose the rows of the next step; None if nothing can run.
+
+        Steps may be under way: a request is not in the next one before its token is there, but a prompt's
+        next chunk may follow the one before.
+        """
         block_size = self._rules.block_size
         most_rows = self._rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
@@ -321,8 +324,11 @@ class Scheduler:
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
     def _chunk(self, request: Request, rows: StepRows) -> int:
-        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`. One whose
-        output has begun is waited for like those that decode: when it is its turn, it gets all of that."""
+        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`.
+
+        One whose output has begun is waited for like those that decode: when it is its turn, it gets all of
+        that.
+        """
         rules, uncomputed = self._rules, request.num_uncomputed
         room = rows.budget if request.num_output else rows.prompt_budget
         count = min(uncomputed, room)
@@ -369,8 +375,11 @@ class Scheduler:
             self._name_full_blocks(request)
 
     def _drafts(self, most_rows: int) -> dict[RequestKey, list[int]]:
-        """What may come behind the newest tokens, by request. It gets what nobody else needs of the budget,
-        and of that little where prompts are there to be computed: it only hastens what comes anyway."""
+        """What may come behind the newest tokens, by request.
+
+        It gets what nobody else needs of the budget, and of that little where prompts are there to be
+        computed: it only hastens what comes anyway.
+        """
         running = len(self._running)
         if self._speculation is None or self._speculation.is_off(running):
             return {}
@@ -436,10 +445,12 @@ class Scheduler:
         request.num_named = num_full
 
     def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
-        """Waiting requests that fit, in order; the first that does not fit ends it. Those who lack no more
-        than room for the log-probabilities of their prompts are passed over, and, if there are any whose
-        output has begun, also those who lack no more than a share of the step: their slots and blocks stay
-        for them."""
+        """Waiting requests that fit, in order; the first that does not fit ends it.
+
+        Those who lack no more than room for the log-probabilities of their prompts are passed over, and, if
+        there are any whose output has begun, also those who lack no more than a share of the step: their
+        slots and blocks stay for them.
+        """
         admits: list[Admit] = []
         place = slots_kept = blocks_kept = 0
         while len(self._waiting) > place and len(self._free_slots) > slots_kept:
@@ -550,7 +561,10 @@ class Scheduler:
 
 
 def _most_drafted(request: Request) -> int:
-    """Of its output one token comes in any case. Penalties look at the whole text for each token."""
+    """Of its output one token comes in any case.
+
+    Penalties look at the whole text for each token.
+    """
     left = request.max_output - request.num_output - 1
     if request.params.shapes_logits_by_history:
         left = min(left, PENALISED_DRAFTS // len(request.token_ids))

@@ -143,7 +143,10 @@ class Speculation:
 
 
 def num_taken(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens of a draft are those that were sampled in their places. ``sampled`` has one more."""
+    """How many tokens of a draft are those that were sampled in their places.
+
+    ``sampled`` has one more.
+    """
     for count, (drafted, token) in enumerate(zip(draft, sampled, strict=False)):
         if drafted != token:
             return count

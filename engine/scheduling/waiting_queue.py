@@ -12,7 +12,10 @@ from engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """Requests in the order in which they will be admitted. None changes its tokens while it is here."""
+    """Requests in the order in which they will be admitted.
+
+    None changes its tokens while it is here.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

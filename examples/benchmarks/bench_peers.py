@@ -88,8 +88,11 @@ SAMPLING: dict[str, dict[str, float]] = {
 """Greedy answers where nothing else is said. The second ones are what Qwen2.5 comes with."""
 USUAL = ["plain", "prefix"]
 ROUNDS, USUAL_ROUNDS = {1: 6}, 8
-"""Requests of a run, times its concurrency. With fewer the run's end, when some have ended and no others
-come, would weigh more in the figures of a system whose requests do not all end together."""
+"""Requests of a run, times its concurrency.
+
+With fewer the run's end, when some have ended and no others come, would weigh more in the figures of a system
+whose requests do not all end together.
+"""
 LOWEST_ID = 300
 """Of the prompts' tokens: below are special ones and single bytes."""
 WARM = 8

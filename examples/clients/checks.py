@@ -43,7 +43,10 @@ def check(function: Check) -> Check:
 
 
 def run(package: str) -> None:
-    """Run all checks, say how each went, and exit with 1 if one failed. ``package`` is only printed."""
+    """Run all checks, say how each went, and exit with 1 if one failed.
+
+    ``package`` is only printed.
+    """
     failed = skipped = 0
     for function in _checks:
         name, start = function.__name__, time.monotonic()
@@ -134,8 +137,11 @@ CALL_REGEX = (
     r'<tool_call>\n\{"name": "weather", "arguments": '
     r'\{"city": "(London|Bath)", "days": [1-9]\}\}\n</tool_call>'
 )
-"""A call as models write it for the parser ``hermes``. The shipped model was never trained to call tools:
-with this expression its answer is one all the same, and finding the call in it is left to the parser."""
+"""A call as models write it for the parser ``hermes``.
+
+The shipped model was never trained to call tools: with this expression its answer is one all the same, and
+finding the call in it is left to the parser.
+"""
 
 
 def check_weather(arguments: str | dict[str, Any]) -> None:

@@ -49,8 +49,10 @@ class Client:
     npm: bool = False
     """The packages are npm's; a script in Python needs none of its own."""
     context: int = 0
-    """Tokens of its prompts and answers, if the shipped model's own context is too short. The model is then
-    served with so long a context; its text beyond its own makes no sense."""
+    """Tokens of its prompts and answers, if the shipped model's own context is too short.
+
+    The model is then served with so long a context; its text beyond its own makes no sense.
+    """
 
 
 CLIENTS = {

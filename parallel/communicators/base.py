@@ -86,16 +86,24 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all members, in rank order, so that all have the same bits. A new tensor."""
+        """Sum over all members, in rank order, so that all have the same bits.
+
+        A new tensor.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of ``source``; the others give one of the same shape and type. A new tensor."""
+        """The tensor of ``source``; the others give one of the same shape and type.
+
+        A new tensor.
+        """
         ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """To one member, which calls :meth:`receive`. May or may not wait until it does, so two members
-        never both send to each other before they receive."""
+        """To one member, which calls :meth:`receive`.
+
+        May or may not wait until it does, so two members never both send to each other before they receive.
+        """
         ...
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:

@@ -87,7 +87,10 @@ class _Connections:
                 never.wait(timedelta(milliseconds=1))
 
     def transfer(self, outgoing: _Messages, incoming: _Messages, seconds: float) -> RuntimeError | None:
-        """Send and receive all of these. What gloo says if that fails, and then everything is cut."""
+        """Send and receive all of these.
+
+        What gloo says if that fails, and then everything is cut.
+        """
         with self._in_gloo:
             return self._transfer(outgoing, incoming, seconds)
 
@@ -129,8 +132,11 @@ class _Connections:
             self._in_gloo.release()
 
     def _broke(self, peer: int) -> None:
-        """A connection broke. Where the processes can be watched, a death is told from a farewell: sockets
-        are closed a moment before a process has ended."""
+        """A connection broke.
+
+        Where the processes can be watched, a death is told from a farewell: sockets are closed a moment
+        before a process has ended.
+        """
         with self._lock:
             if self.reason is not None:
                 return

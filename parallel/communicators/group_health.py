@@ -18,7 +18,10 @@ _OPEN, _CLOSED, _ABORTED = 0, 1, 2  # values of a state word; above: aborted bec
 
 
 class GroupHealth:
-    """One member's view. Only :meth:`abort` may be called from another thread than that of the calls."""
+    """One member's view.
+
+    Only :meth:`abort` may be called from another thread than that of the calls.
+    """
 
     def __init__(self, rank: int, timeout: float, should_stop: Callable[[], bool] | None) -> None:
         """``timeout`` (seconds) is that of each call. ``should_stop`` is asked until :meth:`formed`."""

@@ -50,7 +50,10 @@ class Plan:
         self.fresh = result[0] if len(result) == 1 else result
         """The same, as torch takes it fastest."""
         self.run = run
-        """The exchange. With a result to fill: (given, result) -> None; for views: (given) -> buffer."""
+        """The exchange.
+
+        With a result to fill: (given, result) -> None; for views: (given) -> buffer.
+        """
         self.fits = fits
         """Whether there is room for views of this form, as far as this member knows."""
         self.own = own
@@ -118,8 +121,10 @@ class Plans:
         return whole
 
     def parts(self, plan: Plan, buffer: int) -> list[torch.Tensor]:
-        """What the members have there for this one, by rank; kept for the next time. Where this member's own
-        part is not there, something else is in its place."""
+        """What the members have there for this one, by rank; kept for the next time.
+
+        Where this member's own part is not there, something else is in its place.
+        """
         at = self._layout.view_at(buffer, self.rank)
         received = list(plan.receive_sizes)
         if plan.own is not None:

@@ -32,7 +32,10 @@ CALLS = (
 
 
 class Rounds:
-    """One member's part. Tensors are contiguous and on the CPU; results go to tensors that are given."""
+    """One member's part.
+
+    Tensors are contiguous and on the CPU; results go to tensors that are given.
+    """
 
     is_native = False
 

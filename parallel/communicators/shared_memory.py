@@ -209,8 +209,10 @@ class SharedMemoryCommunicator:
     def _start(
         self, call: str, tensor: torch.Tensor, sizes: Sequence[int] = (), receive_sizes: Sequence[int] = ()
     ) -> tuple[Plans, Plan, torch.Tensor]:
-        """A call begins: its plan, and the tensor as the transport wants it. Written for speed: this is most
-        of what a small tensor takes."""
+        """A call begins: its plan, and the tensor as the transport wants it.
+
+        Written for speed: this is most of what a small tensor takes.
+        """
         plans = self._plans or self._closed(call)
         plan = plans.last.get(call)
         if (

@@ -140,8 +140,11 @@ class Slots:
 
 
 class Span(NamedTuple):
-    """A stretch of memory in some tensor, which the holder keeps alive. Copying it as such costs a tenth of
-    what slices of tensors cost, which is what small tensors are all about."""
+    """A stretch of memory in some tensor, which the holder keeps alive.
+
+    Copying it as such costs a tenth of what slices of tensors cost, which is what small tensors are all
+    about.
+    """
 
     address: int
     length: int

@@ -111,7 +111,10 @@ class ChatAnswer(ChunkedAnswer):
         return usage
 
     def _opening(self, sample: OutputStream) -> bytes:
-        """The first chunk of a choice: whose message it is. It stands before the first token."""
+        """The first chunk of a choice: whose message it is.
+
+        It stands before the first token.
+        """
         chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
         chunk.usage = self.usage_so_far(sample, 0)
         chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None

@@ -241,7 +241,10 @@ class Generating:
         return Chat(wanted, turn_format, model, params, prompt, not_enforced)
 
     async def _count(self, request: Request, wanted: ChatRequest, size: int) -> int:
-        """Tokens of the prompt. Whether there is room for it, or parsers for its tools, does not matter."""
+        """Tokens of the prompt.
+
+        Whether there is room for it, or parsers for its tools, does not matter.
+        """
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         keep_allowed_tools(wanted)

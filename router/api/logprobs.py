@@ -101,8 +101,11 @@ def _first(ids: Sequence[int], count: int) -> Sequence[int]:
 
 
 def encoded(value: Shape) -> Shape:
-    """JSON in place of what it says. All of a large answer at once would hold up the other threads, too, and
-    as objects it is several times as large."""
+    """JSON in place of what it says.
+
+    All of a large answer at once would hold up the other threads, too, and as objects it is several times as
+    large.
+    """
     return cast(Shape, msgspec.Raw(msgspec.json.encode(value)))
 
 

@@ -158,7 +158,10 @@ def _encode(
 
 
 def _fit(ids: list[int], limit: int | None, request: GenerationRequest, model: TextModel) -> list[int]:
-    """The prompt, truncated if the request asks for it. It must leave room and have known tokens only."""
+    """The prompt, truncated if the request asks for it.
+
+    It must leave room and have known tokens only.
+    """
     if limit is not None:
         ids = ids[:limit] if request.truncation_side == "right" else ids[max(0, len(ids) - limit) :]
     if not ids:

@@ -38,9 +38,11 @@ def make_samples(
     *,
     may_be_cut: bool = False,
 ) -> list[OutputStream]:
-    """``n`` samples of each prompt, in the order of the answer's choices. ``chance`` draws the seeds of
-    requests that bring none. ``may_be_cut``: the end of an instance's context may end them before the tokens
-    that were asked for are there."""
+    """``n`` samples of each prompt, in the order of the answer's choices.
+
+    ``chance`` draws the seeds of requests that bring none. ``may_be_cut``: the end of an instance's context
+    may end them before the tokens that were asked for are there.
+    """
     if len(prompts) * params.n > MAX_SAMPLES:
         refuse(f"prompts times n may be at most {MAX_SAMPLES}.", "n")
     prompt_logprobs = _prompt_logprobs(request, params)
@@ -98,7 +100,10 @@ def _check_prompt_logprobs(
 
 
 def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
-    """What an instance needs to know: one sample, without the text side. At least one token is generated."""
+    """What an instance needs to know: one sample, without the text side.
+
+    At least one token is generated.
+    """
     return msgspec.structs.replace(
         params,
         n=1,

@@ -37,14 +37,20 @@ SEND_TIMEOUT = 60.0
 """Seconds that a client may refuse to take more of its stream."""
 
 HEAVY = 4096
-"""Tokens and log-probabilities. What tells more is made in a thread: other clients' streams do not wait."""
+"""Tokens and log-probabilities.
+
+What tells more is made in a thread: other clients' streams do not wait.
+"""
 
 EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-"""Headers of a stream. By the last one nginx, and others, pass events on as they come."""
+"""Headers of a stream.
+
+By the last one nginx, and others, pass events on as they come.
+"""
 
 Result = TypeVar("Result")
 
@@ -98,8 +104,9 @@ class RequestRun:
             raise too_late(self._timeout) from error
 
     async def pieces(self, sink: Sink | None = None) -> AsyncGenerator[Batch, None]:
-        """What the samples say, as it comes, until all have finished. While the reader waits, a ``sink`` may
-        get deltas of a request's only sample: those are not yielded.
+        """What the samples say, as it comes, until all have finished.
+
+        While the reader waits, a ``sink`` may get deltas of a request's only sample: those are not yielded.
 
         Raises:
             MeshError: the mesh does not take a sample.
@@ -229,7 +236,9 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer. The status goes out with the first tokens: an early failure still has its own.
+    """A streamed answer.
+
+    The status goes out with the first tokens: an early failure still has its own.
 
     With ``keep_alive`` a comment goes out when nothing has for so many seconds, for proxies that would close
     the connection; the status goes with the first one, and a later failure is an event.

@@ -48,9 +48,11 @@ def make_app(
     tracing: Tracing | None = None,
     settings: Callable[[], Settings | None] = lambda: None,
 ) -> Starlette:
-    """The ASGI application in front of a mesh. ``metrics`` may tell of the instances, too; ``quotas`` may be
-    shared with other front ends; without a ``dashboard`` there is no page. ``settings`` are those of the
-    mesh, as far as they are known."""
+    """The ASGI application in front of a mesh.
+
+    ``metrics`` may tell of the instances, too; ``quotas`` may be shared with other front ends; without a
+    ``dashboard`` there is no page. ``settings`` are those of the mesh, as far as they are known.
+    """
     metrics = metrics or Metrics(mesh)
     models = TextModels(mesh, config)
     quotas = quotas or Quotas(config.key_limits)

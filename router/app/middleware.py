@@ -58,8 +58,10 @@ def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) 
 
 
 class RequestIds:
-    """Gives each request an id: the client's own, a handler's choice, or a new one. It stands
-    in all log lines about the request, and, where asked for, in the answer's X-Request-Id."""
+    """Gives each request an id: the client's own, a handler's choice, or a new one.
+
+    It stands in all log lines about the request, and, where asked for, in the answer's X-Request-Id.
+    """
 
     def __init__(self, app: ASGIApp, *, tells: bool = False) -> None:
         """``tells``: whether answers have the header."""
@@ -101,8 +103,11 @@ class RootPath:
 
 
 class Slashes:
-    """Serves a path with a slash at its end like the one without. A redirect would lead to a scheme and
-    a host that a proxy in front may not have, and many clients do not follow it with a POST."""
+    """Serves a path with a slash at its end like the one without.
+
+    A redirect would lead to a scheme and a host that a proxy in front may not have, and many clients do not
+    follow it with a POST.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -114,8 +119,11 @@ class Slashes:
 
 
 class Options:
-    """Answers OPTIONS with the methods of a path, for any client. Proxies check so whether a server is there
-    (HAProxy: ``OPTIONS /``). Pages that ask what they may do hear it from what allows them something."""
+    """Answers OPTIONS with the methods of a path, for any client.
+
+    Proxies check so whether a server is there (HAProxy: ``OPTIONS /``). Pages that ask what they may do hear
+    it from what allows them something.
+    """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         self._app = app
@@ -179,8 +187,10 @@ class KeyCheck:
 
 
 class HostCheck:
-    """For loopback without keys: lets in requests for this machine, not for some site. Probes may ask for
-    any."""
+    """For loopback without keys: lets in requests for this machine, not for some site.
+
+    Probes may ask for any.
+    """
 
     def __init__(self, app: ASGIApp, refusals: Refusals) -> None:
         self._app = app
@@ -227,7 +237,10 @@ def _is_here(value: bytes) -> bool:
 
 
 def error_response(error: ApiError, scope: Scope, refusals: Refusals) -> Response:
-    """In the words of the API that a request's path belongs to. The log has it, too."""
+    """In the words of the API that a request's path belongs to.
+
+    The log has it, too.
+    """
     path = scope["path"]
     refusals.add(scope["method"], path, error)
     if path.startswith(anthropic_errors.PREFIX):

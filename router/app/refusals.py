@@ -47,8 +47,11 @@ class Lines:
 
 
 class Refusals:
-    """Of one application. What is at fault at the client is information, that nobody could take a request a
-    warning, and what is at fault here an error."""
+    """Of one application.
+
+    What is at fault at the client is information, that nobody could take a request a warning, and what is at
+    fault here an error.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lines = {level: Lines(clock) for level in (logging.INFO, logging.WARNING, logging.ERROR)}

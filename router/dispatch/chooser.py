@@ -126,7 +126,10 @@ class Chooser:
     # ---- helpers
 
     def _instances_for(self, entry: Entry) -> Sequence[Instance]:
-        """All, or the one that the client asked for. A request that was taken already goes on anywhere."""
+        """All, or the one that the client asked for.
+
+        A request that was taken already goes on anywhere.
+        """
         pinned = entry.prompt.rank
         instances = list(self._pool)
         if pinned is None or entry.owed:

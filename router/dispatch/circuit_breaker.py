@@ -17,7 +17,10 @@ FORGOTTEN_AFTER = 600.0
 
 
 class CircuitBreaker:
-    """What the failures of one rank have left of it. Times are in seconds, of any one clock."""
+    """What the failures of one rank have left of it.
+
+    Times are in seconds, of any one clock.
+    """
 
     def __init__(self) -> None:
         self.failures = 0

@@ -294,7 +294,10 @@ class MeshClient:
     def _choose_after(
         self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT
     ) -> Instance | None:
-        """The next instance for a request that one has failed. None: it waits for one, or is given up."""
+        """The next instance for a request that one has failed.
+
+        None: it waits for one, or is given up.
+        """
         entry.failed_at(failed.rank)
         if entry.fruitless >= MAX_FRUITLESS:
             text = f"{entry.fruitless} instances in turn gave no token for the request"
@@ -378,8 +381,10 @@ class MeshClient:
             link.close()
 
     def _move_requests(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
-        """What an instance had goes on elsewhere; should it still run there, it is aborted. With nobody to
-        take it, it waits for ``patience`` seconds."""
+        """What an instance had goes on elsewhere; should it still run there, it is aborted.
+
+        With nobody to take it, it waits for ``patience`` seconds.
+        """
         lost = self._ledger.of_instance(instance.name)
         if not lost:
             return
@@ -448,7 +453,10 @@ class MeshClient:
         self._move_requests(instance, "connection_lost" if serves else "drained")
 
     def link_failed(self, instance: Instance) -> None:
-        """As if it had broken. Another one is opened at the next look: what was wrong may be so again."""
+        """As if it had broken.
+
+        Another one is opened at the next look: what was wrong may be so again.
+        """
         try:
             self.connection_broke(instance)
         finally:

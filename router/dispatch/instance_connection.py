@@ -83,8 +83,10 @@ class InstanceConnection:
         self._connection.close(linger_ms=0)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """By an error of ours, in what is done with a message, say. Half a link would be worse than none:
-        nobody would notice that it is deaf."""
+        """By an error of ours, in what is done with a message, say.
+
+        Half a link would be worse than none: nobody would notice that it is deaf.
+        """
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
@@ -98,8 +100,10 @@ class InstanceConnection:
             await asyncio.sleep(ATTACH_INTERVAL if sent else RECONNECT_INTERVAL)
 
     async def _watch(self) -> None:
-        """A broken connection is the first sign of a dead instance. Should it live, it is used again once it
-        answers on a new connection."""
+        """A broken connection is the first sign of a dead instance.
+
+        Should it live, it is used again once it answers on a new connection.
+        """
         complained = False
         while True:
             await self._connection.broken()

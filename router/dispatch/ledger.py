@@ -198,8 +198,10 @@ class Ledger:
         return self._entries.get(instance, NONE)
 
     def book(self, entry: Entry, delta: Delta) -> Delta:
-        """Book a delta of an entry's current try; as it is to be passed on. An entry whose last delta this is
-        leaves."""
+        """Book a delta of an entry's current try; as it is to be passed on.
+
+        An entry whose last delta this is leaves.
+        """
         if entry.has_begun and delta.prompt_logprobs is not None:
             delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
         entry.emitted += delta.token_ids

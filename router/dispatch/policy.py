@@ -94,8 +94,11 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozenset()) -> list[Candidate]:
-    """Those that may get a request. ``excluded`` ranks (they just failed it) and those that have failed
-    others lately only if nobody else is there, stalled ones never."""
+    """Those that may get a request.
+
+    ``excluded`` ranks (they just failed it) and those that have failed others lately only if nobody else is
+    there, stalled ones never.
+    """
     able = [
         candidate for candidate in candidates if candidate.ready and candidate.stalled_for < STALLED_AFTER
     ]
@@ -202,8 +205,11 @@ def pick(policy: Policy, candidates: Sequence[Candidate], wish: Wish) -> Candida
 
 
 def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
-    """The lowest cost. A cached prefix is worth the work that it spares this request and others: affinity
-    ends where waiting for the instance that has it costs more than computing it again."""
+    """The lowest cost.
+
+    A cached prefix is worth the work that it spares this request and others: affinity ends where waiting for
+    the instance that has it costs more than computing it again.
+    """
     longest = max(each.cached_tokens for each in candidates)
     shares = core_shares(candidates)
 

@@ -246,9 +246,12 @@ class Pool:
         ]
 
     def apply(self, view: View, now: float) -> Changes:
-        """Bring the pool up to a view. An instance enters once it has an address. Who is missing leaves,
-        unless the coordinator has just started and may not know of it yet; but a rank that another instance
-        has by now is lost to its old holder in any case."""
+        """Bring the pool up to a view.
+
+        An instance enters once it has an address. Who is missing leaves, unless the coordinator has just
+        started and may not know of it yet; but a rank that another instance has by now is lost to its old
+        holder in any case.
+        """
         self._size = view.size or 0
         members = {member.instance: member for member in view.members if member.address}
         taken = {member.rank: member.instance for member in view.members}

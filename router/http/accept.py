@@ -146,8 +146,10 @@ class Acceptor:
         self._later = self._loop.call_later(seconds, then)
 
     def _accept(self) -> bool:
-        """Accept one connection, if no other front end was faster and there is a file. Returns whether it
-        did."""
+        """Accept one connection, if no other front end was faster and there is a file.
+
+        Returns whether it did.
+        """
         try:
             if not self._has_room():
                 self._pause(SHORTAGES[errno.EMFILE])
@@ -175,8 +177,11 @@ class Acceptor:
         self._wait(PAUSE, self._after_courtesy)
 
     def _has_room(self) -> bool:
-        """Whether enough files are left. A new file gets the lowest free number, which shows how many are
-        open. They are counted only once the newest connection had a high number."""
+        """Whether enough files are left.
+
+        A new file gets the lowest free number, which shows how many are open. They are counted only once the
+        newest connection had a high number.
+        """
         if self._newest_file < self._most_files:
             return True
         self._newest_file = os.dup(self._listener.fileno())

@@ -107,8 +107,10 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def decoder(kind: type[Body]) -> Callable[[bytes], Body]:
-    """A function that reads a JSON body as ``kind``. Whole numbers may be written with a point, as some
-    languages do."""
+    """A function that reads a JSON body as ``kind``.
+
+    Whole numbers may be written with a point, as some languages do.
+    """
     decode = msgspec.json.Decoder(kind).decode
 
     def read(body: bytes) -> Body:

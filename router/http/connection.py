@@ -31,12 +31,17 @@ Fill = Callable[[bytes], bool]
 
 
 class BodyWriter(Protocol):
-    """Writes parts of a body that has begun. Nothing between the application and the server may want to see
-    them (no middleware of ours does)."""
+    """Writes parts of a body that has begun.
+
+    Nothing between the application and the server may want to see them (no middleware of ours does).
+    """
 
     def is_open(self) -> bool:
-        """Whether a part can be written now. If not, the usual way says why: it waits for a client that does
-        not keep up, or drops what nobody takes any more."""
+        """Whether a part can be written now.
+
+        If not, the usual way says why: it waits for a client that does not keep up, or drops what nobody
+        takes any more.
+        """
         ...
 
     def write(self, part: bytes) -> None:

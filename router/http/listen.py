@@ -65,8 +65,10 @@ def _bind(listener: socket.socket, host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def at_path(path: Path) -> Iterator[socket.socket]:
-    """A Unix socket bound to a path, which is free again afterwards. Who may connect there is decided by the
-    umask and by the directory. A socket that a dead server left there is taken away.
+    """A Unix socket bound to a path, which is free again afterwards.
+
+    Who may connect there is decided by the umask and by the directory. A socket that a dead server left there
+    is taken away.
 
     Raises:
         OSError: the path cannot be used; the message has the reason.
@@ -99,8 +101,10 @@ def _bind_at(listener: socket.socket, path: Path) -> None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody listens there, or has bound it and will. The kernel lists the latter, of this network
-    namespace."""
+    """Whether somebody listens there, or has bound it and will.
+
+    The kernel lists the latter, of this network namespace.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

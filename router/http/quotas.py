@@ -50,8 +50,11 @@ class Refusal(msgspec.Struct, frozen=True):
 def admit(
     limits: KeyLimits, account: Account, prompt_tokens: int, running: int, now: float
 ) -> Refusal | None:
-    """Book a request that comes now, unless it exceeds a limit. A prompt longer than a minute's worth of
-    tokens is let in when the bucket is full: it would never be otherwise."""
+    """Book a request that comes now, unless it exceeds a limit.
+
+    A prompt longer than a minute's worth of tokens is let in when the bucket is full: it would never be
+    otherwise.
+    """
     _fill_up(limits, account, now)
     if limits.concurrent_requests is not None and running >= limits.concurrent_requests:
         return Refusal(f"{limits.concurrent_requests} requests at once", RUNNING_RETRY)
@@ -103,7 +106,10 @@ class Lease:
 
 
 class Quotas:
-    """The accounts of all keys. Keys are known by their number; without keys, all clients are number 0."""
+    """The accounts of all keys.
+
+    Keys are known by their number; without keys, all clients are number 0.
+    """
 
     def __init__(
         self,
@@ -184,7 +190,10 @@ class Quotas:
             raise _too_many(refusal)
 
     def give_back(self, key: int, generated_tokens: int, *, requests: int = 0) -> None:
-        """A request has ended. One that nobody took gives back itself, and its prompt as tokens below 0."""
+        """A request has ended.
+
+        One that nobody took gives back itself, and its prompt as tokens below 0.
+        """
         with self._locked():
             self._numbers[key * self._width + 3 + self._front_end] -= 1
             self._numbers[key * self._width] += requests

@@ -91,10 +91,13 @@ def process_table(
     listen_fd: int | None = None,
     with_router: bool = True,
 ) -> list[ProcessSpec]:
-    """What to start, in this order. ``settings`` are those of the model, when this side knows it;
-    ``mesh_name`` is the coordinator's, so that its launcher tells it from another mesh's; ``devices`` are the
-    CUDA devices of this machine; ``listen_fd`` is the coordinator's socket, when the launcher holds it.
-    Without ``doors`` each router would bind the ports itself; API keys need them."""
+    """What to start, in this order.
+
+    ``settings`` are those of the model, when this side knows it; ``mesh_name`` is the coordinator's, so that
+    its launcher tells it from another mesh's; ``devices`` are the CUDA devices of this machine; ``listen_fd``
+    is the coordinator's socket, when the launcher holds it. Without ``doors`` each router would bind the
+    ports itself; API keys need them.
+    """
     mesh = config.mesh
     table: list[ProcessSpec] = []
     if not mesh.headless:
@@ -141,8 +144,10 @@ def _coordinator(
 def engine_spec(
     config: ServeConfig, rank: int | None, threads: int, number: int = 0, devices: Sequence[str] = ()
 ) -> ProcessSpec:
-    """One instance; a rank beyond ``-dp`` is one that came later. ``number``: among those of ``serve``;
-    ``devices``: CUDA devices of this machine."""
+    """One instance; a rank beyond ``-dp`` is one that came later.
+
+    ``number``: among those of ``serve``; ``devices``: CUDA devices of this machine.
+    """
     size = config.mesh.data_parallel_size
     on_ray = config.data_parallel_backend == "ray"
     handed_down = own_key.descriptors(config.mesh)
@@ -175,8 +180,10 @@ def engine_spec(
 
 
 def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
-    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers. ``devices``:
-    the CUDA devices of that host."""
+    """What runs on a host with ``--node-rank`` above 0: its share of each instance's workers.
+
+    ``devices``: the CUDA devices of that host.
+    """
     nodes = config.engine.nodes
     workers = config.engine.num_local_workers
     instances = config.mesh.local_size
@@ -205,8 +212,11 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
 
 
 def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[str, ...]:
-    """Of the instance with this number. Instances of one machine that are started one by one, each with its
-    rank, get devices of their own, too. Ray gives its actors theirs."""
+    """Of the instance with this number.
+
+    Instances of one machine that are started one by one, each with its rank, get devices of their own, too.
+    Ray gives its actors theirs.
+    """
     engine, mesh = config.engine, config.mesh
     if engine.device.device == "cpu" or config.ray_flag is not None:
         return ()
@@ -220,8 +230,10 @@ def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[
 
 
 def _engine_of(config: ServeConfig, number: int) -> EngineConfig:
-    """Settings of the instance with this number among those of one ``serve``. Each waits for its hosts at a
-    port of its own."""
+    """Settings of the instance with this number among those of one ``serve``.
+
+    Each waits for its hosts at a port of its own.
+    """
     engine = config.engine if config.mesh.headless else _with_model(config.engine)
     if engine.nodes.nnodes == 1:
         return engine

@@ -69,8 +69,10 @@ class Overseer:
             self.changed.set()
 
     def _on_lost(self, instance: str, how: str) -> None:
-        """The coordinator need not wait until a dead process is silent for long enough. Should it be away, it
-        learns nothing of that instance when it is back."""
+        """The coordinator need not wait until a dead process is silent for long enough.
+
+        Should it be away, it learns nothing of that instance when it is back.
+        """
         self._watcher.send(Exited(instance, how))
 
     def _is_ours(self, view: View) -> bool:

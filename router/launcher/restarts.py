@@ -43,8 +43,10 @@ class Restarts:
         return self._instances and (lost_it or status not in NOT_BY_ACCIDENT)
 
     def after_end(self, key: int, role: str, served_for: float) -> float | None:
-        """Seconds to wait before the next start; None when it has ended too often. ``served_for``: seconds of
-        service (not of loading) before this end."""
+        """Seconds to wait before the next start; None when it has ended too often.
+
+        ``served_for``: seconds of service (not of loading) before this end.
+        """
         steady = STEADY if role == "engine" else QUICKLY_STEADY
         row = 0 if served_for >= steady else self._row.get(key, 0)
         if role == "engine" and row >= MAX_INSTANCE_RESTARTS:

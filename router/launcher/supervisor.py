@@ -165,7 +165,10 @@ class Supervisor:
         await self._start(self._num_keys, spec)
 
     async def grow(self, ranks: Sequence[int], room: int = 0) -> None:
-        """Instances of these ranks more. ``room``: how many of ours can have devices of their own."""
+        """Instances of these ranks more.
+
+        ``room``: how many of ours can have devices of their own.
+        """
         assert self._engine_spec is not None
         for rank in ranks:
             logger.info("starting instance %d", rank)

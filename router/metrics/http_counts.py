@@ -116,7 +116,10 @@ class Handlers:
 
 
 class Counting:
-    """Counts what goes through. Who hangs up before an answer begins has none, and is not counted."""
+    """Counts what goes through.
+
+    Who hangs up before an answer begins has none, and is not counted.
+    """
 
     def __init__(self, app: ASGIApp, counts: HttpCounts, handlers: Handlers) -> None:
         self._app = app

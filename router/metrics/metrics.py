@@ -43,8 +43,11 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def _openmetrics(registry: CollectorRegistry) -> bytes:
-    """In OpenMetrics, names as they are. Left to choose, prometheus_client 0.23 and later writes vllm:x as
-    vllm_x for every Prometheus before 3.0, and no dashboard would find it."""
+    """In OpenMetrics, names as they are.
+
+    Left to choose, prometheus_client 0.23 and later writes vllm:x as vllm_x for every Prometheus before 3.0,
+    and no dashboard would find it.
+    """
     encode: Callable[..., bytes] = openmetrics.generate_latest
     as_they_are = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
     return encode(registry, **as_they_are)

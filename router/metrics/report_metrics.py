@@ -28,7 +28,10 @@ def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
 def of_reports(
     model: str, reports: Mapping[int, InstanceReport], block_size: int | None = None
 ) -> Iterable[Metric]:
-    """What instances say of themselves, by rank. ``block_size``: tokens of a KV block, if that is known."""
+    """What instances say of themselves, by rank.
+
+    ``block_size``: tokens of a KV block, if that is known.
+    """
     gauges = {
         "num_requests_running": "Requests in the running batch.",
         "num_requests_waiting": "Requests that wait.",

@@ -102,7 +102,10 @@ class JobMaker:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts. A list of numbers is one prompt of token ids."""
+    """One prompt or several, as a list of prompts.
+
+    A list of numbers is one prompt of token ids.
+    """
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [prompts]
     if not isinstance(prompts, Sequence):

@@ -147,7 +147,10 @@ class LLM:
         self._close(waits_for_others=kind is None)
 
     def close(self) -> None:
-        """End all processes; harmless twice. The first of several nodes waits for the others to close."""
+        """End all processes; harmless twice.
+
+        The first of several nodes waits for the others to close.
+        """
         self._close(waits_for_others=True)
 
     # ---- generation

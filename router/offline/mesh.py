@@ -130,7 +130,9 @@ class PrivateMesh:
             raise
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run this in the mesh's event loop and wait for it. Interrupted (Ctrl-C), it is cancelled.
+        """Run this in the mesh's event loop and wait for it.
+
+        Interrupted (Ctrl-C), it is cancelled.
 
         Raises:
             EngineDeadError: the processes ended meanwhile, or had ended before.
@@ -160,8 +162,11 @@ class PrivateMesh:
             raise
 
     def close(self, *, waits_for_others: bool = True) -> None:
-        """End all processes. A head first waits until the instances of other nodes have left, since their
-        programs may still need ours. Harmless twice, and in a forked child."""
+        """End all processes.
+
+        A head first waits until the instances of other nodes have left, since their programs may still need
+        ours. Harmless twice, and in a forked child.
+        """
         if not self.is_alive:
             return
         self._begun.wait()

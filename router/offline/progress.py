@@ -18,7 +18,10 @@ TITLE = "Processed prompts"
 
 @contextlib.contextmanager
 def progress_bar(count: int, wanted: bool | Callable[..., Any]) -> Iterator[OnOutput]:
-    """A function to call with each output as it comes. ``wanted`` may be a class like ``tqdm.tqdm``."""
+    """A function to call with each output as it comes.
+
+    ``wanted`` may be a class like ``tqdm.tqdm``.
+    """
     if not wanted or not count:
         yield lambda _output: None
     elif callable(wanted):

@@ -32,7 +32,9 @@ async def run_jobs(
     most_samples: int,
     on_output: Callable[[RequestOutput], None],
 ) -> list[RequestOutput]:
-    """``most_samples`` are in flight at once, and those of at least one prompt. The first failure ends all.
+    """``most_samples`` are in flight at once, and those of at least one prompt.
+
+    The first failure ends all.
 
     Raises:
         ValueError: an instance refuses a prompt, or its grammar turned out to be too complex.

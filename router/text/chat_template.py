@@ -52,8 +52,10 @@ Message = dict[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """Messages that make no prompt with this template, or no template that works. ``logged`` stands in the
-    log in place of words that may quote the messages."""
+    """Messages that make no prompt with this template, or no template that works.
+
+    ``logged`` stands in the log in place of words that may quote the messages.
+    """
 
     def __init__(self, message: str, logged: str | None = None) -> None:
         super().__init__(message)
@@ -370,7 +372,10 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object. A model may slip, or be cut, and its conversation goes on all the same."""
+    """Arguments as an object.
+
+    A model may slip, or be cut, and its conversation goes on all the same.
+    """
     if many := too_many(text.encode()):
         raise ChatTemplateError(f"The arguments of a tool call hold more than {many}.")
     try:

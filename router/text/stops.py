@@ -73,7 +73,10 @@ class StopSearch:
         return f"<StopSearch holding {self._held!r}, matched {self.matched!r}>"
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Take in more text; returns what is certain to stay. Not ``armed``, a stop string is only text."""
+        """Take in more text; returns what is certain to stay.
+
+        Not ``armed``, a stop string is only text.
+        """
         if self.matched is not None:
             return ""
         seen = self._held + text

@@ -89,7 +89,10 @@ class Tokenizer:
         return int(self.backend.get_vocab_size())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Frees the GIL while it works (``encode`` of the backend would not)."""
+        """Token ids of a text.
+
+        Frees the GIL while it works (``encode`` of the backend would not).
+        """
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -98,8 +101,10 @@ class Tokenizer:
         return [each.ids for each in found]
 
     def encode_part(self, text: str, count: int, *, from_end: bool, add_special_tokens: bool) -> list[int]:
-        """:meth:`encode`, of as much of the text as its last (or first) ``count`` tokens need. A text with no
-        more tokens is encoded whole."""
+        """:meth:`encode`, of as much of the text as its last (or first) ``count`` tokens need.
+
+        A text with no more tokens is encoded whole.
+        """
         length = PART_CHARACTERS * (count + CUT_TOKENS)
         while length < len(text):
             part = _end_of(text, length) if from_end else _beginning_of(text, length)
@@ -110,8 +115,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """:meth:`encode`, and where in the text each token begins. Tokens that are added to it have no length
-        there; blanks that a tokenizer counts to none of two tokens go with the second."""
+        """:meth:`encode`, and where in the text each token begins.
+
+        Tokens that are added to it have no length there; blanks that a tokenizer counts to none of two tokens
+        go with the second.
+        """
         (found,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets: list[int] = []
         end = 0
@@ -140,7 +148,10 @@ class Tokenizer:
         return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token alone stands for: possibly a part of a character. Empty for ids without a token."""
+        """What a token alone stands for: possibly a part of a character.
+
+        Empty for ids without a token.
+        """
         found = self._bytes_of.get(token_id)
         if found is None:
             found = self._bytes_of[token_id] = self._look_up_bytes(token_id)

@@ -152,8 +152,10 @@ class Conversation:
             return [entry["id"] for entry in json.load(answer)["data"]]
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer as it comes, its reasoning first. It becomes part of the conversation without that, also
-        what came of it until it was stopped; a question that got no answer does not.
+        """The answer as it comes, its reasoning first.
+
+        It becomes part of the conversation without that, also what came of it until it was stopped; a
+        question that got no answer does not.
 
         Raises:
             ChatError: there is none.

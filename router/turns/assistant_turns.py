@@ -27,9 +27,11 @@ class TurnReader:
         names_tool: bool = False,
         must_call: bool = False,
     ) -> None:
-        """``max_calls``: drop calls beyond so many; 0 keeps all. ``names_tool``: the client named the one to
-        be called. ``must_call``: a grammar lets nothing stand in the answer but calls, so what is no call at
-        its end is one that was cut before its name was there."""
+        """``max_calls``: drop calls beyond so many; 0 keeps all.
+
+        ``names_tool``: the client named the one to be called. ``must_call``: a grammar lets nothing stand in
+        the answer but calls, so what is no call at its end is one that was cut before its name was there.
+        """
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls

@@ -58,7 +58,10 @@ class HarmonyParser(TurnParser):
     """
 
     def __init__(self, prompt: str, offered: Collection[str] = ()) -> None:
-        """``prompt``: its last message may be one that the answer goes on with. ``offered``: tools' names."""
+        """``prompt``: its last message may be one that the answer goes on with.
+
+        ``offered``: tools' names.
+        """
         super().__init__()
         self._offered = offered
         self._kind: type[Reasoning | Content | CallArguments] | None = None

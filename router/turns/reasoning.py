@@ -48,8 +48,11 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
 
 
 class TurnParser(ABC):
-    """Splits the text of one answer, however it is cut into chunks. ``feed`` takes the next chunk, ``flush``
-    says that none comes any more; both return what is certain by then."""
+    """Splits the text of one answer, however it is cut into chunks.
+
+    ``feed`` takes the next chunk, ``flush`` says that none comes any more; both return what is certain by
+    then.
+    """
 
     def __init__(self) -> None:
         self._buffer = ""

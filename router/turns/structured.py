@@ -20,8 +20,10 @@ from router.structured_config import StructuredOutputsConfig
 from router.turns.schema_formats import without_unknown_formats
 
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
-"""Between the tokens of JSON: a space, or a new line with its indentation. A model that only goes on with
-blanks would never end; llguidance's own default lets it."""
+"""Between the tokens of JSON: a space, or a new line with its indentation.
+
+A model that only goes on with blanks would never end; llguidance's own default lets it.
+"""
 MAX_CHOICES = 4096
 MAX_JSON = 128 * 1024
 """Characters of a schema, of all choices, of structural tags."""
@@ -60,8 +62,9 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> AnswerForm | None:
-    """The form that a request asks for, None for any text. Clients made for several servers ask for the same
-    one under several names.
+    """The form that a request asks for, None for any text.
+
+    Clients made for several servers ask for the same one under several names.
 
     Raises:
         ApiError: it asks for several, or what it asks for cannot be.

@@ -39,8 +39,10 @@ MOST_TEXTS, MOST_CHUNK = 4, 1024
 """Texts that are computed side by side, and tokens of one of them in a step."""
 FLOAT32_TOLERANCE = 1e-3
 NEAR_TIES = 0.01
-"""Share of the positions of a mixture whose experts may be chosen otherwise. In float32, one or two in a
-thousand of the tokens are near a tie, or have seen one."""
+"""Share of the positions of a mixture whose experts may be chosen otherwise.
+
+In float32, one or two in a thousand of the tokens are near a tie, or have seen one.
+"""
 SLACK = 1.15
 """Between two ways of rounding that are equally good."""
 PARTS = 4

@@ -15,8 +15,10 @@ class Oracle(Speculation):
     def __init__(
         self, follows: Callable[[list[int], int], list[int]], right: float, most: int = 5, seed: int = 0
     ) -> None:
-        """``follows`` gives the next tokens of a text, so many. Each is drafted as it is with the probability
-        ``right``, else another one."""
+        """``follows`` gives the next tokens of a text, so many.
+
+        Each is drafted as it is with the probability ``right``, else another one.
+        """
         super().__init__(SpeculativeConfig(num_speculative_tokens=most))
         self._follows = follows
         self._most = most

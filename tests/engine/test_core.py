@@ -249,8 +249,10 @@ def test_no_step_of_a_lockstep_on_cpus_is_long_while_somebody_decodes(rows: int,
 def test_steps_that_a_broken_group_cuts_short_change_nothing(
     depth: int, right: float | None, seed: int
 ) -> None:
-    """Whatever fails, arrives and is aborted meanwhile: the tokens are those of an undisturbed run. With a
-    pipeline several steps are cut short at once, of which some may have run."""
+    """Whatever fails, arrives and is aborted meanwhile: the tokens are those of an undisturbed run.
+
+    With a pipeline several steps are cut short at once, of which some may have run.
+    """
     run_in_trouble(depth, right, seed)
 
 

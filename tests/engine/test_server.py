@@ -70,8 +70,10 @@ class Watched(SimulatedExecutor):
 
 
 class Router:
-    """The other end, and a server that is run until it has answered. ``events`` has a line for each message
-    with tokens."""
+    """The other end, and a server that is run until it has answered.
+
+    ``events`` has a line for each message with tokens.
+    """
 
     def __init__(self, executor: Watched, events: list[str]) -> None:
         config = EngineConfig(
@@ -299,7 +301,10 @@ TOO_LONG = msgspec.structs.replace(submit(2, 2), prompt_ids=[1] * 100)
 def test_a_router_that_an_answer_does_not_reach_is_forgotten_and_told_so(
     ask: Recall | Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not read what was sent before. It would wait for this one for ever."""
+    """It has not read what was sent before.
+
+    It would wait for this one for ever.
+    """
     router = Router(Watched([], computes_apart=False), [])
     server, listener = router.server, router.server._listener
     send, lost = listener.send, list[object]()

@@ -74,8 +74,10 @@ class _Lines(logging.Handler):
 
 
 def measure(family: str, directory: Path) -> Row:
-    """Make the family's tiny model in a directory, and compare all layouts with the truth. No model is made
-    of a family that its config.json rules out, as nothing else would be fetched."""
+    """Make the family's tiny model in a directory, and compare all layouts with the truth.
+
+    No model is made of a family that its config.json rules out, as nothing else would be fetched.
+    """
     row = Row(family)
     try:
         config = make_config(family)

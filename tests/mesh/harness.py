@@ -63,8 +63,11 @@ WARM = {"router.launcher.serve": "router.launcher.serve:main_serve", "engine": "
 
 @cache
 def fork_server(*prefix: str) -> ForkServer:
-    """Of this run of the tests. It saves each of their meshes seconds of loading libraries; what ``serve`` does
-    with a fork server of its own is the same. LOCKSTEP_FORK_SERVER=0 does without."""
+    """Of this run of the tests.
+
+    It saves each of their meshes seconds of loading libraries; what ``serve`` does with a fork server of its
+    own is the same. LOCKSTEP_FORK_SERVER=0 does without.
+    """
     server = ForkServer.start([*modules_of("qwen3_moe"), "router.launcher.serve"], prefix)
     atexit.register(server.close)
     return server

@@ -31,10 +31,12 @@ class SpreadMesh(Ports):
         flags: Sequence[str] = FLAGS,
         each: Sequence[str] = (),
     ) -> None:
-        """``stack`` ends all that is started; logs are in ``directory``. With ``apart`` each instance has a
-        ``serve`` of its own, so that the head lives on whichever of them end. ``backend`` is
-        ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the others;
-        ``each`` is for every instance."""
+        """``stack`` ends all that is started; logs are in ``directory``.
+
+        With ``apart`` each instance has a ``serve`` of its own, so that the head lives on whichever of them
+        end. ``backend`` is ``--all2all-backend``; ``how`` and ``flags`` are for the head, which tells the
+        others; ``each`` is for every instance.
+        """
         super().__init__()
         self.size = size
         position = list(flags).index("--num-gpu-blocks-override")

@@ -1,4 +1,7 @@
-"""What can happen in a simulated world. A new kind (a death, a join) is another class here."""
+"""What can happen in a simulated world.
+
+A new kind (a death, a join) is another class here.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ from tests.simulator.checker import Bounds
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule's world. Times in ticks; each delay is drawn between 0 and the value here."""
+    """One schedule's world.
+
+    Times in ticks; each delay is drawn between 0 and the value here.
+    """
 
     size: int
     budget: int

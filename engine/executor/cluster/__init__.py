@@ -13,5 +13,8 @@ INSTALL = "Ray is not installed here: pip install '.[ray]' in Lockstep's clone, 
 
 
 def why_not() -> str | None:
-    """Why Ray cannot be used on this host, None if it can. Does not load it."""
+    """Why Ray cannot be used on this host, None if it can.
+
+    Does not load it.
+    """
     return None if importlib.util.find_spec("ray") is not None else INSTALL

@@ -156,7 +156,10 @@ class Shadow:
 
 
 def _with_whole_paths(config: InstanceConfig) -> InstanceConfig:
-    """Actors are in a directory of Ray's. The model is served under the name that it was given."""
+    """Actors are in a directory of Ray's.
+
+    The model is served under the name that it was given.
+    """
     model, key = config.engine.model, config.mesh.mesh_key_file
     if model.model not in (None, SHIPPED_MODEL) and Path(model.model).is_dir():
         names = model.served_model_name or (model.model,)

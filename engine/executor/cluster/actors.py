@@ -61,7 +61,10 @@ def look(ask: bytes) -> bytes:
 
 
 class WorkerActor:
-    """One worker. ``tell`` and ``listen`` have a thread each, so calls of either keep their order."""
+    """One worker.
+
+    ``tell`` and ``listen`` have a thread each, so calls of either keep their order.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()

@@ -238,7 +238,10 @@ class Node:
         return share_of_cores(workers, self._config.device.cpu_threads, self._mesh.local_size)
 
     def _tell(self, number: int, payload: bytes) -> None:
-        """Pass on what is for a worker. In what comes first, some things are for this host to say."""
+        """Pass on what is for a worker.
+
+        In what comes first, some things are for this host to say.
+        """
         worker = self._workers.get(number)
         if worker is None:
             return
@@ -265,7 +268,10 @@ class Node:
             self._ended(number)
 
     def _go_on_telling(self, number: int) -> None:
-        """A worker has room for more. To wait for it would keep back signs of life, and what others say."""
+        """A worker has room for more.
+
+        To wait for it would keep back signs of life, and what others say.
+        """
         worker = self._workers[number]
         try:
             if worker.channel.flush():

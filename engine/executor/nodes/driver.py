@@ -51,7 +51,10 @@ from parallel.topology import workers_of_node
 logger = logging.getLogger(__name__)
 
 ALIVE_INTERVAL = 0.2
-"""Seconds between two signs of life, both ways. A send to a host whose connection is gone fails."""
+"""Seconds between two signs of life, both ways.
+
+A send to a host whose connection is gone fails.
+"""
 SILENCE = 10.0
 """Seconds without any sign after which the other side is gone, though the connection stands."""
 SAY_INTERVAL = 5.0

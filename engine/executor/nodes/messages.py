@@ -86,7 +86,10 @@ class Hire(msgspec.Struct, frozen=True, tag="hire"):
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
-    """Pass this on to a worker. What comes first is a ``Begin``; the host puts in what is its own."""
+    """Pass this on to a worker.
+
+    What comes first is a ``Begin``; the host puts in what is its own.
+    """
 
     worker: int
     payload: bytes

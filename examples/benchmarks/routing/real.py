@@ -35,8 +35,10 @@ from router.tools.bench.local_mesh import mesh
 
 WARM_UPS = 4
 MOST_AT_ONCE = 32
-"""Requests to each instance in the last warm-up. Else the first policy opens the connections, and its bursts
-come in at another pace than those of the others."""
+"""Requests to each instance in the last warm-up.
+
+Else the first policy opens the connections, and its bursts come in at another pace than those of the others.
+"""
 REFRESH = 0.1
 """Seconds between two looks at ``/v1/loads``."""
 ROOT = Path(__file__).parents[3]
@@ -234,8 +236,11 @@ class RealJob(NamedTuple):
 
 
 async def compare(jobs: Sequence[RealJob], steps: Steps) -> AsyncIterator[Result]:
-    """Run by run in the order of ``jobs``. The baselines share a mesh with ``prefix_aware``, so that nothing
-    but the choices differs between them; others of Lockstep's policies have a mesh each."""
+    """Run by run in the order of ``jobs``.
+
+    The baselines share a mesh with ``prefix_aware``, so that nothing but the choices differs between them;
+    others of Lockstep's policies have a mesh each.
+    """
     by_mesh: dict[str, list[RealJob]] = {}
     for job in jobs:
         flag = "prefix_aware" if job.policy in BASELINES else job.policy

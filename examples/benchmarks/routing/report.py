@@ -16,7 +16,10 @@ from router.dispatch.policy import Policy
 Result = dict[str, Any]
 """One run: of a policy under a load made from a seed, for a number of instances."""
 KEY = ("steps", "load", "policy", "instances", "seed", "repeat")
-"""What names a run in a file of results. ``steps``: whose they are, a machine's name."""
+"""What names a run in a file of results.
+
+``steps``: whose they are, a machine's name.
+"""
 POLICIES = list(dict.fromkeys([*map(str, Policy), *BASELINES]))  # round robin is in both
 MOST_BEHIND = 1.03
 REAL = "real instances"

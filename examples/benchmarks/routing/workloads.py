@@ -1,4 +1,7 @@
-"""The loads of the comparison. All are made from a seed; token ids are random numbers."""
+"""The loads of the comparison.
+
+All are made from a seed; token ids are random numbers.
+"""
 
 from __future__ import annotations
 

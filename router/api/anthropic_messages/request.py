@@ -25,8 +25,10 @@ UNSUPPORTED = {
 }
 """Refused when set to anything that would matter, with what to do instead."""
 BILLING_LINE = "x-anthropic-billing-header:"
-"""What the first line of Claude Code's instructions begins with. It differs between sessions, so that no two
-prompts would have a beginning in common."""
+"""What the first line of Claude Code's instructions begins with.
+
+It differs between sessions, so that no two prompts would have a beginning in common.
+"""
 
 THINKING = ("enabled", "disabled", "adaptive")
 DISPLAYS = (None, "summarized", "updates", "omitted")
@@ -223,8 +225,10 @@ def _remembered(messages: list[dict[str, Any]], management: dict[str, Any]) -> l
 
 
 def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
-    """Take the reasoning out of all turns of the assistant but the last ones. A turn goes on over results of
-    tools, up to the next words of the user."""
+    """Take the reasoning out of all turns of the assistant but the last ones.
+
+    A turn goes on over results of tools, up to the next words of the user.
+    """
     num_turns, is_inside = 0, False
     for message in reversed(messages):
         if message["role"] == "assistant":

@@ -35,8 +35,11 @@ def custom_input(arguments: str) -> str:
 
 
 class InputReader:
-    """Reads arguments as they come, cut anywhere. Their beginning decides. JSON with the text first gives the
-    text as far as it goes; anything else is the text itself when it is over."""
+    """Reads arguments as they come, cut anywhere.
+
+    Their beginning decides. JSON with the text first gives the text as far as it goes; anything else is the
+    text itself when it is over.
+    """
 
     def __init__(self) -> None:
         self._text = ""

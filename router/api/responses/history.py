@@ -124,8 +124,10 @@ def _add_output(messages: list[dict[str, Any]], call_id: str, output: Any) -> No
 
 
 def _assistant(messages: list[dict[str, Any]], *unless_set: str) -> dict[str, Any]:
-    """The assistant's message that an item goes into. It is the last one, unless such an item or a later part
-    of a message is there."""
+    """The assistant's message that an item goes into.
+
+    It is the last one, unless such an item or a later part of a message is there.
+    """
     last = messages[-1] if messages else {}
     taken = [*unless_set, "tool_calls"] if unless_set else []
     if last.get("role") != "assistant" or any(last.get(name) is not None for name in taken):

@@ -135,7 +135,10 @@ def _add_named(found: ChatTools, where: str, tool: Mapping[str, Any], namespace:
 
 
 def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function of one text. The model is shown the grammar of that text; nothing enforces it."""
+    """A function of one text.
+
+    The model is shown the grammar of that text; nothing enforces it.
+    """
     description = str(tool.get("description") or "")
     form = tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":

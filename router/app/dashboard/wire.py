@@ -1,5 +1,7 @@
-"""What the page is told every second. Totals, not rates: the browser takes differences, so that a frame
-which it missed costs it nothing."""
+"""What the page is told every second.
+
+Totals, not rates: the browser takes differences, so that a frame which it missed costs it nothing.
+"""
 
 from __future__ import annotations
 

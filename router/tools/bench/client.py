@@ -62,8 +62,11 @@ class Usage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """What is looked at of a chunk. A load generator shares the machine with what it measures, so it must
-    cost little: decoding only this takes a microsecond."""
+    """What is looked at of a chunk.
+
+    A load generator shares the machine with what it measures, so it must cost little: decoding only this
+    takes a microsecond.
+    """
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
@@ -140,7 +143,10 @@ async def session(
 
 
 async def send(http: aiohttp.ClientSession, target: Target, ask: Ask, said: Sequence[str] = ()) -> Outcome:
-    """Stream one answer and time its chunks. ``said``: what a conversation held before it, in turns."""
+    """Stream one answer and time its chunks.
+
+    ``said``: what a conversation held before it, in turns.
+    """
     outcome = Outcome(input_len=len(ask.prompt))
     began = latest = time.perf_counter()
     num_chunks, is_done = 0, False

@@ -147,7 +147,10 @@ async def bench(args: Args) -> int:
 async def one_run(
     http: ClientSession, target: Target, args: Args, concurrency: int | None, number: int
 ) -> Result:
-    """Warm up, send all, and sum up. ``number`` makes the prompts of the runs of a series differ."""
+    """Warm up, send all, and sum up.
+
+    ``number`` makes the prompts of the runs of a series differ.
+    """
     from router.tools.bench import client
 
     count = args.num_prompts or max(32, 4 * (concurrency or 8))

@@ -36,8 +36,10 @@ def check_python(found: tuple[int, ...] = sys.version_info[:3], system: str = sy
 
 
 def check_packages(installed: Callable[[str], str] = version) -> list[Finding]:
-    """What the metadata of the installed lockstep asks for, against what there is. ``installed`` gives a
-    package's version."""
+    """What the metadata of the installed lockstep asks for, against what there is.
+
+    ``installed`` gives a package's version.
+    """
     try:
         needs = requires("lockstep") or []
         text = f"lockstep {version('lockstep')}"

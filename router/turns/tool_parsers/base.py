@@ -47,7 +47,10 @@ class ToolParser(ABC):
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts that the format is recognised by. Where they are special tokens they must not be skipped."""
+    """Texts that the format is recognised by.
+
+    Where they are special tokens they must not be skipped.
+    """
 
     written: ClassVar[CallFormat | None] = None
     """For calls that are asked for; None where arguments are no JSON."""

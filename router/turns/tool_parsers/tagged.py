@@ -16,8 +16,11 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class Tagged(ToolParser):
-    """What formats of this kind share. Arguments come out one by one, as JSON: text where the tool's schema
-    says so, else whatever JSON value is written there, or text if it is none."""
+    """What formats of this kind share.
+
+    Arguments come out one by one, as JSON: text where the tool's schema says so, else whatever JSON value is
+    written there, or text if it is none.
+    """
 
     key_begin: ClassVar[str]
     key_end: ClassVar[str]

@@ -194,8 +194,10 @@ class Path:
 def test_a_path_that_loses_everything_is_a_broken_connection(
     is_stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing hangs up, so TCP itself would wait for a quarter of an hour. What cannot leave because of what
-    is before it asks nobody anything."""
+    """Nothing hangs up, so TCP itself would wait for a quarter of an hour.
+
+    What cannot leave because of what is before it asks nobody anything.
+    """
     monkeypatch.setattr(rpc, "HEARTBEAT_MS", 100)
     monkeypatch.setattr(rpc, "HEARTBEAT_TIMEOUT_MS", 500)
 

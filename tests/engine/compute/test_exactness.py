@@ -133,8 +133,10 @@ def run(
     together: bool = True,
     drafts: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Counters]:
-    """Outputs of all requests, sent at once or each after the one before has ended. ``drafts``: what they
-    will be, to be drafted with mistakes."""
+    """Outputs of all requests, sent at once or each after the one before has ended.
+
+    ``drafts``: what they will be, to be drafted with mistakes.
+    """
     num_blocks = tokens // block_size
     core = EngineCore(
         EngineConfig(

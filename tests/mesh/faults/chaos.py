@@ -55,7 +55,10 @@ class Chaos:
         self._stopped: dict[str, tuple[int, float]] = {}
         """Which instances are stopped: the process, and until when."""
         self._doomed: set[str] = set()
-        """Instances that were killed or told to go. The view may still show them, for a while on a busy machine."""
+        """Instances that were killed or told to go.
+
+        The view may still show them, for a while on a busy machine.
+        """
         self.events: collections.Counter[str] = collections.Counter()
         self.story: list[str] = []
         """All that happened, and when."""
@@ -174,7 +177,10 @@ def counts(load: Load) -> dict[str, int]:
 
 
 def settle(mesh: SpreadMesh, size: int) -> None:
-    """Let so many instances be ready. Who is a member now may be about to go, so it is looked at again."""
+    """Let so many instances be ready.
+
+    Who is a member now may be about to go, so it is looked at again.
+    """
     for _ in range(3):
         for _ in range(size - len(mesh.view().members)):
             mesh.join_one()

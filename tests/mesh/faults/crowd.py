@@ -156,7 +156,10 @@ def traces(ports: Ports, router: psutil.Process) -> dict[str, float]:
 
 
 def run(ports: Ports, router: psutil.Process, clients: int) -> dict[str, Any]:
-    """One crowd, and the wait until nothing of it is left. Fails if somebody who behaved was not served."""
+    """One crowd, and the wait until nothing of it is left.
+
+    Fails if somebody who behaved was not served.
+    """
     began = time.monotonic()
     outcomes = asyncio.run(crowd(ports.http, clients))
     wrong = [outcome for outcome in outcomes if outcome[1]]

@@ -26,9 +26,11 @@ class FrozenThread:
     """The main thread of a process, stopped for good."""
 
     def __init__(self, pid: int, stalled_for: Callable[[], float]) -> None:
-        """Returns when it stands. ``stalled_for``: seconds for which it has done nothing, as the others say
-        who go on without it. They do not if it was stopped with Python's lock in its hands: then it is let
-        go, and stopped again."""
+        """Returns when it stands.
+
+        ``stalled_for``: seconds for which it has done nothing, as the others say who go on without it. They
+        do not if it was stopped with Python's lock in its hands: then it is let go, and stopped again.
+        """
         self._pid = pid
         self._stalled_for = stalled_for
         self._stands = threading.Event()

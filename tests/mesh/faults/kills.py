@@ -259,8 +259,10 @@ def verdicts(load: Load, kills: int) -> dict[str, int]:
 
 
 def make_dense_model(directory: Path) -> Path:
-    """A Llama of 9 million random parameters with the tokenizer of the shipped model. In a process of its own,
-    which takes torch with it when it ends."""
+    """A Llama of 9 million random parameters with the tokenizer of the shipped model.
+
+    In a process of its own, which takes torch with it when it ends.
+    """
     target = directory / "dense"
     script = (
         "import sys, pathlib; from tests.engine.tiny_models import make_tiny_model; "

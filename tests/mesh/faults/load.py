@@ -92,7 +92,10 @@ def _is_within(part: Sequence[int], whole: Sequence[int]) -> bool:
 def body_of(
     number: int, *, model: str = SHIPPED_MODEL, longest: int = LONGEST, most_tokens: int = 160
 ) -> dict[str, Any]:
-    """The body of a request. Half are greedy; lengths of prompts are even on a scale of magnitudes."""
+    """The body of a request.
+
+    Half are greedy; lengths of prompts are even on a scale of magnitudes.
+    """
     rng = random.Random(number)
     length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest))))
     return {

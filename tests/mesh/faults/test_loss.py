@@ -35,8 +35,11 @@ async def stream(
     salt: str = "none",
     num_tokens: int = NUM_TOKENS,
 ) -> list[int]:
-    """Token ids of one stream: greedy ones and seeded samples, some with penalties. It adds itself to those that
-    have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose cached prompts it may use."""
+    """Token ids of one stream: greedy ones and seeded samples, some with penalties.
+
+    It adds itself to those that have ``begun``. ``rank``: of the instance that is asked for. ``salt``: whose
+    cached prompts it may use.
+    """
     rng = random.Random(index)
     chunks = await client.completions.create(
         model=SHIPPED_MODEL,
@@ -71,8 +74,10 @@ async def crowd(
     salt: str = "",
     num_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
-    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called. Without a
-    ``salt`` no instance has their prompts cached, so that they go to all that are there."""
+    """``ranks``: instances that some of the streams ask for, and have before ``kill`` is called.
+
+    Without a ``salt`` no instance has their prompts cached, so that they go to all that are there.
+    """
     begun: set[int] = set()
     pinned, salt = ranks or {}, salt or secrets.token_hex(4)
     async with openai.AsyncOpenAI(base_url=f"{ports.url}/v1", api_key="none", max_retries=0) as client:

@@ -1,4 +1,7 @@
-"""Two hosts that reach the coordinator lose each other. The mesh goes on without one, and takes it back."""
+"""Two hosts that reach the coordinator lose each other.
+
+The mesh goes on without one, and takes it back.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,10 @@ def assert_wrong_hosts_are_refused(other: Host, nodes: list[str], key: Path, tmp
 def test_a_host_ends_with_the_instance_and_one_that_never_comes_is_named(
     hosts: tuple[Host, Host], key: Path, tmp_path: Path
 ) -> None:
-    """A pipeline over both hosts; the engine is killed, so that it can tell nobody. Then one host alone."""
+    """A pipeline over both hosts; the engine is killed, so that it can tell nobody.
+
+    Then one host alone.
+    """
     head, other = hosts
     pipeline = [SHIPPED_MODEL, "-pp", "2", *SMALL, "--nnodes", "2", "--master-addr", head.address]
     member = [*pipeline, "--mesh-key-file", str(key)]

@@ -35,7 +35,10 @@ from tests.router.dispatch.test_mesh_parts import member, view
 from tests.waiting import until_async
 
 TOO_LARGE = SamplingParams(thinking=ThinkingBudget(10**30, (), (5,)))
-"""No message can hold it. Requests are checked long before; should one get as far, it must not harm others."""
+"""No message can hold it.
+
+Requests are checked long before; should one get as far, it must not harm others.
+"""
 
 
 CAPACITY = Capacity(16, 10, 4, 64, 100)

@@ -93,7 +93,10 @@ class Group:
         self.world.after(instance, self.world.settings.deadline, self._fail, instance, number, True)
 
     def _complete(self, instance: Instance, number: int) -> None:
-        """All have given their rows. Some may still find that another one is gone before they have all of them."""
+        """All have given their rows.
+
+        Some may still find that another one is gone before they have all of them.
+        """
         if self._waiting.get(instance.name) != number:
             return
         if self._ends[instance.name] is not End.OPEN or (

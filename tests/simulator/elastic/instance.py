@@ -43,7 +43,10 @@ class Phase(enum.Enum):
 
 
 class Instance:
-    """A process. Its step thread may hang (`hung_until`), and all of it may be stopped (`frozen_until`)."""
+    """A process.
+
+    Its step thread may hang (`hung_until`), and all of it may be stopped (`frozen_until`).
+    """
 
     def __init__(self, world: World, number: int, rank: int | None) -> None:
         self.world = world

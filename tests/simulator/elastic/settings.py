@@ -1,4 +1,7 @@
-"""The world of one schedule with faults, drawn from its seed. Times in ticks of 10 ms."""
+"""The world of one schedule with faults, drawn from its seed.
+
+Times in ticks of 10 ms.
+"""
 
 from __future__ import annotations
 
