@@ -22,7 +22,10 @@ CONNECT_SECONDS = 2.0
 
 
 class AddressError(ValueError):
-    """An address that others cannot reach, or that is not this host's; the message says what there is."""
+    """An address that others cannot reach, or that is not this host's.
+
+    The message says what there is.
+    """
 
 
 class Interface(msgspec.Struct, frozen=True):

@@ -346,7 +346,10 @@ class Watcher:
                 self._connection.send(await self._on_scale(message))
 
     async def _watch_key(self) -> None:
-        """A coordinator that answered once was the right one; later a refusal is just an absence."""
+        """A coordinator that answered once was the right one.
+
+        Later a refusal is just an absence.
+        """
         while True:
             await self._connection.broken()
             refused = await self._connection.refusal()

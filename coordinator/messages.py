@@ -14,7 +14,10 @@ import msgspec
 from msgspec import Meta
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
-"""The number of a group; what is no number of one is dropped where it is decoded."""
+"""The number of a group.
+
+What is no number of one is dropped where it is decoded.
+"""
 
 MAX_REACH_PEERS = 64
 """Instances that one instance is asked to connect to at a time."""
@@ -186,7 +189,10 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Answer with the view now, and push it when it changes; repeated as a sign of life."""
+    """Answer with the view now, and push it when it changes.
+
+    Repeated as a sign of life.
+    """
 
     watcher: str
     launcher: str = ""
@@ -275,8 +281,10 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     store: str
     """The rendezvous, host:port, at the first peer."""
     peers: list[Peer]
-    """The members, by rank; ranks may have gaps, a member's number in the group is its place here. Empty
-    when all who are left leave."""
+    """The members, by rank.
+
+    Ranks may have gaps, a member's number in the group is its place here. Empty when all who are left leave.
+    """
     owners: tuple[int, ...] = ()
     """Who owns each expert: the tensor-parallel rank ``owner % ranks`` of the member ``owner // ranks``, in
     every pipeline stage."""

@@ -18,7 +18,10 @@ Sent = tuple[Peer, FromCoordinator]
 ACCEPTED, NOT_FOUND, CONFLICT, UNAVAILABLE = 202, 404, 409, 503
 
 MAX_PENDING = 100
-"""Commands that wait for the launcher; of more, the oldest are forgotten, and whoever asked asks again."""
+"""Commands that wait for the launcher.
+
+Of more, the oldest are forgotten, and whoever asked asks again.
+"""
 LAUNCHER_TIMEOUT = 3.0
 """Seconds of silence (it asks for the view every second) after which the launcher is away."""
 

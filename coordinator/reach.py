@@ -113,9 +113,12 @@ class Reachability:
             self._reported |= {frozenset((accuser, suspect)) for suspect in suspects if suspect != accuser}
 
     def failed(self, form: GroupPlan, lasted: float, others: Collection[Record], now: float) -> list[Asked]:
-        """A group broke, or could not form, though all its members live; ``lasted``: seconds since it began.
-        Returns the questions to send, if that happened too often. They go to the members, and to the
-        ``others`` that have their weights, since a group may need them in place of a member."""
+        """A group broke, or could not form, though all its members live.
+
+        ``lasted``: seconds since it began. Returns the questions to send, if that happened too often. They go
+        to the members, and to the ``others`` that have their weights, since a group may need them in place of
+        a member.
+        """
         names = frozenset(peer.instance for peer in form.peers)
         tries = self._count(names, forget=lasted >= self._rules.steady_after)
         if tries.count < self._rules.reach_tries or len(names) < 2:

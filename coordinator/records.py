@@ -49,7 +49,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     reach_interval: float = 5.0
     """Between two looks whether an instance that was left out is reached again."""
     reach_patience: float = 3600.0
-    """Most seconds until the first of these looks; they double each time that the instance is left out."""
+    """Most seconds until the first of these looks.
+
+    They double each time that the instance is left out.
+    """
     steady_after: float = 300.0
     """Seconds of stepping after which a group was a good one: earlier tries do not count."""
 

@@ -22,7 +22,10 @@ from coordinator.rpc.rpc import AsyncListener
 logger = logging.getLogger(__name__)
 
 TICK = 0.05
-"""Seconds between two looks at who has fallen silent; a probe waits only 0.3 s for its answer."""
+"""Seconds between two looks at who has fallen silent.
+
+A probe waits only 0.3 s for its answer.
+"""
 
 MAX_CONTROL_BYTES = 1024**2
 """Control messages are small; a larger frame is not one of ours."""

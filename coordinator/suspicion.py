@@ -56,9 +56,11 @@ class Suspicions:
         return number
 
     def ask(self, instance: str, now: float, *, certain: bool = False) -> int | None:
-        """An instance may be lost, though nobody says so; returns the number of a probe to send. Who has just
-        answered one for the same group is not asked again so soon: those who accuse each other and answer
-        could go on for ever."""
+        """An instance may be lost, though nobody says so.
+
+        Returns the number of a probe to send. Who has just answered one for the same group is not asked again
+        so soon: those who accuse each other and answer could go on for ever.
+        """
         just_answered = now - self._answered_at.get(instance, -math.inf) < self._rules.quiet_grace
         if instance in self._open or (just_answered and not certain):
             return None

@@ -238,8 +238,11 @@ class EngineCore:
         return handouts
 
     def _fill_pipeline(self) -> bool:
-        """Begin steps until enough are under way, or nothing more can run now; in lockstep each once all
-        agree on it, some without any rows of this instance. Returns whether no further one follows."""
+        """Begin steps until enough are under way, or nothing more can run now.
+
+        In lockstep each once all agree on it, some without any rows of this instance. Returns whether no
+        further one follows.
+        """
         while len(self._steps) < self._executor.in_flight:
             step = self._again.popleft() if self._again else self._schedule() or Step()
             agreement = self._agree(step)

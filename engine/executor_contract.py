@@ -37,7 +37,10 @@ class WorkerLost(RuntimeError):
 
 
 class CannotStart(RuntimeError):
-    """The workers of this instance could not be had; says what is missing and what to do."""
+    """The workers of this instance could not be had.
+
+    Says what is missing and what to do.
+    """
 
 
 class Executor(Protocol):

@@ -175,7 +175,10 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     experts_seconds: float
     combine_seconds: float
     busiest_tokens: int
-    """Sum over steps of the tokens of the busiest instance; over ``mean_tokens`` it is the imbalance."""
+    """Sum over steps of the tokens of the busiest instance.
+
+    Over ``mean_tokens`` it is the imbalance.
+    """
     mean_tokens: float
     tokens_per_expert: dict[int, int]
     """Tokens that each expert of this instance computed, over all layers."""

@@ -39,7 +39,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens: int
     begin: tuple[tuple[int, ...], ...]
-    """What the output begins with if it has any, one of these; none: it begins inside."""
+    """What the output begins with if it has any, one of these.
+
+    None: it begins inside.
+    """
     end: tuple[int, ...]
     """What ends it."""
 

@@ -279,8 +279,10 @@ class Server:
             self._tell(peer, refused)
 
     def _drop_everything(self) -> None:
-        """The others went on without this instance, and routers have had its requests resumed elsewhere; what
-        they have not, they do when they hear that it is lost here."""
+        """The others went on without this instance, and routers have had its requests resumed elsewhere.
+
+        What they have not, they do when they hear that it is lost here.
+        """
         for peer in list(self._routers):
             self._core.abort_all(peer)
             self._tell(peer, Attached(self._instance, self._core.capacity))
@@ -350,7 +352,10 @@ class Server:
         return all(self._send_in_parts(peer, part) for part in halves(tokens))
 
     def _report_changes(self, *, at_rest: bool = False) -> None:
-        """To those who were told nothing lately; at rest at once, as nothing may change for long."""
+        """To those who were told nothing lately.
+
+        At rest at once, as nothing may change for long.
+        """
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
             if (at_rest or router.news.may_go_alone(now)) and self._has_news(router):

@@ -8,7 +8,10 @@ import msgspec
 from msgspec import Meta
 
 METHODS = ("ngram", "[ngram]")
-"""vLLM's names of the method that needs no second model; the second is its older one."""
+"""vLLM's names of the method that needs no second model.
+
+The second is its older one.
+"""
 MOST_DRAFTED = 64
 """Tokens of a draft: long before, it costs more than it can spare."""
 LONGEST_MATCH = 64

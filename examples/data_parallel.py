@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Generate with several instances, on one node or over several; each node prints its share of the prompts.
+"""Generate with several instances, on one node or over several.
+
+Each node prints its share of the prompts.
 
 One node:
 

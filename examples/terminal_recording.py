@@ -50,7 +50,10 @@ class Recording:
     # ---- SVG
 
     def svg(self) -> str:
-        """Each line of each picture is there for its time; browsers, and GitHub, play it again and again."""
+        """Each line of each picture is there for its time.
+
+        Browsers, and GitHub, play it again and again.
+        """
         seconds = self._frames[-1][0] + SHOW_END
         height = max(len(lines) for _, lines in self._frames) * LINE_HEIGHT + 2 * MARGIN
         width = self._width * CHAR_WIDTH + 2 * MARGIN

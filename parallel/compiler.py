@@ -37,9 +37,11 @@ INCLUDE = Path(__file__).parent / "communicators" / "native"
 def compiled(
     source: Path, headers: Sequence[Path], flags: Sequence[str] = (), symbols: Sequence[str] = ()
 ) -> Path:
-    """The shared object of a source file on this kind of CPU; ``headers`` are all that it includes from here.
-    One in the cache is made anew if others can write to it, or if it lacks one of ``symbols``. It is also
-    made anew if it cannot be loaded (a full disk or a crash cut it short).
+    """The shared object of a source file on this kind of CPU.
+
+    ``headers`` are all that it includes from here. One in the cache is made anew if others can write to it,
+    or if it lacks one of ``symbols``. It is also made anew if it cannot be loaded (a full disk or a crash cut
+    it short).
 
     Raises:
         OSError: there is no compiler, or no room for the result, or the cache is not this user's own.

@@ -222,8 +222,11 @@ def expert_forward(
 def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
-    """Results go to the ranks whose pairs they are; those of the pairs of this one come, of pair ``order[i]``
-    as number i. Returns them by pair, on the device of ``computed``."""
+    """Results go to the ranks whose pairs they are.
+
+    Those of the pairs of this one come, of pair ``order[i]`` as number i. Returns them by pair, on the device
+    of ``computed``.
+    """
     on_host = _on_host(computed)
     parts = group.all_to_all_views(on_host, send, receive)
     width = computed.shape[1]

@@ -44,7 +44,10 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     longest: int = 0
     """Longest context of its rows, in tokens."""
     ready_epoch: int = 0
-    """The newest epoch that it is ready to switch to; its current one when none is pending."""
+    """The newest epoch that it is ready to switch to.
+
+    Its current one when none is pending.
+    """
     in_flight: int = 0
     """Its earlier steps, with tokens, that are still under way: more may come of them at any moment."""
 

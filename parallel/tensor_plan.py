@@ -338,8 +338,10 @@ class _Cutter:
     # ---- vocabulary
 
     def cut_vocabulary(self) -> None:
-        """Rows of the embedding and of the output layer, as equal as can be; both the same if they are tied.
-        In a pipeline a stage may have neither."""
+        """Rows of the embedding and of the output layer, as equal as can be.
+
+        Both the same if they are tied. In a pipeline a stage may have neither.
+        """
         paths = {id(module): path for path, module in self._model.named_modules()}
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         tied = getattr(head, "weight", 0) is getattr(embedding, "weight", 1)

@@ -91,7 +91,10 @@ def threads_per_worker(workers_on_host: int, cores: int) -> int:
 
 
 def cores_of_worker(cores: Sequence[int], worker: int, num_workers: int, threads: int) -> tuple[int, ...]:
-    """Cores of its own for one of an instance's workers; none (run anywhere) if they do not suffice."""
+    """Cores of its own for one of an instance's workers.
+
+    None (run anywhere) if they do not suffice.
+    """
     if threads * num_workers > len(cores):
         return ()
     return tuple(cores[worker * threads : (worker + 1) * threads])

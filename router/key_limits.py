@@ -44,7 +44,10 @@ def read_key_limits(path: str) -> dict[str, KeyLimits]:
 
 
 def limits_of(keys: Sequence[str], by_key: Mapping[str, KeyLimits], general: KeyLimits) -> list[KeyLimits]:
-    """Of each key, in order: its own; what it does not say from ``general``; of everybody, without keys."""
+    """Of each key, in order: its own.
+
+    What it does not say from ``general``; of everybody, without keys.
+    """
     own = [by_key.get(key, KeyLimits()) for key in keys] or [KeyLimits()]
     return [
         KeyLimits(

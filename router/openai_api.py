@@ -156,7 +156,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: str | None = None
     prompt_token_ids: Any = None
     functions: Any = None
-    """The older form of tools; refused, like the next four where they ask for more than text."""
+    """The older form of tools.
+
+    Refused, like the next four where they ask for more than text.
+    """
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
@@ -318,7 +321,10 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """More of the call at ``index``; the first one has id, type and the function's name."""
+    """More of the call at ``index``.
+
+    The first one has id, type and the function's name.
+    """
 
     index: int
     function: FunctionCall

@@ -305,7 +305,10 @@ def _settings(app: ASGIApp, http: HttpConfig) -> uvicorn.Config:
 
 
 async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
-    """Ends before it is cancelled only if this router cannot be part of the mesh; the server ends, too."""
+    """Ends before it is cancelled only if this router cannot be part of the mesh.
+
+    The server ends, too.
+    """
     try:
         await mesh.run()
     except OtherProtocol as error:

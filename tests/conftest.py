@@ -26,7 +26,10 @@ if importlib.util.find_spec("triton") is not None and not Path("/dev/nvidiactl")
 
 
 def _session_directory() -> str:
-    """A directory of this run for what processes of one user share, like mesh keys; mode 0700."""
+    """A directory of this run for what processes of one user share, like mesh keys.
+
+    Mode 0700.
+    """
     made, owner = tempfile.mkdtemp(prefix="lockstep-tests-"), os.getpid()
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
     return made

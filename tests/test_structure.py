@@ -64,7 +64,10 @@ COMPUTES = {
     "parallel.tensor_parallel",
     "parallel.tensor_plan",
 }
-"""The only modules below the engine that load torch; nothing imports them but the engine, or a call."""
+"""The only modules below the engine that load torch.
+
+Nothing imports them but the engine, or a call.
+"""
 
 FORBIDDEN = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
 FORBIDDEN_CALLS = {"recv_pyobj", "send_pyobj", "eval", "exec"}
@@ -240,8 +243,10 @@ def test_no_module_outside_the_engine_loads_torch(package: str) -> None:
     ],
 )
 def test_what_comes_before_the_model_loads_no_torch(module: str) -> None:
-    """An instance registers, and may be refused, before it spends seconds on libraries; one with workers never
-    does, nor does a fork server before it is told what to load."""
+    """An instance registers, and may be refused, before it spends seconds on libraries.
+
+    One with workers never does, nor does a fork server before it is told what to load.
+    """
     code = (
         f"import sys, {module}\n"
         "found = {'torch', 'transformers', 'tokenizers', 'scipy'} & set(sys.modules)\n"

@@ -76,7 +76,10 @@ def log_format() -> LogFormat:
 
 
 def set_up(role: str, log_level: str, log_format: LogFormat | None = None) -> None:
-    """Title, log format (None: as before), open files; for a child of a launcher, death with its parent."""
+    """Title, log format (None: as before), open files.
+
+    For a child of a launcher, death with its parent.
+    """
     global _log_format
     _log_format = log_format or _log_format
     die_with_parent()

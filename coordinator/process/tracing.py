@@ -25,7 +25,10 @@ TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9
 TRACES_PATH = "/v1/traces"
 """Appended to an endpoint without a path, as OTLP has it."""
 EXPORT_TIMEOUT = 5
-"""Seconds for one export; a collector that is away costs the mesh nothing but its spans."""
+"""Seconds for one export.
+
+A collector that is away costs the mesh nothing but its spans.
+"""
 FLUSH_MS = 2000
 """Milliseconds at the end of a process."""
 MAX_QUEUED = 4096
@@ -46,7 +49,10 @@ class TracingMissing(Exception):
 
 
 def usable(traceparent: str | None) -> str:
-    """What a client sent, if it can be passed on; empty otherwise, as the standard says."""
+    """What a client sent, if it can be passed on.
+
+    Empty otherwise, as the standard says.
+    """
     return traceparent if traceparent and TRACEPARENT.fullmatch(traceparent) else ""
 
 

@@ -31,7 +31,10 @@ FAILED = (
 
 
 class KeyRefused(ConnectionError):
-    """A listener and this process do not agree on the mesh's key; says in what, and what to do."""
+    """A listener and this process do not agree on the mesh's key.
+
+    Says in what, and what to do.
+    """
 
 
 class Handshakes:

@@ -305,7 +305,10 @@ class AsyncListener(_Bound[In], Generic[In, Out]):
     """The bound end for asyncio; its context is a :class:`zmq.asyncio.Context`."""
 
     async def receive(self) -> tuple[Peer, In | OtherProtocol]:
-        """The next message; one of another protocol version is handed out as such, to be answered."""
+        """The next message.
+
+        One of another protocol version is handed out as such, to be answered.
+        """
         while True:
             frames = await self._receive_frames()
             try:

@@ -115,7 +115,10 @@ def _of_json(text: str) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question about the name that was meant, behind what is wrong; empty if none is near."""
+    """A question about the name that was meant, behind what is wrong.
+
+    Empty if none is near.
+    """
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -169,9 +169,12 @@ def parse(
     foreign: ForeignFlags | None = None,
     version: str = "",
 ) -> Config:
-    """Parse a command line into a config; wrong values end the process with exit code 2 and a message.
-    ``shares_file``: a YAML file may hold settings of other commands too. ``foreign``: flags that we do not
-    have; what is to be said of them is there afterwards. ``version``: what --version prints."""
+    """Parse a command line into a config.
+
+    Wrong values end the process with exit code 2 and a message. ``shares_file``: a YAML file may hold
+    settings of other commands too. ``foreign``: flags that we do not have; what is to be said of them is
+    there afterwards. ``version``: what --version prints.
+    """
     parser = make_parser(config, prog=prog, description=description)
     if version:
         parser.add_argument("--version", action="version", version=version, help="Print the version and end.")
@@ -358,7 +361,10 @@ def _json_list(field: Field, text: str) -> Any:
 
 
 def parse_size(name: str, text: str) -> int:
-    """8k is 8000, 8K is 8192, and so on to T; plain numbers as they are."""
+    """8k is 8000, 8K is 8192, and so on to T.
+
+    Plain numbers as they are.
+    """
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "")
     try:
         return int(float(number) * UNITS[unit]) if unit else int(number)

@@ -128,8 +128,10 @@ class TritonAttentionPlan:
         singles: Tiles | None,
         rows: PackedRows | None = None,
     ) -> None:
-        """``slots`` [tokens], ``tables`` [rows, width] on the device; ``rows``: of the step, if it has rows
-        of more than one token."""
+        """``slots`` [tokens], ``tables`` [rows, width] on the device.
+
+        ``rows``: of the step, if it has rows of more than one token.
+        """
         self.use = cache.use
         self._cache = cache
         self._slots = slots
@@ -166,7 +168,10 @@ class TritonAttentionPlan:
         return attended
 
     def _tiles_of(self, queries: int) -> Tiles | None:
-        """The longer rows, cut into tiles of so many queries; layers with equally many heads share them."""
+        """The longer rows, cut into tiles of so many queries.
+
+        Layers with equally many heads share them.
+        """
         if queries not in self._long_tiles:
             self._long_tiles[queries] = self._cut(queries)
         return self._long_tiles[queries]

@@ -249,7 +249,10 @@ class ModelRunner:
         return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
 
     def _draws(self, step: Step, wanted: _Wanted) -> Draws:
-        """How each token of a plain step is chosen; none if each is the most likely one."""
+        """How each token of a plain step is chosen.
+
+        None if each is the most likely one.
+        """
         if all(self._slots[slot].admit.params.greedy for slot in step.slots):
             return NO_DRAWS
         return draws([self._slots[step.slots[row]].draw for row in wanted.sampled])

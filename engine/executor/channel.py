@@ -67,7 +67,9 @@ class Channel:
         return self.flush()
 
     def flush(self) -> int:
-        """Send what there is room for now of messages that were offered; returns the bytes left.
+        """Send what there is room for now of messages that were offered.
+
+        Returns the bytes left.
 
         Raises:
             ChannelClosed: the other side is gone.

@@ -86,7 +86,9 @@ class GroupControl:
     def collect(
         self, epoch: int, kind: type[Answer], timeout: float, should_stop: Callable[[], bool]
     ) -> list[Answer]:
-        """This answer of every worker; who does not come to it is told to abandon the epoch, as are all.
+        """This answer of every worker.
+
+        Who does not come to it is told to abandon the epoch, as are all.
 
         Raises:
             ReadingStopped: ``should_stop`` said so.

@@ -35,7 +35,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     address: str = "127.0.0.1"
     """Of its host, where the other workers reach it."""
     hosts: tuple[str, ...] = ()
-    """Where each worker of the instance runs, by stage, then rank; equal names can share memory."""
+    """Where each worker of the instance runs, by stage, then rank.
+
+    Equal names can share memory.
+    """
     number: int = 0
     """Among the workers of its host."""
     place: tuple[int, int] | None = None
@@ -43,7 +46,10 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Form the groups at the store at this address and port; port 0: host the store."""
+    """Form the groups at the store at this address and port.
+
+    Port 0: host the store.
+    """
 
     address: str
     port: int
@@ -135,7 +141,10 @@ class Allocated(msgspec.Struct, frozen=True, tag="allocated"):
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
-    """The result of the oldest step that was not answered yet; from one worker of the last stage only."""
+    """The result of the oldest step that was not answered yet.
+
+    From one worker of the last stage only.
+    """
 
     result: StepResult
     times: ExpertTimes | None = None

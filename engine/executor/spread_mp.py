@@ -244,7 +244,10 @@ class SpreadMpExecutor(MpExecutor):
         return False
 
     def abort(self, epoch: int) -> None:
-        """Let the step thread and the workers come out of this epoch's groups; from any thread."""
+        """Let the step thread and the workers come out of this epoch's groups.
+
+        From any thread.
+        """
         if epoch == self._epoch:
             self._broken = CollectiveError("the group was given up", None, "aborted")
             os.eventfd_write(self._interrupt, 1)

@@ -251,7 +251,10 @@ def choose_transport(hosts: Sequence[str]) -> Backend:
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """Keep all threads of this process, later ones included, on these cores; empty: any that it may use."""
+    """Keep all threads of this process, later ones included, on these cores.
+
+    Empty: any that it may use.
+    """
     wanted = set(cores) or ALL_CORES
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -137,8 +137,11 @@ class WorkerGroups:
         return True
 
     def fail(self, error: CollectiveError) -> tuple[int | None, str]:
-        """A step did not come to its end; the place of the instance to blame, if any, and how that is known.
-        Makes the other workers of this instance come out, too."""
+        """A step did not come to its end.
+
+        The place of the instance to blame, if any, and how that is known. Makes the other workers of this
+        instance come out, too.
+        """
         self.is_broken = True
         self._current.abort()
         return self._suspect(error, self._current.form, self._current.place), error.evidence

@@ -55,8 +55,10 @@ class Preparation(Generic[Group]):
         connect: Connect[Group],
         on_end: Callable[[Preparation[Group]], None],
     ) -> None:
-        """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`); not if
-        the preparation was abandoned before."""
+        """``on_end`` is called in the thread when the group is formed or cannot be (:attr:`error`).
+
+        Not if the preparation was abandoned before.
+        """
         self.form = form
         self.group: Group | None = None
         self.error: Exception | None = None

@@ -27,7 +27,10 @@ import msgspec
 from coordinator.messages import Evidence, GroupPlan, Lost
 
 LEAVE_TIMEOUT = 10.0
-"""Seconds that an instance without requests waits for a group without it; then it goes all the same."""
+"""Seconds that an instance without requests waits for a group without it.
+
+Then it goes all the same.
+"""
 
 
 class Prepare(msgspec.Struct, frozen=True):
@@ -204,7 +207,10 @@ class Recovery:
             self._drained_at = now
 
     def turn(self, now: float) -> Turn:
-        """What the step loop does next; called at the top of each turn, and after every decided step."""
+        """What the step loop does next.
+
+        Called at the top of each turn, and after every decided step.
+        """
         if self._ended:
             return LeaveMesh()
         if self._drained_at is not None and self._may_go(now):

@@ -14,7 +14,10 @@ PARTS = ("form", "experts", "group", "step")
 
 
 class Change(msgspec.Struct):
-    """One change of the group on its way; times are those of one monotonic clock, 0 until they come."""
+    """One change of the group on its way.
+
+    Times are those of one monotonic clock, 0 until they come.
+    """
 
     epoch: int
     form_at: float

@@ -41,7 +41,10 @@ DEFERRED: tuple[str, ...] = ("torch._meta_registrations", "torch.export", "torch
 A model that cannot be loaded without them gets another try (:func:`engine.model.weights.load_model`).
 """
 MARKS = {"torch._dynamo": ("allow_in_graph", "assume_constant_result", "disable")}
-"""Decorators that only tell the compiler about a function; until that is loaded they change nothing."""
+"""Decorators that only tell the compiler about a function.
+
+Until that is loaded they change nothing.
+"""
 LACKING = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 """Functions of ``transformers.utils.import_utils`` that say no."""
 SCAN = "create_import_structure_from_path"

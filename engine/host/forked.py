@@ -70,7 +70,10 @@ class Unforked(Exception):
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """What libraries read when they are loaded; equal in all processes that compute, but for the number."""
+    """What libraries read when they are loaded.
+
+    Equal in all processes that compute, but for the number.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -174,8 +177,11 @@ class ForkServer:
 
     @classmethod
     def start(cls, modules: Sequence[str], prefix: Sequence[str] = ()) -> ForkServer:
-        """A new one, which loads these modules now; it can be asked at once and answers when it has them.
-        ``prefix``: a command that becomes the command line given behind it."""
+        """A new one, which loads these modules now.
+
+        It can be asked at once and answers when it has them. ``prefix``: a command that becomes the command
+        line given behind it.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             child = subprocess.Popen(
@@ -311,7 +317,10 @@ def is_possible(device: str, num_cuda_devices: int) -> bool:
 
 
 def modules_of(model_type: str) -> list[str]:
-    """What an instance with a model of this type loads; a module that there is not is left out."""
+    """What an instance with a model of this type loads.
+
+    A module that there is not is left out.
+    """
     name = model_type.replace("-", "_")
     models = [f"transformers.models.{name}.modeling_{name}"] if name.isidentifier() else []
     return [

@@ -21,7 +21,10 @@ TILE_WEIGHTS = 512
 TILE_BYTES = 768
 CODES = 16
 MOST_PATCHES = 0.02
-"""Of all weights; with more, they are kept as they are (a patch takes four bytes, and time)."""
+"""Of all weights.
+
+With more, they are kept as they are (a patch takes four bytes, and time).
+"""
 OFF = "LOCKSTEP_COMPRESS_WEIGHTS"
 """Environment variable: 0 keeps weights as they are."""
 

@@ -43,8 +43,10 @@ class StepList:
 
     operations: Operations
     cuts: list[tuple[int, Moe | PartialSums | None]]
-    """Ends of pieces, rising; what comes after each: the experts of a layer, a sum over ranks, or, at the end
-    of the list, nothing."""
+    """Ends of pieces, rising.
+
+    What comes after each: the experts of a layer, a sum over ranks, or, at the end of the list, nothing.
+    """
 
 
 class Lowering:
@@ -233,8 +235,10 @@ class Lowering:
         bias: torch.Tensor | None,
         is_partial: bool,
     ) -> None:
-        """Rows of so many numbers through weights, added to the stream; first over all ranks if it is a
-        partial sum."""
+        """Rows of so many numbers through weights, added to the stream.
+
+        First over all ranks if it is a partial sum.
+        """
         product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
         if not is_partial:
             self._list.add(

@@ -248,8 +248,10 @@ def _send_on(model: LoadedModel, given: torch.Tensor) -> torch.Tensor | None:
 
 
 def _difference(program: Program, model: LoadedModel, block_size: int, samples: list[_Sample]) -> float:
-    """Of a token's logits from those of the model, relative to how much these vary; median over tokens. 0
-    before the last stage."""
+    """Of a token's logits from those of the model, relative to how much these vary.
+
+    Median over tokens. 0 before the last stage.
+    """
     program.use(NativeCache(model.layers, num_blocks=8, block_size=block_size, dtype=model.dtype))
     differences = [torch.zeros(1)]
     with torch.inference_mode():

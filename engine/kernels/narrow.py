@@ -205,7 +205,10 @@ class _Weights:
         self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
 
     def _rest(self, model: LoadedModel) -> None:
-        """Norms, routers and biases keep their shape; objects that a mesh's workers share are left out."""
+        """Norms, routers and biases keep their shape.
+
+        Objects that a mesh's workers share are left out.
+        """
         for weight in model.module.parameters():
             if id(weight) not in self.memo:
                 is_vector = weight.ndim == 1

@@ -15,8 +15,10 @@ from engine.kernels.logits import DRAW, SHAPE
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE = 1, 2, 4, 8, 16
-"""Flags: add to what is there; write float32; of the selected rows only; the weights are compressed; only if
-tokens are chosen."""
+"""Flags: add to what is there.
+
+Write float32; of the selected rows only; the weights are compressed; only if tokens are chosen.
+"""
 
 _OPERATION = np.dtype(
     [(name, np.float64 if name == "number" else np.int64) for name in (

@@ -1,5 +1,7 @@
-"""Laying out weights for ``step.cpp``: panels of 16 outputs; a word of 32 bits holds one float32 or two
-bfloat16 that are neighbours along the inputs."""
+"""Laying out weights for ``step.cpp``: panels of 16 outputs.
+
+A word of 32 bits holds one float32 or two bfloat16 that are neighbours along the inputs.
+"""
 
 from __future__ import annotations
 

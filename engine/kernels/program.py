@@ -65,7 +65,10 @@ class Program:
         packer = Packer(library)
         self._packed = PackedDecoder(decoder, packer, spread=experts is not None)
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
-        """Of the weights as they are laid out, and how many more they were; without spread experts."""
+        """Of the weights as they are laid out, and how many more they were.
+
+        Without spread experts.
+        """
         self._cosines = self._sines = torch.empty(0, 0)
         self._cache: NativeCache | None = None
         self._room = Room()
@@ -115,7 +118,10 @@ class Program:
         self._experts.use_products(self._products)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on, experts are spread over this group; the modules hold this member's."""
+        """From the next step on, experts are spread over this group.
+
+        The modules hold this member's.
+        """
         self._joined, self._room = None, self._room._replace(own=0)
         self._lists.clear()
         if isinstance(group, SharedMemoryCommunicator) and self._shape is not None and not self._is_rank:

@@ -130,7 +130,10 @@ def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | 
 def _deviations(
     kernels: Library, copy: NarrowCopy, positions: Int64s, draw: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """(layer, place of the position) -> difference that is too large; the output is a last layer."""
+    """(layer, place of the position) -> difference that is too large.
+
+    The output is a last layer.
+    """
     run = _run(copy, positions, draw)
     decoder = replace(copy.decoder, embedding=None, rotary=_Placed(copy.decoder.rotary, positions))
     programs: dict[tuple[Any, ...], Program] = {}
@@ -151,7 +154,10 @@ def _deviations(
 
 
 def _fields(part: Any) -> Iterator[Any]:
-    """All that the kernels know of a part of a layer; equal layers have one program."""
+    """All that the kernels know of a part of a layer.
+
+    Equal layers have one program.
+    """
     for entry in fields(part):
         value = getattr(part, entry.name)
         if is_dataclass(value):

@@ -245,7 +245,9 @@ def chosen_dtype(asked: str, info: ModelInfo) -> str:
 
 
 def why_experts_stay_whole(info: ModelInfo) -> str:
-    """Why the experts of a mixture-of-experts model cannot be spread over instances; empty if they can.
+    """Why the experts of a mixture-of-experts model cannot be spread over instances.
+
+    Empty if they can.
 
     transformers' own code says whether a family's experts go through its experts interface.
     """
@@ -490,8 +492,10 @@ def _scaled_context(scaling: dict[str, Any], config: dict[str, Any], stated: int
 
 
 def _whole_number(names: Sequence[str], config: dict[str, Any], defaults: dict[str, Any]) -> int:
-    """The first one under any of these names; the defaults count where the config has none of the names. 0 if
-    there is none, or none above 0."""
+    """The first one under any of these names.
+
+    The defaults count where the config has none of the names. 0 if there is none, or none above 0.
+    """
     source = config if any(name in config for name in names) else defaults
     found = (source[name] for name in names if isinstance(source.get(name), int))
     return next((int(number) for number in found if number > 0), 0)

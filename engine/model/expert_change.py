@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class HeldExperts:
-    """The experts of a model, in the order of their numbers; other ones come by :meth:`prepare`, then
-    :meth:`install`."""
+    """The experts of a model, in the order of their numbers.
+
+    Other ones come by :meth:`prepare`, then :meth:`install`.
+    """
 
     def __init__(
         self, model: Any, directory: Path, experts: Sequence[int], limit_bytes: int | None = None

@@ -103,7 +103,9 @@ def read_experts(
 def only_experts_of(
     model_class: Any, config: Any, share: ExpertShare, directory: Path
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """While it lasts, models of this class are made with the share's experts only; gives their weights.
+    """While it lasts, models of this class are made with the share's experts only.
+
+    Gives their weights.
 
     Raises:
         CheckpointError: this family has no expert layers that could be spread.

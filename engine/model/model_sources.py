@@ -84,8 +84,10 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> str:
-    """The reason for which a config.json alone rules a model out, as a sentence's end; empty if none is
-    known. A model that passes may still be refused when its modules have been made."""
+    """The reason for which a config.json alone rules a model out, as a sentence's end.
+
+    Empty if none is known. A model that passes may still be refused when its modules have been made.
+    """
     text = language_config(config)
     model_type, text_type = str(config.get("model_type", "")), str(text["model_type"])
     if problem := why_quantised(quantisation_of(config)):

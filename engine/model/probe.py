@@ -173,7 +173,10 @@ class _Probe:
         return CheckpointError(f"{self.name}: {path} {problem}")
 
     def mask(self, *, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
-        """Called by transformers in place of building a mask; what it returns goes to the layers."""
+        """Called by transformers in place of building a mask.
+
+        What it returns goes to the layers.
+        """
         self.windows.append(_window(mask_function, self.far))
         code = MASK_CODE + len(self.windows) - 1
         return torch.full((1, 1, q_length, kv_length), code, device=self.device)

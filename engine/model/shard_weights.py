@@ -147,8 +147,11 @@ def _name_of(model: Any, module: Any) -> str:
 
 
 def random_shard(sharded: ShardedClass) -> dict[str, torch.Tensor]:
-    """Random matrices in place of a checkpoint's; those that every rank holds are equal on all of them.
-    What is no matrix is left to the model's own initialisation."""
+    """Random matrices in place of a checkpoint's.
+
+    Those that every rank holds are equal on all of them. What is no matrix is left to the model's own
+    initialisation.
+    """
     with torch.device("meta"):
         model = sharded.model_class(sharded.whole.config)
     scale = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))

@@ -19,7 +19,10 @@ MAX_EVENTS = 65_536
 
 
 def split_names(names: bytes) -> Iterable[bytes]:
-    """The single names of ``BlockEvents.stored`` or ``dropped``; a rest that is no whole name is left out."""
+    """The single names of ``BlockEvents.stored`` or ``dropped``.
+
+    A rest that is no whole name is left out.
+    """
     whole = len(names) - len(names) % NAME_BYTES
     return (names[start : start + NAME_BYTES] for start in range(0, whole, NAME_BYTES))
 

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 8 << 20
-"""Of the texts of cached grammars; what is made of them is about a hundred times as large."""
+"""Of the texts of cached grammars.
+
+What is made of them is about a hundred times as large.
+"""
 
 MAX_USES = 256
 """Requests that share what one compilation has made.

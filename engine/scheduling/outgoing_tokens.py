@@ -10,7 +10,10 @@ from engine.messages import Delta, Tokens
 
 
 def halves(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """The same in two messages, of half of the deltas each; what is told of the instance comes last."""
+    """The same in two messages, of half of the deltas each.
+
+    What is told of the instance comes last.
+    """
     half = len(tokens.deltas) // 2
     first = Tokens(deltas=tokens.deltas[:half], singles=tokens.singles)
     return first, msgspec.structs.replace(tokens, deltas=tokens.deltas[half:], singles=[])

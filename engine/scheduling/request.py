@@ -33,8 +33,11 @@ def stream_seed(seed: int, sample_index: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of a request; changed by the scheduler only. (With slots: beyond 30 attributes an object has a
-    table of its own to look them up in.)"""
+    """State of a request.
+
+    Changed by the scheduler only. (With slots: beyond 30 attributes an object has a table of its own to look
+    them up in.)
+    """
 
     key: RequestKey
     request_id: str

@@ -52,7 +52,10 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     fewer_where_slow: bool = False
     """Of these, as many as do not take long."""
     micro_batches: int = 1
-    """Steps of different requests that are under way at once; each takes its share of the requests."""
+    """Steps of different requests that are under way at once.
+
+    Each takes its share of the requests.
+    """
     tells_tokens: bool = False
     """Whether a row of one token says which: some workers do not sample."""
 
@@ -264,7 +267,10 @@ class Scheduler:
         return [each.step for each in self._in_flight]
 
     def update(self, step: Step, result: StepResult) -> list[Outcome]:
-        """Take in what the oldest step under way sampled; returns the requests that got a token."""
+        """Take in what the oldest step under way sampled.
+
+        Returns the requests that got a token.
+        """
         outcomes: list[Outcome] = []
         if not step.slots:
             return outcomes
@@ -509,7 +515,10 @@ class Scheduler:
         return sum(left) - left.count(1)  # a request that needs its next token is in no prefill
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, to be computed again; a known prefix may spare part of it."""
+        """Back to the queue, to be computed again.
+
+        A known prefix may spare part of it.
+        """
         self._totals.preemptions += 1
         self._vacate(request)
         if request.prompt_logprobs is not None:

@@ -47,8 +47,11 @@ class Drafter:
     def draft(
         self, tokens: Sequence[int], most: int, price: float, allowance: int
     ) -> tuple[list[int], float]:
-        """What may follow these tokens, mostly nothing; and what it will probably bring beyond its price.
-        ``allowance``: so many tokens may be looked through for it now."""
+        """What may follow these tokens, mostly nothing.
+
+        And what it will probably bring beyond its price. ``allowance``: so many tokens may be looked through
+        for it now.
+        """
         place = self._places.find(tokens, allowance)
         if place is None or most < 1:
             return NOTHING, 0.0

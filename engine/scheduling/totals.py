@@ -24,7 +24,10 @@ class Totals:
         self._taken_by_place: list[int] = []
 
     def on_first_admission(self, request: Request) -> None:
-        """A request got a slot for the first time; ``num_cached`` of its prompt was in the prefix cache."""
+        """A request got a slot for the first time.
+
+        ``num_cached`` of its prompt was in the prefix cache.
+        """
         self._prompt_tokens += request.num_prompt
         self._cache_hits += request.num_cached
 

@@ -131,7 +131,10 @@ async def measure(base_url: str, model: str, args: Args, concurrency: int, numbe
 
 
 def bench_model(name: str, args: Args, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All variants of one model, in turn; what is known so far is saved after each repeat."""
+    """All variants of one model, in turn.
+
+    What is known so far is saved after each repeat.
+    """
     path = MODELS.get(name, name)
     if name == "moe-16" and not Path(path, "config.json").exists():
         maker = Path(__file__).with_name("make_moe_model.py")

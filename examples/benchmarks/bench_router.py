@@ -157,7 +157,10 @@ class System:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of all threads; to the nanosecond where the kernel says so, else to a tick of 10 ms."""
+    """Of all threads.
+
+    To the nanosecond where the kernel says so, else to a tick of 10 ms.
+    """
     counts = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
     if counts:
         return sum(int(count.split()[0]) for count in counts) / 1e9

@@ -112,7 +112,10 @@ SYSTEMS = {
 
 @contextlib.contextmanager
 def started(name: str, model: Path, dtype: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
-    """A server as a child, its address and its log; ended with the block, and its children with it."""
+    """A server as a child, its address and its log.
+
+    Ended with the block, and its children with it.
+    """
     system = SYSTEMS[name]
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port, rpc_port = one.getsockname()[1], other.getsockname()[1]

@@ -50,7 +50,10 @@ NUM_PROMPTS = 48
 LONGEST_ANSWER = 32
 VOCABULARY = 4096
 KINDS = {"stream": 0.5, "whole": 0.35, "left": 0.15}
-"""Share of each kind of request; the client of the last one leaves before its stream ends."""
+"""Share of each kind of request.
+
+The client of the last one leaves before its stream ends.
+"""
 REQUEST_TIMEOUT = 30.0
 REST_TIMEOUT = 15.0
 """Seconds in which all gauges must be zero after the last request."""
@@ -85,7 +88,10 @@ class Tally:
 
 
 def make_prompts(rng: random.Random) -> list[Prompt]:
-    """Mostly short ones, some of hundreds of tokens; three in four greedy, the others sampled with a seed."""
+    """Mostly short ones, some of hundreds of tokens.
+
+    Three in four greedy, the others sampled with a seed.
+    """
     prompts = []
     for number in range(NUM_PROMPTS):
         length = rng.randrange(200, 600) if number % 8 == 7 else rng.randrange(1, 64)

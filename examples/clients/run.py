@@ -86,7 +86,10 @@ class Unavailable(Exception):
 
 
 def environment(name: str, client: Client, folder: Path, *, upgrade: bool) -> list[str]:
-    """Make the environment of a client unless it is there; the command that runs its script."""
+    """Make the environment of a client unless it is there.
+
+    The command that runs its script.
+    """
     place = folder / name
     if upgrade:
         shutil.rmtree(place, ignore_errors=True)
@@ -132,7 +135,10 @@ def _quietly(command: Sequence[str], cwd: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def own_mesh(context: int = 0) -> Iterator[dict[str, str]]:
-    """Start a mesh with everything that the checks ask for; gives the variables that lead there."""
+    """Start a mesh with everything that the checks ask for.
+
+    Gives the variables that lead there.
+    """
     with tempfile.TemporaryDirectory(prefix="clients-") as folder:
         key, limited = f"sk-{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}"
         limits, log = Path(folder, "limits.yaml"), Path(folder, "serve.log")

@@ -112,7 +112,10 @@ def conversations_and_logs() -> None:
 
 @check
 def tools() -> None:
-    """The model is offered a tool and answers; that the call goes through is checked from Python, below."""
+    """The model is offered a tool and answers.
+
+    That the call goes through is checked from Python, below.
+    """
     checks.needs_tool_parser()
     function = "def weather(city: str, days: int) -> str:\n    return 'rain'\n"
     assert command("-m", "chat", QUESTION, "--functions", function, "-o", "max_tokens", "8")

@@ -77,7 +77,10 @@ class Corpus:
 
 
 def load_corpus(work: Path) -> Corpus:
-    """Read the text files; the last ~2% of each novel, from a paragraph's beginning, is held out."""
+    """Read the text files.
+
+    The last ~2% of each novel, from a paragraph's beginning, is held out.
+    """
     corpus = Corpus()
     for name in NOVELS:
         chapters = [c.split("\n\n") for c in (work / "text" / f"{name}.txt").read_text("utf-8").split("\f")]

@@ -97,7 +97,10 @@ class Samples:
         return self.tokenizer.encode(text).ids
 
     def reply_from(self, chapter: int, paragraph: int, skip: int = 0) -> tuple[str, int]:
-        """Prose from a place on, of a random length but whole sentences; and the paragraph after it."""
+        """Prose from a place on, of a random length but whole sentences.
+
+        And the paragraph after it.
+        """
         budget = self.random.choice((150, 300, 300, 500, 700))
         parts: list[str] = []
         texts = self.chapters[chapter]

@@ -30,7 +30,10 @@ DROPOUT_FROM, DROPOUT = 0.49, 0.15
 
 @dataclass
 class Progress:
-    """How far the training is; it travels with the checkpoint and ends up in the model card."""
+    """How far the training is.
+
+    It travels with the checkpoint and ends up in the model card.
+    """
 
     steps: int = 0
     tokens: int = 0

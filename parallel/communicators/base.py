@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 
 Evidence = Literal["exited", "closed", "deadline", "aborted"]
-"""How a member knows that a group is broken: a process has ended (certain); an end of the group is closed, by
-a death or by somebody who gave up; somebody did not come in time; this end was aborted or closed."""
+"""How a member knows that a group is broken: a process has ended (certain).
+
+An end of the group is closed, by a death or by somebody who gave up; somebody did not come in time; this end
+was aborted or closed.
+"""
 
 
 class CollectiveError(RuntimeError):
@@ -116,5 +119,8 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything, after this member's last call; the last calls of others are not disturbed."""
+        """Let go of everything, after this member's last call.
+
+        The last calls of others are not disturbed.
+        """
         ...

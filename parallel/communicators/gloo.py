@@ -323,7 +323,10 @@ class GlooCommunicator:
         return [(peer, tensors[peer]) for peer in self._peers]
 
     def _exchange(self, call: str, outgoing: _Messages, incoming: _Messages) -> None:
-        """Send and receive all of these at once; empty ones are left out, on both sides."""
+        """Send and receive all of these at once.
+
+        Empty ones are left out, on both sides.
+        """
         if self._reason is not None:
             raise self._error(call)
         if self._connections is not None:

@@ -59,7 +59,10 @@ class Plan:
         self.own = own
         """Of all-to-all: what this member gives itself, if it is not written to its segment."""
         self.views: list[Any] = [None] * VIEWS
-        """By buffer, what shows it: a tensor, or one for each rank; made when first needed."""
+        """By buffer, what shows it: a tensor, or one for each rank.
+
+        Made when first needed.
+        """
 
 
 class Plans:

@@ -43,11 +43,17 @@ from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
-"""Of each of the two slots and two letters of a member; memory is used as far as tensors fill them."""
+"""Of each of the two slots and two letters of a member.
+
+Memory is used as far as tensors fill them.
+"""
 VIEW_BYTES = 64 << 20
 """Of each of the three buffers for views; as far as they are filled, again."""
 ARENA_BYTES = 1 << 30
-"""Of what each member has besides, for native code; memory is used as far as it is written."""
+"""Of what each member has besides, for native code.
+
+Memory is used as far as it is written.
+"""
 
 
 class SharedMemoryCommunicator:

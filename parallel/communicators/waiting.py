@@ -15,7 +15,9 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 1e-3
 
 
 class Patience:
-    """How long to look again and again before sleeping; learns from how long the last waits took.
+    """How long to look again and again before sleeping.
+
+    Learns from how long the last waits took.
 
     Waking a sleeping process costs more than most collectives, so a short wait should never sleep. A long
     one should do nothing else. Between looks the core is offered to whoever else can run, which leaves a

@@ -63,7 +63,10 @@ class Answer(ABC):
 
     @abstractmethod
     def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
-        """The events for one more piece of a sample; nothing if the client would see nothing."""
+        """The events for one more piece of a sample.
+
+        Nothing if the client would see nothing.
+        """
 
     @abstractmethod
     def closing(self) -> bytes:

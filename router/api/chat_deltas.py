@@ -27,8 +27,10 @@ def message_of(turn: Turn, role: str) -> AssistantMessage:
 
 
 def finish_reason(piece: Piece, reader: TurnReader) -> str | None:
-    """``tool_calls`` for a turn that ended by itself and calls tools; ``stop``, as OpenAI has it, where the
-    client had no other choice."""
+    """``tool_calls`` for a turn that ended by itself and calls tools.
+
+    ``stop``, as OpenAI has it, where the client had no other choice.
+    """
     chosen = piece.finish_reason == FinishReason.STOP and reader.num_calls and not reader.names_tool
     return "tool_calls" if chosen else piece.finish_reason
 

@@ -21,7 +21,10 @@ def key_of(request: Request) -> int:
 
 
 def request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own id, from the header or the body; else the one that the server gave."""
+    """The client's own id, from the header or the body.
+
+    Else the one that the server gave.
+    """
     given = request.headers.get("x-request-id")
     if not given:
         at_door: str = request.state.request_id

@@ -70,8 +70,10 @@ class ItemSequence:
         return any(item.kind is ItemKind.CALL for item in self.items)
 
     def read(self, parts: Sequence[tuple[str, int]], *, ended: bool) -> list[ItemEvent]:
-        """What the next texts, each with its number of tokens, do to the items; when ``ended``, all are
-        closed."""
+        """What the next texts, each with its number of tokens, do to the items.
+
+        When ``ended``, all are closed.
+        """
         events: list[ItemEvent] = []
         for parsed in self._reader.read_parts(parts, ended=ended):
             self._take(parsed, events)

@@ -69,7 +69,10 @@ class LogprobShapes:
         return [(token_id, _finite(logprob)) for token_id, logprob in top]
 
     def _top_by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens and the one that stands there; of those that read alike, the likeliest."""
+        """The most likely tokens and the one that stands there.
+
+        Of those that read alike, the likeliest.
+        """
         found: dict[str, float] = {}
         for token_id, logprob in [*self._top(entry), (entry.token_id, _finite(entry.logprob))]:
             found.setdefault(self._name(token_id), logprob)

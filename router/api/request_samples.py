@@ -86,7 +86,10 @@ def make_samples(
 def _check_prompt_logprobs(
     request: GenerationRequest, n: int, prompts: Sequence[PromptText], most: int | None
 ) -> None:
-    """Refuse more log-probabilities of prompts than can be told in one answer; ``most`` for each token."""
+    """Refuse more log-probabilities of prompts than can be told in one answer.
+
+    ``most`` for each token.
+    """
     if most is None:
         return
     num_tokens = sum(len(prompt.ids) for prompt in prompts) * n

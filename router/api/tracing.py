@@ -1,4 +1,7 @@
-"""The span of one request at the router; where none is wanted, only the client's context is passed on."""
+"""The span of one request at the router.
+
+Where none is wanted, only the client's context is passed on.
+"""
 
 from __future__ import annotations
 

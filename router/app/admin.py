@@ -56,8 +56,10 @@ class Watched(Protocol):
 
 
 Command = Callable[[Drain | Scale], Awaitable[Answer]]
-"""Has the coordinator do something; raises TimeoutError if no answer comes, which a launcher gives to a wish
-to scale when it has started all."""
+"""Has the coordinator do something.
+
+Raises TimeoutError if no answer comes, which a launcher gives to a wish to scale when it has started all.
+"""
 
 
 class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -65,7 +65,10 @@ def make_app(
         return Response(status_code=200 if mesh.healthy else 503)
 
     async def alive(request: Request) -> Response:
-        """A request that arrives here was accepted and read by the loop; nothing more is checked."""
+        """A request that arrives here was accepted and read by the loop.
+
+        Nothing more is checked.
+        """
         return Response()
 
     async def version(request: Request) -> Response:
@@ -175,7 +178,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_os_error(request: Request, error: Exception) -> Response:
-    """No fault of a request where the host is short of something; else a fault of ours."""
+    """No fault of a request where the host is short of something.
+
+    Else a fault of ours.
+    """
     if shortage_of(error) is None:
         raise error
     return _refused(request, short_of(error))

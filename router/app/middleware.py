@@ -28,7 +28,10 @@ from router.errors import ApiError
 from router.http.request_path import without_prefix, without_slash
 
 PROBES = frozenset({"/health", "/ping", "/livez"})
-"""Paths that operators ask for by any name of this server; their answers hold nothing else."""
+"""Paths that operators ask for by any name of this server.
+
+Their answers hold nothing else.
+"""
 OPEN_PATHS = PROBES | {"/version", "/metrics", "/load", "/is_sleeping", "/openapi.json"}
 """What needs no key: nothing there costs or changes anything."""
 
@@ -90,7 +93,10 @@ class RequestIds:
 
 
 class RootPath:
-    """Takes off the prefix of a proxy in front; stands before everything that looks at paths."""
+    """Takes off the prefix of a proxy in front.
+
+    Stands before everything that looks at paths.
+    """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app

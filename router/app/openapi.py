@@ -29,7 +29,10 @@ Struct = type[msgspec.Struct]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """What a method of a path takes and gives; ``None`` for no body, or one that is no JSON."""
+    """What a method of a path takes and gives.
+
+    ``None`` for no body, or one that is no JSON.
+    """
 
     method: str
     path: str

@@ -34,7 +34,10 @@ class Lines:
         return f"<Lines {self._logged} logged, {self._left_out} left out>"
 
     def take(self) -> int | None:
-        """None if no line may be logged now; else how many were left out before this one."""
+        """None if no line may be logged now.
+
+        Else how many were left out before this one.
+        """
         now = self._clock()
         if now - self._since >= INTERVAL:
             self._since, self._logged = now, 0

@@ -14,13 +14,19 @@ from router.dispatch.pool import Instance, Pool
 from router.mesh import MeshError, Prompt
 
 MAX_NAMED_TOKENS = 262_144
-"""Tokens of a prompt that are looked up in the prefix index; naming them takes about 15 ms."""
+"""Tokens of a prompt that are looked up in the prefix index.
+
+Naming them takes about 15 ms.
+"""
 RETRY_AFTER = 1
 """Seconds that clients are asked to wait when nobody can take their request."""
 
 
 class Chooser:
-    """Knows the instances of ``pool`` and the requests of ``ledger``; keeps the prefix index up to date."""
+    """Knows the instances of ``pool`` and the requests of ``ledger``.
+
+    Keeps the prefix index up to date.
+    """
 
     def __init__(self, pool: Pool, ledger: Ledger, kind: Policy = Policy.PREFIX_AWARE) -> None:
         self._pool = pool

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
-"""Seconds without requests after a failure: after the first one, and at most; doubled in between."""
+"""Seconds without requests after a failure: after the first one, and at most.
+
+Doubled in between.
+"""
 TRIAL_INTERVAL = 1.0
 """Seconds between two requests to an instance that has not proved itself yet."""
 FORGOTTEN_AFTER = 600.0

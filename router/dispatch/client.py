@@ -286,7 +286,10 @@ class MeshClient:
         return instance.lost(time.monotonic())
 
     def _resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
-        """Go on elsewhere from what the client already has; wait for an instance if there is none."""
+        """Go on elsewhere from what the client already has.
+
+        Wait for an instance if there is none.
+        """
         instance = self._choose_after(entry, failed, patience)
         if instance is not None:
             self._dispatch(entry, instance)

@@ -17,8 +17,10 @@ class Delivery:
     """Books tokens in the ledger, and passes them on to the streams of their entries."""
 
     def __init__(self, ledger: Ledger, streams: dict[Entry, Stream], settle: Callable[[Entry], None]) -> None:
-        """``streams`` loses those that end; ``settle`` is told of an entry when the first delta of a try has
-        come."""
+        """``streams`` loses those that end.
+
+        ``settle`` is told of an entry when the first delta of a try has come.
+        """
         self._ledger = ledger
         self._streams = streams
         self._settle = settle

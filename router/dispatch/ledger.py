@@ -115,7 +115,10 @@ class Entry:
         )
 
     def moves(self, loss: Loss) -> None:
-        """It lost its instance; should it be on the move already, it counts for the later loss."""
+        """It lost its instance.
+
+        Should it be on the move already, it counts for the later loss.
+        """
         self.ends_its_move()
         self.loss = loss
 
@@ -135,7 +138,10 @@ class Entry:
             self.loss = None
 
     def returns(self, delta: Delta, now: float) -> Loss | None:
-        """Its first delta after a loss, booked already; the loss, if it was the last one away."""
+        """Its first delta after a loss, booked already.
+
+        The loss, if it was the last one away.
+        """
         loss, self.loss = self.loss, None
         if loss is None:
             return None

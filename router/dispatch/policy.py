@@ -107,7 +107,10 @@ def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozens
 
 
 def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose queues are not full, as far as is known here; the instances have the last word."""
+    """Those whose queues are not full, as far as is known here.
+
+    The instances have the last word.
+    """
     return [candidate for candidate in candidates if not is_full(candidate)]
 
 

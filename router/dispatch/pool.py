@@ -142,9 +142,11 @@ class Instance:
             self.sent = _sum(self.sent, self.unreported.popleft(), -1)
 
     def lost(self, now: float) -> bool:
-        """The connection to it broke, or it was taken out of the world; whether that was news. What was
-        sent to it goes on elsewhere; it is not used before it answers on a new connection, and then on
-        trial."""
+        """The connection to it broke, or it was taken out of the world.
+
+        Whether that was news. What was sent to it goes on elsewhere; it is not used before it answers on a
+        new connection, and then on trial.
+        """
         was_attached, self.attached = self.attached, False
         if was_attached and self.member.state is State.READY:
             self.trust.failed(now)

@@ -111,7 +111,10 @@ class PrefixIndex:
     # ---- looking up
 
     def prefix_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
-        """How many blocks from the first one on each instance has, or will have; only those that have any."""
+        """How many blocks from the first one on each instance has, or will have.
+
+        Only those that have any.
+        """
         lengths: dict[int, int] = {}
         left = -1
         length = 0

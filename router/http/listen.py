@@ -26,7 +26,9 @@ HEALTH_INTERVAL = 0.02
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to an address; it does not listen yet, and nobody else can bind its port meanwhile.
+    """A socket bound to an address.
+
+    It does not listen yet, and nobody else can bind its port meanwhile.
 
     Raises:
         OSError: the port is in use or not ours to take; the message says so, and which ``flag`` changes it.

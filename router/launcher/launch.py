@@ -51,7 +51,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: tuple[int, ...] = ()
     """Sockets and files that it inherits."""
     workers: tuple[str, ...] = ()
-    """Places of the processes that an instance starts itself, as ``PP0_TP1``; none: it computes by itself."""
+    """Places of the processes that an instance starts itself, as ``PP0_TP1``.
+
+    None: it computes by itself.
+    """
     number: int = 0
     """Of an instance among those of its launcher: an instance that is started again keeps it."""
     devices: tuple[str, ...] = ()
@@ -71,7 +74,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_instance(self) -> bool:
-        """Whether a view of the mesh tells of it; the workers on another host of an instance are none."""
+        """Whether a view of the mesh tells of it.
+
+        The workers on another host of an instance are none.
+        """
         return self.role == "engine" and self.module != "engine.executor.nodes"
 
     @property
@@ -252,7 +258,10 @@ def _workers(engine: EngineConfig, node: int = 0) -> tuple[str, ...]:
 
 
 def _with_model(engine: EngineConfig) -> EngineConfig:
-    """The head's instances are told what the head decided; only headless ones learn it from the mesh."""
+    """The head's instances are told what the head decided.
+
+    Only headless ones learn it from the mesh.
+    """
     model = msgspec.structs.replace(engine.model, model=engine.model.model or SHIPPED_MODEL)
     return msgspec.structs.replace(engine, model=model)
 

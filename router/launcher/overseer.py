@@ -54,7 +54,10 @@ class Overseer:
 
     @property
     def view(self) -> View | None:
-        """The newest one of our mesh; another mesh may hold the port, and then our coordinator says so."""
+        """The newest one of our mesh.
+
+        Another mesh may hold the port, and then our coordinator says so.
+        """
         view = self._watcher.view
         return view if view is not None and self._is_ours(view) else None
 

@@ -45,8 +45,10 @@ def problem_with(config: ServeConfig) -> str | None:
 
 
 def _trace_problem(config: ServeConfig) -> str:
-    """Why the traces could not be written when the instances here end; empty if they can, or none is asked
-    for."""
+    """Why the traces could not be written when the instances here end.
+
+    Empty if they can, or none is asked for.
+    """
     asked = config.engine.device.trace
     elsewhere = config.mesh.local_size == 0 or config.engine.nodes.node_rank > 0
     if asked is None or elsewhere or config.data_parallel_backend == "ray":

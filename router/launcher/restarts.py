@@ -6,7 +6,10 @@ from coordinator.process import process
 
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
-"""Seconds before an instance is started again: the first time, and at most; doubled in between."""
+"""Seconds before an instance is started again: the first time, and at most.
+
+Doubled in between.
+"""
 LONGEST_ABSENCE = 5.0
 """The same at most for the coordinator and for routers, which are quick to load and which all others need.
 They come back at once the first time, after ``FIRST_DELAY`` the second time."""

@@ -83,7 +83,10 @@ def check_cores(count: int, machine: Machine) -> None:
 
 
 def shared_devices(count: int, machine: Machine) -> str:
-    """What to say of so many instances, if there are not devices for each; empty if there are."""
+    """What to say of so many instances, if there are not devices for each.
+
+    Empty if there are.
+    """
     if not machine.devices or count <= max(1, machine.room):
         return ""
     return (

@@ -214,7 +214,10 @@ def _fork_server(config: ServeConfig, model_type: str) -> ForkServer | None:
 
 
 def _one_more(config: ServeConfig, rank: int | None, number: int) -> ProcessSpec:
-    """An instance that is started while the mesh serves; it shares the cores with those that are there."""
+    """An instance that is started while the mesh serves.
+
+    It shares the cores with those that are there.
+    """
     threads = config.engine.device.cpu_threads or threads_per_worker(
         config.mesh.instances_here, usable_cores()
     )

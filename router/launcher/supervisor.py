@@ -117,8 +117,10 @@ class Supervisor:
         return instance in self._names
 
     async def run(self, until_ready: Callable[[], Awaitable[None]], *, takes_signals: bool = True) -> int:
-        """Start all, wait for SIGTERM, SIGINT, SIGHUP, :meth:`stop` or the end of what matters; returns the
-        exit status. ``takes_signals``: they are this program's to handle (main thread only)."""
+        """Start all, wait for SIGTERM, SIGINT, SIGHUP, :meth:`stop` or the end of what matters.
+
+        Returns the exit status. ``takes_signals``: they are this program's to handle (main thread only).
+        """
         loop = asyncio.get_running_loop()
         with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # nohup has it so
         taken = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if with_terminal else []))
@@ -294,7 +296,10 @@ class Supervisor:
             self._end_without_instances(status)
 
     async def _start_again(self, child: ChildProcess, status: int) -> None:
-        """After the pause that is due, under the old rank; under any, if that was refused."""
+        """After the pause that is due, under the old rank.
+
+        Under any, if that was refused.
+        """
         served_for = 0.0 if child.began is None else time.monotonic() - child.began
         while True:
             delay = self._restarts.after_end(child.key, child.spec.role, served_for)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 OUTCOMES = ("affinity_hits", "affinity_misses", "moves", "queue_full")
-"""Dispatches to an instance that had some of the prompt, or none; requests asked back from a queue to wait
-less elsewhere; requests refused because all queues were full."""
+"""Dispatches to an instance that had some of the prompt, or none.
+
+Requests asked back from a queue to wait less elsewhere; requests refused because all queues were full.
+"""
 
 
 class ChoiceCounts:

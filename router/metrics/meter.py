@@ -113,5 +113,8 @@ class Meter:
 
 
 def _engine(generation: Generation) -> str:
-    """The label of the instance where it runs; empty if it waits for one, or has ended."""
+    """The label of the instance where it runs.
+
+    Empty if it waits for one, or has ended.
+    """
     return "" if generation.rank is None else str(generation.rank)

@@ -51,7 +51,10 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose KV cache was there already."""
     metrics: None = None
-    """vLLM's, which has none either unless it is told to keep them; ours are those of ``serve``."""
+    """vLLM's, which has none either unless it is told to keep them.
+
+    Ours are those of ``serve``.
+    """
 
 
 def output_of(job: Job, pieces: Sequence[Piece], tokenizer: Tokenizer) -> RequestOutput:

@@ -1,4 +1,7 @@
-"""Running many prompts through a mesh, a bounded number at a time; the outputs come in the prompts' order."""
+"""Running many prompts through a mesh, a bounded number at a time.
+
+The outputs come in the prompts' order.
+"""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ class OutputStream:
         return "".join(map(self.detokenizer.step, token_ids))
 
     def take(self, delta: Delta) -> Piece:
-        """The next delta of the mesh; after one whose piece has a ``finish_reason`` no more are wanted.
+        """The next delta of the mesh.
+
+        After one whose piece has a ``finish_reason`` no more are wanted.
 
         Raises:
             ApiError: the delta says that the request failed.

@@ -47,7 +47,9 @@ class TextModel:
 
 
 def load_text_model(served: ServedModel, config: HttpConfig) -> TextModel:
-    """Read the files of a model that concern text; takes up to a second for large vocabularies.
+    """Read the files of a model that concern text.
+
+    Takes up to a second for large vocabularies.
 
     Raises:
         TokenizerError, CheckpointError: files are missing or broken.

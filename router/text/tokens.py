@@ -30,7 +30,10 @@ MAX_PENDING = 16
 """Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
 
 PART_CHARACTERS = 8
-"""Characters of text per token, in the first part tried; another part is four times as long."""
+"""Characters of text per token, in the first part tried.
+
+Another part is four times as long.
+"""
 CUT_TOKENS = 64
 """Tokens next to a text's cut, which may differ from those of the whole."""
 

@@ -75,7 +75,10 @@ def _console() -> Console:
 
 
 def _watch(endpoint: str, view: View, config: StatusConfig, keys: MeshKeys | None) -> int:
-    """The table, kept up to date; says so while the coordinator is away, and goes on when it is back."""
+    """The table, kept up to date.
+
+    Says so while the coordinator is away, and goes on when it is back.
+    """
     console = _console()
     silent_since: float | None = None
     try:

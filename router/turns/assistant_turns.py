@@ -48,7 +48,10 @@ class TurnReader:
         return (self._tools or ToolParser).new_call_id()
 
     def read(self, text: str, num_tokens: int = 0, *, ended: bool = False) -> list[Parsed]:
-        """The next text of the turn and how many tokens it is; ``ended`` says that it is the last."""
+        """The next text of the turn and how many tokens it is.
+
+        ``ended`` says that it is the last.
+        """
         if self._reasoning is None:
             events: list[Parsed] = [Content(text)]
         else:

@@ -141,8 +141,10 @@ def problem_with(text: str) -> str:
 
 
 def summary(message: str) -> str:
-    """The library's words without its picture of the place; a regular expression's error stands at the end
-    of one."""
+    """The library's words without its picture of the place.
+
+    A regular expression's error stands at the end of one.
+    """
     lines = [line.strip() for line in message.strip().splitlines()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     return " ".join(filter(None, [first_line(message), reason]))

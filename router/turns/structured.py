@@ -86,7 +86,10 @@ def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> Answ
 
 
 def text_of(bodies: Mapping[str, Body]) -> str:
-    """All grammars of an answer, by name, as instances take them; the first is where it begins."""
+    """All grammars of an answer, by name, as instances take them.
+
+    The first is where it begins.
+    """
     grammars = [{"name": name, **body} for name, body in bodies.items()]
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
@@ -242,7 +245,10 @@ def _schema(given: Any, param: str) -> Any:
 
 
 def _regex(given: str, param: str) -> str:
-    """Always of the whole answer, so anchors say nothing new; and a slash would end it."""
+    """Always of the whole answer, so anchors say nothing new.
+
+    And a slash would end it.
+    """
     if not given:
         refuse(f"{param}: the regular expression is empty.", param)
     _limit(given, MAX_GRAMMAR, param, "the regular expression")

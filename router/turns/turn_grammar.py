@@ -48,7 +48,10 @@ class TurnGrammar:
         return text_of({TURN: {"lark_grammar": lark}, **self._bodies})
 
     def reasoning(self, form: ReasoningFormat, prompt: str) -> None:
-        """The turn may begin with reasoning; where the prompt has begun it, it must end it."""
+        """The turn may begin with reasoning.
+
+        Where the prompt has begun it, it must end it.
+        """
         if self._config.enable_in_reasoning:
             return
         special = [end for end in form.end if self._tokenizer.special_id(end) is not None]

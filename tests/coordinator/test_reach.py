@@ -11,7 +11,10 @@ from tests.coordinator.group_mesh import Mesh, members
 
 
 def fails(mesh: Mesh, evidence: Evidence = Evidence.CLOSED) -> None:
-    """The newest group cannot form, or breaks where data does not pass; each member reports what it sees."""
+    """The newest group cannot form, or breaks where data does not pass.
+
+    Each member reports what it sees.
+    """
     form = next(form for form in mesh.forms.values() if form.epoch == mesh.membership.view().epoch)
     names = members(form)
     for name in names:

@@ -342,7 +342,10 @@ def test_a_newcomer_that_is_never_ready_is_taken_out(mesh: Mesh) -> None:
 
 
 def test_experts_are_placed_on_ranks_and_stay_there() -> None:
-    """Eight experts on two instances of two ranks; one dies, and a newcomer takes its place."""
+    """Eight experts on two instances of two ranks.
+
+    One dies, and a newcomer takes its place.
+    """
     mesh = Mesh(size=2, ranks=2)
     mesh.begin("ab")
     form = mesh.forms["a"]

@@ -104,7 +104,9 @@ class Driver:
     def generate(
         self, requests: list[Driven], num_new: int, *, chunk: int = 1 << 30, together: bool = True
     ) -> None:
-        """Run until each request has ``num_new`` more tokens; at most ``chunk`` tokens of a request per step.
+        """Run until each request has ``num_new`` more tokens.
+
+        At most ``chunk`` tokens of a request per step.
 
         Without ``together`` one request is in prefill at a time, beside the decodes of those before it.
         """

@@ -136,7 +136,10 @@ class SimulatedExecutor:
         return self._tables[slot][index], offset
 
     def _write(self, step: Step) -> None:
-        """All rows write before any reads, as each layer does; a position builds on the one before it."""
+        """All rows write before any reads, as each layer does.
+
+        A position builds on the one before it.
+        """
         written: dict[tuple[int, int], int] = {}
         for start, end, slot in sorted(zip(step.starts, step.ends, step.slots, strict=True)):
             for position in range(start, end):

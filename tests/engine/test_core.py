@@ -262,7 +262,10 @@ def test_some_of_the_steps_that_are_cut_short_have_drafts(depth: int) -> None:
 
 
 def run_in_trouble(depth: int, right: float | None, seed: int) -> Counters:
-    """Requests that come and go in steps that fail; ``right``: of what is drafted, None: nothing is."""
+    """Requests that come and go in steps that fail.
+
+    ``right``: of what is drafted, None: nothing is.
+    """
     rng = random.Random(seed)
     executor = SimulatedExecutor(
         block_size=4, budget=16, max_rows=4, in_flight=depth, checks_reads=depth == 1

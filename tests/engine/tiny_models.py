@@ -162,7 +162,10 @@ def save(model: Any, directory: Path) -> Path:
 
 
 def widen(model: Any, seed: int) -> None:
-    """Seeded weights whose products neither grow nor vanish; norms, sinks and biases get some noise too."""
+    """Seeded weights whose products neither grow nor vanish.
+
+    Norms, sinks and biases get some noise too.
+    """
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
     with torch.no_grad():

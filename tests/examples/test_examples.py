@@ -18,7 +18,10 @@ OURS = {"parallel", "coordinator", "engine", "router", "tests", "examples", "loc
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module of this repository; some examples import those beside them by their bare names."""
+    """The file of a module of this repository.
+
+    Some examples import those beside them by their bare names.
+    """
     path = ROOT / Path(*module.split("."))
     places = [path.with_suffix(".py"), path / "__init__.py", ROOT / "examples" / f"{module}.py"]
     return next((place for place in places if place.exists()), None)

@@ -1,4 +1,6 @@
-"""What the member processes of the communicator tests do; each function runs in every member of a group.
+"""What the member processes of the communicator tests do.
+
+Each function runs in every member of a group.
 
 Started with multiprocessing's fork server, which has torch loaded. They report by exit code, and by a
 JSON file where the test needs more.
@@ -91,7 +93,10 @@ def run(
     port: int,
     directory: str,
 ) -> None:
-    """The target of a member process; ``test`` numbers the tests that share the store at ``port``."""
+    """The target of a member process.
+
+    ``test`` numbers the tests that share the store at ``port``.
+    """
     function(Member(backend, rank, size, test, port, Path(directory)))
 
 
@@ -304,7 +309,10 @@ def slow_readers(member: Member) -> None:
 
 
 def one_is_killed(member: Member) -> None:
-    """Rank 1 is killed while the others wait for it; they go on as an epoch of two."""
+    """Rank 1 is killed while the others wait for it.
+
+    They go on as an epoch of two.
+    """
     group = member.form("one_is_killed")
     ones = [1] * member.size
     whole = group.all_gather_view(torch.tensor([member.rank]), ones)
@@ -340,7 +348,10 @@ def an_onlooker_is_told(member: Member) -> None:
 
 
 def one_aborts(member: Member) -> None:
-    """Rank 0 aborts from a thread while it waits; rank 1 comes later and must not wait."""
+    """Rank 0 aborts from a thread while it waits.
+
+    Rank 1 comes later and must not wait.
+    """
     group = member.form("one_aborts")
     if member.rank == 0:
         aborted_at: list[float] = []

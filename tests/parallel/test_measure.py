@@ -16,7 +16,10 @@ from tests.parallel.thread_group import ThreadCommunicator, thread_group
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("collective", measure.COLLECTIVES)
 def test_every_member_gets_a_time(size: int, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of calls that the members propose differ; a member that made more would wait for ever."""
+    """The numbers of calls that the members propose differ.
+
+    A member that made more would wait for ever.
+    """
     monkeypatch.setattr(measure, "SECONDS", 0.02)
     times: dict[int, float] = {}
 

@@ -65,7 +65,10 @@ class Speaker:
         self.tokenizer = tokenizer
 
     def __call__(self, text: str, reason: FinishReason = FinishReason.STOP) -> list[int]:
-        """The token ids that it says; a turn that ends by itself has one more, which is not shown."""
+        """The token ids that it says.
+
+        A turn that ends by itself has one more, which is not shown.
+        """
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), tiny_tokenizer.EOS]
         ids = ids if reason is FinishReason.STOP else ids[:-1]
         self.server.mesh.reset(saying(ids, reason))

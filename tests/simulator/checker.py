@@ -95,7 +95,10 @@ class Checker:
             self._alarm = self._next_alarm()
 
     def _next_alarm(self) -> float:
-        """The time at which the first bound is broken if nothing happens; raises if one is broken already."""
+        """The time at which the first bound is broken if nothing happens.
+
+        Raises if one is broken already.
+        """
         alarms: list[float] = [math.inf]
         if self._work_since is not None:
             for who, since in self._asleep_since.items():

@@ -20,7 +20,10 @@ class Phase(enum.Enum):
 
 
 class Instance:
-    """The loop of an engine around its :class:`Lockstep`; to its scheduler, work is a number of tokens."""
+    """The loop of an engine around its :class:`Lockstep`.
+
+    To its scheduler, work is a number of tokens.
+    """
 
     def __init__(self, world: World, who: int, lockstep: Lockstep) -> None:
         self.world = world

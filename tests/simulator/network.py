@@ -24,7 +24,10 @@ class Network:
         """Consecutive losses between two instances."""
 
     def contribute(self, who: int, header: Header) -> None:
-        """Call the header exchange; each member has the result some time after the last one called."""
+        """Call the header exchange.
+
+        Each member has the result some time after the last one called.
+        """
         world = self.world
         call = self._calls.get((who, header.epoch), 0)
         self._calls[who, header.epoch] = call + 1

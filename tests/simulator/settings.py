@@ -25,7 +25,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     delay: int
     """Of a wake message that is not lost."""
     repeat: int | None
-    """A waker repeats its wake after this time, exactly; never, in a world that loses nothing."""
+    """A waker repeats its wake after this time, exactly.
+
+    Never, in a world that loses nothing.
+    """
     losses: int
     """At most this many consecutive messages are lost between two instances."""
     loss: float

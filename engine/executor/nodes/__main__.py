@@ -128,7 +128,10 @@ class Node:
     # ---- joining
 
     def _own_settings(self) -> Settings | None:
-        """Of the model, when this host was told one; a headless one may learn it from the engine."""
+        """Of the model, when this host was told one.
+
+        A headless one may learn it from the engine.
+        """
         if self._config.model.model is None:
             return None
         return resolve(self._config, self._mesh.data_parallel_size)[1]
@@ -291,7 +294,10 @@ class Node:
             asyncio.get_running_loop().remove_reader(worker.channel.fileno())
 
     def _ended(self, number: int) -> None:
-        """Tell the engine at once; it then ends the instance, and with it this host's part."""
+        """Tell the engine at once.
+
+        It then ends the instance, and with it this host's part.
+        """
         worker = self._workers[number]
         loop = asyncio.get_running_loop()
         loop.remove_reader(worker.ended)

@@ -92,8 +92,10 @@ class NodeCrew:
         keys: MeshKeys | None,
         timeout: float,
     ) -> None:
-        """``names`` of all workers, by number; ``threads`` of each on this host; ``timeout``: seconds to wait
-        for the other hosts."""
+        """``names`` of all workers, by number.
+
+        ``threads`` of each on this host; ``timeout``: seconds to wait for the other hosts.
+        """
         self._config = config
         self._settings = settings
         self._names = names

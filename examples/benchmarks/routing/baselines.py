@@ -67,7 +67,10 @@ class _Counts:
 
 
 class VllmWaiting:
-    """vLLM's older score: 4 times waiting plus running; what it sends counts as waiting until the refresh."""
+    """vLLM's older score: 4 times waiting plus running.
+
+    What it sends counts as waiting until the refresh.
+    """
 
     def __init__(self, num_instances: int) -> None:
         self._counts = _Counts(num_instances)

@@ -176,7 +176,10 @@ class Run:
         return ids
 
     async def _watch(self) -> None:
-        """Tell a baseline what the instances report; for Lockstep's own policies too, as it costs time."""
+        """Tell a baseline what the instances report.
+
+        For Lockstep's own policies too, as it costs time.
+        """
         while True:
             async with self._session.get(f"{self._url}/v1/loads", raise_for_status=True) as response:
                 loads = (await response.json())["loads"]

@@ -19,7 +19,10 @@ NUM_TOKENS = 512
 
 
 def hot_prefix(rng: random.Random, seconds: float, rate: float) -> Load:
-    """Prompts that begin with one of 16 documents, drawn by Zipf's law; a cache holds seven."""
+    """Prompts that begin with one of 16 documents, drawn by Zipf's law.
+
+    A cache holds seven.
+    """
     documents = [_words(rng, 1200) for _ in range(16)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     found = []

@@ -36,7 +36,10 @@ Load = Sequence[Arrival | Conversation]
 
 
 def _count(each: int, num_instances: int) -> int:
-    """Requests in all, so many for each instance; half of that for many instances, to be done sooner."""
+    """Requests in all, so many for each instance.
+
+    Half of that for many instances, to be done sooner.
+    """
     return each * num_instances // (1 if num_instances <= 16 else 2)
 
 

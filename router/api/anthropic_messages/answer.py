@@ -82,7 +82,10 @@ def _block(item: Item, text: str) -> wire.Block:
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
-    """Arguments as an object; text that is no JSON object gets a key of its own."""
+    """Arguments as an object.
+
+    Text that is no JSON object gets a key of its own.
+    """
     text = arguments or "{}"
     try:
         msgspec.json.decode(text, type=dict[str, Any])

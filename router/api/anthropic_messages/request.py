@@ -38,7 +38,9 @@ SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """The same request to /v1/chat/completions; only what makes the prompt, if that is all there is.
+    """The same request to /v1/chat/completions.
+
+    Only what makes the prompt, if that is all there is.
 
     Raises:
         ApiError: it asks for what chat does not have.

@@ -78,7 +78,10 @@ def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _allowed_tools(choice: Mapping[str, Any]) -> Any:
-    """The choice in chat's form, without tools that cannot run here; none where no others are left."""
+    """The choice in chat's form, without tools that cannot run here.
+
+    None where no others are left.
+    """
     named, mode = choice.get("tools"), choice.get("mode")
     if not isinstance(named, list) or not all(isinstance(tool, dict) for tool in named):
         refuse("tool_choice of type allowed_tools needs a list of tools.", "tool_choice")

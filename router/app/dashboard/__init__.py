@@ -1,1 +1,4 @@
-"""The page at ``/``: the mesh, live, in a browser; plain files and one stream of JSON."""
+"""The page at ``/``: the mesh, live, in a browser.
+
+Plain files and one stream of JSON.
+"""

@@ -128,9 +128,11 @@ async def session(
     trust: ssl.SSLContext | None = None,
     path: str | None = None,
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client without a limit of its own; with ``key``, else the environment's, and ``headers`` besides or
-    instead. ``trust``: for HTTPS, what is not the system's; ``path``: of the server's Unix socket, if it has
-    one."""
+    """A client without a limit of its own.
+
+    With ``key``, else the environment's, and ``headers`` besides or instead. ``trust``: for HTTPS, what is
+    not the system's; ``path``: of the server's Unix socket, if it has one.
+    """
     connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, ssl=trust or True)
     if path is not None:
         connector = aiohttp.UnixConnector(path, limit=0)

@@ -29,7 +29,10 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 Conversation = list[Ask]
-"""Asked one after another; each prompt after the first goes on from all that was said before it."""
+"""Asked one after another.
+
+Each prompt after the first goes on from all that was said before it.
+"""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

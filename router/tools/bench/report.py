@@ -76,7 +76,10 @@ def summary(
     percentiles: Sequence[float] = (99.0,),
     goals: Mapping[str, float] | None = None,
 ) -> Result:
-    """The result of a run of ``duration`` seconds, under vLLM's keys; ``described`` is what was run."""
+    """The result of a run of ``duration`` seconds, under vLLM's keys.
+
+    ``described`` is what was run.
+    """
     good = [outcome for outcome in outcomes if not outcome.error]
     num_input, num_output = sum(one.input_len for one in good), sum(one.output_len for one in good)
     result: Result = {

@@ -113,7 +113,10 @@ def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
 
 
 def _check_mesh(config: DoctorConfig) -> list[Finding]:
-    """The ports of a mesh to be, or the mesh that runs; and the key for it."""
+    """The ports of a mesh to be, or the mesh that runs.
+
+    And the key for it.
+    """
     findings = []
     of_mesh: keys.MeshKeys | None = None
     if config.mesh.mesh_key_file is not None:

@@ -130,7 +130,10 @@ class ToolParser(ABC):
         return taken
 
     def _next(self) -> str | None:
-        """The next character that is not blank, None while there is none; blanks before it are taken."""
+        """The next character that is not blank, None while there is none.
+
+        Blanks before it are taken.
+        """
         self._opening += self._take(len(self._buffer) - len(self._buffer.lstrip()))
         return self._buffer[:1] or None
 

@@ -85,7 +85,10 @@ class JsonCall:
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        """``strict``: with arguments and without keys that no call has; for text that may be just JSON."""
+        """``strict``: with arguments and without keys that no call has.
+
+        For text that may be just JSON.
+        """
         self.done = False
         self.failed = False
         self._strict = strict
@@ -116,7 +119,10 @@ class JsonCall:
         return events
 
     def stop(self) -> None:
-        """No more text comes: a call that has begun stays, cut short; anything else was none."""
+        """No more text comes: a call that has begun stays, cut short.
+
+        Anything else was none.
+        """
         if not self.done:
             self._fail()
 

@@ -26,7 +26,10 @@ class Tagged(ToolParser):
     key_end: ClassVar[str]
     call_end: ClassVar[str]
     value_end: ClassVar[tuple[str, ...]]
-    """Any of these ends a value; only the first is a part of it, the others begin what comes next."""
+    """Any of these ends a value.
+
+    Only the first is a part of it, the others begin what comes next.
+    """
 
     def __init__(self, tools: Tools = ()) -> None:
         super().__init__(tools)

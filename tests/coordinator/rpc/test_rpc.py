@@ -239,8 +239,10 @@ def test_a_path_that_loses_everything_is_a_broken_connection(
 
 
 def test_messages_are_taken_as_they_come() -> None:
-    """All of them, in order, also when their taker sends; garbage in between is dropped, others get their
-    turn, and what the taker raises ends it."""
+    """All of them, in order, also when their taker sends.
+
+    Garbage in between is dropped, others get their turn, and what the taker raises ends it.
+    """
 
     async def talk() -> None:
         context = zmq.asyncio.Context()

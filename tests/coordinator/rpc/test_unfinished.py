@@ -1,4 +1,7 @@
-"""A peer that never ends the message whose parts it sends is cut off; others go on."""
+"""A peer that never ends the message whose parts it sends is cut off.
+
+Others go on.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,10 @@ def test_sizes() -> None:
 
 
 class Again:
-    """Computes again on the same memory, into the same memory; or as another captures it, and takes notes."""
+    """Computes again on the same memory, into the same memory.
+
+    Or as another captures it, and takes notes.
+    """
 
     def __init__(self, capture: Capture | None = None) -> None:
         self.replayed: list[int] = []

@@ -1,4 +1,7 @@
-"""What an engine and its workers say of the groups of an epoch; the workers are the other ends of real channels."""
+"""What an engine and its workers say of the groups of an epoch.
+
+The workers are the other ends of real channels.
+"""
 
 from __future__ import annotations
 

@@ -118,7 +118,10 @@ def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
 
 
 def test_stages_compute_at_the_same_time(loaded: tuple[MpExecutor, ModelFacts], directory: Path) -> None:
-    """With one step under way there is nothing to overlap; with two, stages take turns in both."""
+    """With one step under way there is nothing to overlap.
+
+    With two, stages take turns in both.
+    """
     executor, _ = loaded
     assert executor.in_flight == 2
     shared = []
@@ -243,7 +246,10 @@ def test_the_caches_of_all_workers_are_taken_from_memory_once(
 
 
 def take_steps(relay: Channel, count: int, answer: bytes = b"") -> None:
-    """As a worker does, but for what it computes; in the last stage there is an answer."""
+    """As a worker does, but for what it computes.
+
+    In the last stage there is an answer.
+    """
     relay.receive(0.0)  # who it is
     for _ in range(count):
         relay.receive(0.0)

@@ -97,7 +97,10 @@ def test_a_later_form_takes_the_place_of_one_that_is_prepared(recovery: Recovery
 
 
 def test_who_cannot_follow_an_agreement_breaks_the_group(recovery: Recovery) -> None:
-    """The others have entered 2; here a Form has come in between, because somebody is lost."""
+    """The others have entered 2.
+
+    Here a Form has come in between, because somebody is lost.
+    """
     recovery.on_form(form(2))
     recovery.prepared(2)
     recovery.on_form(form(3))

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package ``late`` that is deferred; it notes in ``ran`` each time that its code runs."""
+    """A package ``late`` that is deferred.
+
+    It notes in ``ran`` each time that its code runs.
+    """
     home = tmp_path / "late"
     home.mkdir()
     (home / "__init__.py").write_text(

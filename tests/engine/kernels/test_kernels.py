@@ -231,7 +231,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (16, 4), (40, 20), (128, 8)])
 def test_routing(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
-    """As torch's softmax and topk; the first of equals, and something also where there is no number."""
+    """As torch's softmax and topk.
+
+    The first of equals, and something also where there is no number.
+    """
     logits = 3 * random(9, experts)
     logits[1] = 1.5
     logits[2, ::2] = logits[2, 1]
@@ -364,7 +367,10 @@ def test_a_step_can_run_again(model: LoadedModel) -> None:
 
 
 def test_what_is_wanted_changes_no_bits(model: LoadedModel) -> None:
-    """The last layer goes on with those tokens alone; of a part of a prompt, with none."""
+    """The last layer goes on with those tokens alone.
+
+    Of a part of a prompt, with none.
+    """
     program, other = program_of(model), program_of(model)
     for rows in SCENARIO:
         packed, ids = packed_rows(rows)
@@ -391,8 +397,10 @@ class Counted(Program):
 def test_steps_that_go_on_equal_those_that_are_packed(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever comes between them: requests that begin, leave, sample, or take another's slot; a step that runs
-    twice; no room left in the tables or among the angles."""
+    """Whatever comes between them: requests that begin, leave, sample, or take another's slot.
+
+    A step that runs twice; no room left in the tables or among the angles.
+    """
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
     monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
     monkeypatch.setattr(_Continuing, "MOST", 7)
@@ -494,8 +502,10 @@ def test_without_a_compiler_torch_serves(
 def test_weights_are_laid_out_where_there_is_room_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All but the embedding and the norms are, beside those that the model has; without room torch serves, and
-    the model keeps its own."""
+    """All but the embedding and the norms are, beside those that the model has.
+
+    Without room torch serves, and the model keeps its own.
+    """
     info = read_model_info(make_tiny_model(tmp_path, "qwen3_moe"))
     model = load_model(info, ModelConfig(), dtype=torch.float32, device=torch.device("cpu"))
     needed = bytes_for_program(model, BLOCK_SIZE)

@@ -111,7 +111,10 @@ def together(
 def test_the_bits_do_not_depend_on_the_number_of_members(
     directory: Path, size: int, dtype: torch.dtype
 ) -> None:
-    """Each member has the scenario's rows at other times, and now and then none; two groups, one after the other."""
+    """Each member has the scenario's rows at other times, and now and then none.
+
+    Two groups, one after the other.
+    """
     alone = Member(directory, 0, 1, dtype).program
     with torch.inference_mode():
         expected = [run(alone, rows) for rows in SCENARIO]
@@ -141,7 +144,10 @@ def test_the_bits_do_not_depend_on_the_number_of_members(
 
 
 def test_members_want_different_numbers_of_logits(directory: Path) -> None:
-    """The last layer has other rows than those before it, of each member; who has rows may want none."""
+    """The last layer has other rows than those before it, of each member.
+
+    Who has rows may want none.
+    """
     alone = Member(directory, 0, 1, torch.float32).program
     with torch.inference_mode():
         expected = [run(alone, rows) for rows in SCENARIO]
@@ -233,7 +239,10 @@ def test_a_step_that_nobody_joins_ends_at_the_deadline(directory: Path) -> None:
 
 
 def test_an_abort_ends_the_wait_at_once(directory: Path) -> None:
-    """Of this member, from another thread, and of the other one; the step runs again in the next group."""
+    """Of this member, from another thread, and of the other one.
+
+    The step runs again in the next group.
+    """
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
     aborted = threading.Event()
 

@@ -1,4 +1,7 @@
-"""Each family that the native kernels compute, at random positions; ``make nightly`` compares more of them."""
+"""Each family that the native kernels compute, at random positions.
+
+``make nightly`` compares more of them.
+"""
 
 from __future__ import annotations
 

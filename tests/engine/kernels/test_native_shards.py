@@ -126,7 +126,10 @@ def test_sampling_chooses_what_one_worker_would(layout: str, tmp_path: Path) -> 
 def test_workers_that_share_memory_choose_and_go_on(
     layout: str, directory: Path, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that have all layers, in most steps; nobody tells them the tokens that they chose."""
+    """Ranks that have all layers, in most steps.
+
+    Nobody tells them the tokens that they chose.
+    """
     gone_on: list[bool] = []
     go_on = Program.go_on
 

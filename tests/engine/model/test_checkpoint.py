@@ -427,7 +427,10 @@ def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
 
 
 def test_what_a_config_leaves_out_is_as_transformers_has_it(copy: Path) -> None:
-    """The same as that of the class itself; of a type that it does not have, nothing is known."""
+    """The same as that of the class itself.
+
+    Of a type that it does not have, nothing is known.
+    """
     for model_type in ("mistral", "qwen3_moe", "gpt2", "mixtral"):
         (copy / "config.json").write_text(json.dumps({"architectures": ["Some"], "model_type": model_type}))
         info, config = read_model_info(copy), AutoConfig.for_model(model_type)

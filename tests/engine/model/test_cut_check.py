@@ -51,7 +51,10 @@ ODD_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "nanochat": lambda: transformers.NanoChatConfig(**COMMON | {"num_hidden_layers": 4}),
 }
-"""Experts that give back their input; a final norm that also stands before the first layer."""
+"""Experts that give back their input.
+
+A final norm that also stands before the first layer.
+"""
 
 
 def odd_model(directory: Path, family: str) -> Any:

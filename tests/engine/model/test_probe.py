@@ -41,7 +41,10 @@ class Requests:
         self.tables = blocks.reshape(len(lengths), width).astype(np.int32)
 
     def next_rows(self, longest: int) -> list[tuple[int, int, int]]:
-        """Random (request, start, count) of a step, rows of one token first; none when all is computed."""
+        """Random (request, start, count) of a step, rows of one token first.
+
+        None when all is computed.
+        """
         unfinished = [request for request, length in enumerate(self.lengths) if self.done[request] < length]
         chosen = [request for request in unfinished if self.numbers.random() < 0.8] or unfinished
         rows = []
@@ -148,7 +151,10 @@ def test_equals_the_definition(shapes: str, special: str, monkeypatch: pytest.Mo
 
 
 def test_stored_where_the_tables_say() -> None:
-    """A token's key and value lie in slot block * block_size + offset; nothing else is touched."""
+    """A token's key and value lie in slot block * block_size + offset.
+
+    Nothing else is touched.
+    """
     layer = LayerShape(1, 2, 3, None)
     cache = torch_paged.TorchPagedAttention(
         [layer], num_blocks=6, block_size=BLOCK_SIZE, dtype=torch.float32, device=torch.device("cpu")

@@ -73,7 +73,10 @@ def write_tiktoken(directory: Path) -> None:
 
 
 def write_plain(directory: Path) -> Tokenizer:
-    """vocab.json and merges.txt, as old GPT-2 and its like have them; returns what they are of."""
+    """vocab.json and merges.txt, as old GPT-2 and its like have them.
+
+    Returns what they are of.
+    """
     backend = tiny_tokenizer.byte_level()
     model = json.loads(backend.to_str())["model"]
     write(directory / "vocab.json", model["vocab"])

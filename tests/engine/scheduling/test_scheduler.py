@@ -82,7 +82,10 @@ class Bench:
         return self._arrivals
 
     def step(self) -> int:
-        """Let as many steps begin as may, and finish the oldest; the number of its tokens, 0 if none ran."""
+        """Let as many steps begin as may, and finish the oldest.
+
+        The number of its tokens, 0 if none ran.
+        """
         while len(self.under_way) < self.executor.in_flight and (step := self.scheduler.schedule()):
             self.executor.begin(step)
             self.under_way.append(step)

@@ -148,7 +148,10 @@ def test_where_a_token_costs_a_whole_step_none_is_drafted() -> None:
 @pytest.mark.parametrize("extra", [0.0, 0.002])
 @pytest.mark.parametrize(("fixed", "each"), [(0.004, 0.0), (0.004, 0.0001), (0.0, 0.001), (0.001, 0.001)])
 def test_what_tokens_and_drafts_cost_is_learnt(fixed: float, each: float, extra: float) -> None:
-    """Steps of 8 rows, some of them with drafts; now and then something else has the cores."""
+    """Steps of 8 rows, some of them with drafts.
+
+    Now and then something else has the cores.
+    """
     cost, chance = StepCost(), random.Random(1)
     for step in range(480):
         drafts = chance.random() < 0.5

@@ -81,8 +81,10 @@ def problem_with(text: str, index: int) -> str:
 async def ask_all(
     ports: Ports, indices: Iterable[int], disturb: Callable[[], None] | None = None
 ) -> list[Answer]:
-    """Answers by these schemas, so many at once; ``disturb`` is called when some are there, and others under
-    way."""
+    """Answers by these schemas, so many at once.
+
+    ``disturb`` is called when some are there, and others under way.
+    """
     free = asyncio.Semaphore(AT_ONCE)
     num_done = 0
     some_done = asyncio.Event()

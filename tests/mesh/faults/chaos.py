@@ -35,7 +35,10 @@ NUM_BODIES = 32
 CANCELLED = 0.15
 """Share of the streams whose client leaves."""
 WARM_UP = 60.0
-"""Seconds of service after which a process should not grow any more; a third of a short run."""
+"""Seconds of service after which a process should not grow any more.
+
+A third of a short run.
+"""
 FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "2000", "--max-num-seqs", "64")
 ENGINE_FILLS = 200 * 2**20
 """Bytes that an instance may come to use after any warm-up: the pages of its KV cache (94 MiB with these flags)

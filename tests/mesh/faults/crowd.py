@@ -121,7 +121,10 @@ KINDS: tuple[Callable[[Reader, Writer, random.Random], Coroutine[Any, Any, None]
 
 
 async def one(port: int, index: int) -> tuple[str, str]:
-    """A client of the kind that its number says; the kind, and what went wrong for one that behaves."""
+    """A client of the kind that its number says.
+
+    The kind, and what went wrong for one that behaves.
+    """
     kind, rng = KINDS[index % len(KINDS)], random.Random(index)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

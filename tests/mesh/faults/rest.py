@@ -107,7 +107,10 @@ REPORTED = 0.5
 
 
 def assert_at_rest(mesh: SpreadMesh) -> None:
-    """No request, no block, no change under way; each expert in one place; all in the newest epoch, asleep."""
+    """No request, no block, no change under way.
+
+    Each expert in one place; all in the newest epoch, asleep.
+    """
     assert_idle(mesh)
 
     def settled() -> bool:

@@ -13,8 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SEED = 11
 SECONDS = 180
-"""Of chaos; starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer
-than that."""
+"""Of chaos.
+
+Starting, asking for the truth and coming to rest take about half as long again, on a busy machine longer than
+that.
+"""
 PATIENCE = 700
 """Seconds for all of it."""
 

@@ -1,4 +1,7 @@
-"""An independent instance dies under load; every stream goes on at the others, token for token."""
+"""An independent instance dies under load.
+
+Every stream goes on at the others, token for token.
+"""
 
 from __future__ import annotations
 

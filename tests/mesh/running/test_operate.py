@@ -118,7 +118,10 @@ def under_load(ports: Operated, rank: int, act: Callable[[], None]) -> list[list
 
 
 def under_steady_load(ports: Operated, act: Callable[[], None]) -> None:
-    """New streams again and again until something has been done to the mesh; all must give what they should."""
+    """New streams again and again until something has been done to the mesh.
+
+    All must give what they should.
+    """
 
     async def run() -> None:
         acting = asyncio.create_task(asyncio.to_thread(act))

@@ -143,8 +143,10 @@ ONE_INSTANCE = [SHIPPED_MODEL, "-tp", "2", *SMALL, "--nnodes", "2", "--collectiv
 
 
 def test_one_instance_over_two_hosts(hosts: tuple[Host, Host], key: Path, tmp_path: Path) -> None:
-    """A tensor-parallel rank here and one there: the same text as one process gives; strangers stay outside;
-    and when a worker there is killed, all of it ends, on both hosts."""
+    """A tensor-parallel rank here and one there: the same text as one process gives.
+
+    Strangers stay outside; and when a worker there is killed, all of it ends, on both hosts.
+    """
     head, other = hosts
     with head.command(tmp_path / "alone.log", "router.launcher.serve", SHIPPED_MODEL, *SMALL) as alone:
         alone.wait_for("1 instance ready")

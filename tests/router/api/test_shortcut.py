@@ -299,7 +299,10 @@ def much(tokenizer: Tokenizer) -> Script:
 
 
 def test_a_client_that_does_not_keep_up_is_waited_for(server: Server, much: Script) -> None:
-    """What it does not take is not written into memory; once it reads, it gets all of it."""
+    """What it does not take is not written into memory.
+
+    Once it reads, it gets all of it.
+    """
     server.mesh.reset(much)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)

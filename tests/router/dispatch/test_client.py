@@ -188,7 +188,10 @@ def test_a_request_that_was_often_asked_back_survives_a_loss() -> None:
 
 
 def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path: Path) -> None:
-    """Its sampling defaults are there; elsewhere they are looked for only if it is not on this host."""
+    """Its sampling defaults are there.
+
+    Elsewhere they are looked for only if it is not on this host.
+    """
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     model.mkdir()
 

@@ -91,7 +91,10 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
 
 @contextlib.asynccontextmanager
 async def listening(name: str) -> AsyncIterator[AsyncListener[ToInstance, ToRouter]]:
-    """Where an instance of this name would be; what came is taken by whoever uses this."""
+    """Where an instance of this name would be.
+
+    What came is taken by whoever uses this.
+    """
     context = zmq.asyncio.Context()
     listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
         context, "tcp://127.0.0.1:0", ToInstance, name=name
@@ -204,7 +207,10 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
 
 
 def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an error with one of them is told to its client; the others wait on."""
+    """And an error with one of them is told to its client.
+
+    The others wait on.
+    """
     monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
 
     async def serve() -> None:

@@ -32,7 +32,10 @@ def ended_by_the_server(server: Server) -> Iterator[socket.socket]:
 
 
 def answer_to(server: Server, *sent: bytes) -> bytes:
-    """All that comes back on one connection, which the server closes; what is sent comes in parts."""
+    """All that comes back on one connection, which the server closes.
+
+    What is sent comes in parts.
+    """
     with server.connect() as connection:
         for part in sent:
             connection.sendall(part)

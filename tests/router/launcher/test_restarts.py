@@ -128,7 +128,10 @@ def view(*members: Member) -> View:
 
 
 def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> int:
-    """Run it, act once it is ready, then end it as a user does; its exit status."""
+    """Run it, act once it is ready, then end it as a user does.
+
+    Its exit status.
+    """
 
     async def both() -> int:
         async def at_once() -> None:

@@ -203,7 +203,10 @@ def mesh() -> FakeMesh:
 
 @pytest.fixture
 def make_llm(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """LLMs in front of the scripted mesh; everything asked of it must be closed at the end."""
+    """LLMs in front of the scripted mesh.
+
+    Everything asked of it must be closed at the end.
+    """
     monkeypatch.setattr(ScriptedMesh, "mesh", mesh, raising=False)
     monkeypatch.setattr(llm_module, "PrivateMesh", ScriptedMesh)
     return LLM

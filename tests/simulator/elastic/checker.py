@@ -66,7 +66,10 @@ class Checker:
     # ---- groups
 
     def formed(self, form: GroupPlan, highest: int) -> None:
-        """The coordinator forms a group; ``highest`` is the highest epoch that it had been told of."""
+        """The coordinator forms a group.
+
+        ``highest`` is the highest epoch that it had been told of.
+        """
         self.counts["groups"] += 1
         self.counts["groups after a loss"] += form.broken > 0
         if form.epoch <= highest:
@@ -154,7 +157,10 @@ class Checker:
             self.broken(Rule.ALIVE, f"{instance.name} was well all the time")
 
     def left_out(self, instance: Instance, *, split: bool) -> None:
-        """The coordinator leaves somebody out of groups; ``split``: data did not pass between some of late."""
+        """The coordinator leaves somebody out of groups.
+
+        ``split``: data did not pass between some of late.
+        """
         self.counts["left out"] += 1
         if not split:
             self.broken(Rule.REACHED, f"{instance.name} was reached all the time")

@@ -354,7 +354,10 @@ class Instance:
         ]
 
     def call_failed(self, group: Group, suspects: list[str], evidence: Evidence) -> None:
-        """The collective that the step thread was in has failed; what was scheduled is scheduled again."""
+        """The collective that the step thread was in has failed.
+
+        What was scheduled is scheduled again.
+        """
         self.world.step_after(self, 0, self._interrupted, group, suspects, evidence)
 
     def _interrupted(self, group: Group, suspects: list[str], evidence: Evidence) -> None:

@@ -78,7 +78,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     splits: int
     """Data that does not pass between some instances and the others, which all reach the coordinator."""
     split: int
-    """How long; the longest is longer than the mesh may take to go on without some."""
+    """How long.
+
+    The longest is longer than the mesh may take to go on without some.
+    """
     connect: int
     """Time to give up a connection that cannot be made."""
 

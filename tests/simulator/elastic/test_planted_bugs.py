@@ -239,7 +239,10 @@ RARE: dict[type[Any], Callable[[SimulatorSettings], bool]] = {
     TriesWhoIsLeftOut: lambda settings: settings.splits > 0 and settings.split == LONG_SPLIT,
     KeepsNoWatchOverTheCoordinator: lambda settings: settings.restarts > 0 < settings.stalls,
 }
-"""What must come together for a bug to be seen; the other schedules are not run."""
+"""What must come together for a bug to be seen.
+
+The other schedules are not run.
+"""
 
 WITHIN = 600
 """So many schedules are enough."""

@@ -521,7 +521,10 @@ class World:
     def _may_happen(
         self, who: Instance, in_step: bool, what: Callable[..., None], arguments: tuple[Any, ...]
     ) -> bool:
-        """Whether an instance lives and runs; if it stands still, what happens to it waits until it goes on."""
+        """Whether an instance lives and runs.
+
+        If it stands still, what happens to it waits until it goes on.
+        """
         if not who.alive:
             return False
         until = max(who.frozen_until, who.hung_until if in_step else -1)
