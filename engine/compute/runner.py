@@ -18,14 +18,8 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
 from engine.attention.transfer import fetch, upload
-from engine.compute.sampler import (
-    SampleRow,
-    VocabularyShard,
-    logprob_table,
-    read_logprobs,
-    sample,
-    sample_shard,
-)
+from engine.compute.logits_backend import SampleRow
+from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
 from engine.compute.token_rules import TokenRules
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.logits import NO_DRAWS, Draws, draw_of, draws
@@ -178,9 +172,8 @@ class ModelRunner:
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
         self._continuing: _Continuing | None = None
-        shard = model.stage.shard
-        self._shard = shard
-        self._vocabulary = vocabulary_of(model)
+        self._shard = model.stage.shard
+        self._sampler = sampler_of(model)
 
     def __repr__(self) -> str:
         name = type(self._model.module).__name__
@@ -346,7 +339,10 @@ class ModelRunner:
             self._sample_row(step.slots[index], end, masks.get(index))
             for index, end in zip(wanted.sampled, wanted.ends, strict=True)
         ]
-        chosen = self._sample(logits[:num_sampled], sample_rows)
+        if sample_rows:
+            chosen = self._sampler.sample(logits[:num_sampled], sample_rows)
+        else:
+            chosen = logits.new_empty(0).long()
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
             return self._result(step, wanted, fetch(chosen).tolist(), {}, {})
@@ -363,13 +359,6 @@ class ModelRunner:
             prompt_logprobs[index] = [read_logprobs(line, num_top) for line in lines[begin : begin + count]]
             begin += count
         return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
-
-    def _sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        if not rows:
-            return logits.new_empty(0).long()
-        if self._vocabulary is None:
-            return sample(logits, rows)
-        return sample_shard(logits, rows, self._vocabulary)
 
     def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
         """For the token that is to stand at a position."""
@@ -400,15 +389,12 @@ class ModelRunner:
         places = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
-            lines = self._whole(logits.index_select(0, places))
-            parts.append(logprob_table(lines, chosen.index_select(0, places), num_top))
+            lines, own = logits.index_select(0, places), chosen.index_select(0, places)
+            parts.append(self._sampler.logprob_table(lines, own, num_top))
         if targets:
             expected = upload(np.concatenate(targets), device)
-            parts.append(logprob_table(self._whole(logits[num_sampled:]), expected, num_top))
+            parts.append(self._sampler.logprob_table(logits[num_sampled:], expected, num_top))
         return torch.cat(parts)
-
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
 
     def _result(
         self,
@@ -456,12 +442,13 @@ class ModelRunner:
         return StepResult(by_row, told, prompt_logprobs, further)
 
 
-def vocabulary_of(model: LoadedModel) -> VocabularyShard | None:
-    """The tokens of a tensor-parallel rank; None if it has all."""
+def sampler_of(model: LoadedModel) -> Sampler:
+    """The sampler of a model, over the tokens of this tensor-parallel rank."""
     shard = model.stage.shard
     if shard.size == 1:
-        return None
-    return VocabularyShard(TensorRank(shard.rank, shard.size, shard.ranks), model.vocab_size)
+        return Sampler(model.device)
+    ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+    return Sampler(model.device, VocabularyShard(ranks, model.vocab_size))
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
