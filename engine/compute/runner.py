@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
     from engine.compute.decode_graphs import DecodeGraphs
+    from engine.kernels.going_on import GoingOn
     from engine.kernels.program import Program
 
 MIN_TABLE_WIDTH = 16
@@ -110,45 +111,6 @@ class _Wanted:
     """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
 
 
-class _Continuing:
-    """Rows of one token, whose next ones the program chooses: as long as steps only take them on, nothing is
-    packed anew, and the tokens are kept here."""
-
-    MOST = 64
-    """Steps whose tokens are kept before they go to their slots."""
-
-    def __init__(self, step: Step) -> None:
-        self._slots, self._counts = step.slots, step.counts
-        self._expected = step.ends
-        """Where the rows of the next step begin."""
-        self._tokens: list[list[int]] = []
-
-    def goes_on_with(self, step: Step) -> bool:
-        """Whether this step is the next one of the same rows."""
-        return (
-            step.starts == self._expected
-            and step.slots == self._slots
-            and step.counts == self._counts
-            and not (step.admits or step.partial or step.tokens)
-            and step.masks is None
-        )
-
-    def keep(self, step: Step, tokens: list[int]) -> None:
-        """A step gave these."""
-        self._expected = step.ends
-        self._tokens.append(tokens)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) == self.MOST
-
-    def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(slot, position, tokens from there on) of what was kept; nothing is, then."""
-        kept, self._tokens = self._tokens, []
-        for slot, end, tokens in zip(self._slots, self._expected, zip(*kept, strict=True), strict=False):
-            yield slot, end + 1 - len(tokens), tokens
-
-
 class ModelRunner:
     """A model, its KV cache, and the requests in its slots."""
 
@@ -171,7 +133,8 @@ class ModelRunner:
         """When steps were computed here, waiting for other stages not included."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
-        self._continuing: _Continuing | None = None
+        self._going_on: GoingOn | None = None
+        """Rows of the last step, if the program chose a token for each."""
         self._shard = model.stage.shard
         self._sampler = sampler_of(model)
 
@@ -203,8 +166,9 @@ class ModelRunner:
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 tokens = program.choose(packed, input_ids, wanted.tokens, draws)
                 result = self._result(step, wanted, tokens, {}, {})
-                if packed.num_single == len(wanted.sampled) == len(step.slots):
-                    self._continuing = _Continuing(step)
+                self._going_on = program.going_on
+                if self._going_on is not None:
+                    self._going_on.begin(step)
             else:
                 output = self._forward(packed, input_ids, wanted.tokens, hidden)
                 result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
@@ -214,27 +178,28 @@ class ModelRunner:
             return result
 
     def _go_on(self, step: Step) -> StepResult | None:
-        """Compute a step that only takes the rows of the last one on; None if it is not such a step."""
-        continuing = self._continuing
-        if continuing is None:
+        """Compute a decode step of the same rows as the last step; None if this is not one."""
+        going_on = self._going_on
+        if going_on is None:
             return None
-        if continuing.is_full or not continuing.goes_on_with(step):
-            self._settle(continuing)
-        if continuing.goes_on_with(step):
+        follows = going_on.is_followed_by(step)
+        if going_on.is_full or not follows:
+            self._settle(going_on)
+        if follows:
             assert self._program is not None
             began = time.monotonic()
             self._tables.extend(step)
             tokens = self._program.go_on(step.new_blocks)
             if tokens is not None:
-                continuing.keep(step, tokens)
                 self.spans.append((began, time.monotonic()))
                 return StepResult([*tokens])
-            self._settle(continuing)
-        self._continuing = None
+            self._settle(going_on)
+        self._going_on = None
         return None
 
-    def _settle(self, continuing: _Continuing) -> None:
-        for slot, position, tokens in continuing.take():
+    def _settle(self, going_on: GoingOn) -> None:
+        """Put the tokens that were kept for rows into their slots."""
+        for slot, position, tokens in going_on.take():
             self._slots[slot].put(position, *tokens)
 
     def _is_plain(self, step: Step) -> bool:

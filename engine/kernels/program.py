@@ -88,8 +88,8 @@ class Program:
             self._shared_sums = SharedSums(self._ranks.group, decoder.hidden)
         self._own_sums: OwnSums | None = None
         """Of the buffers' room."""
-        self._going_on: GoingOn | None = None
-        """From the last step, if the next one may."""
+        self.going_on: GoingOn | None = None
+        """Rows of the last step, if :meth:`go_on` may compute the next one."""
         self._lists: dict[tuple[bool, bool], StepList] = {}
         """By whether the exchange is part of it, and sums over ranks are."""
         self.seconds = np.zeros(len(OperationKind))
@@ -169,8 +169,8 @@ class Program:
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
         if packed.num_single == len(packed.starts) == len(wanted):
-            self._going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
-            return self._going_on.chose(chosen)
+            self.going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
+            return self.going_on.chose(chosen)
         found: list[int] = chosen.tolist()
         return found
 
@@ -178,7 +178,7 @@ class Program:
         """The same rows as in the last step, if all of them got a token there that was chosen: :meth:`choose`
         for each row's next position. ``new_blocks``: those of rows whose position begins one, by row. None,
         and nothing done, if the rows must be given again."""
-        last, self._going_on = self._going_on, None
+        last, self.going_on = self.going_on, None
         if last is None or not last.fits(len(self._cosines)):
             return None
         last.advance(new_blocks)
@@ -186,8 +186,10 @@ class Program:
         self._make_room(Room(size, size, self._total(size)))
         self._run(last.arguments, size)
         assert self._buffers is not None
-        self._going_on = last  # not if the step came to no end: it runs again, from where it stood
-        return last.chose(self._buffers.chosen[:size])
+        self.going_on = last  # not if the step came to no end: it runs again, from where it stood
+        tokens = last.chose(self._buffers.chosen[:size])
+        last.keep(tokens)
+        return tokens
 
     def _compute(
         self,
@@ -198,7 +200,7 @@ class Program:
         draws: Draws | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
-        self._going_on = None
+        self.going_on = None
         wanted = np.ascontiguousarray(wanted)
         plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
