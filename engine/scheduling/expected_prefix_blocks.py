@@ -1,7 +1,7 @@
-"""What requests that are here will put into the prefix cache (pure).
+"""Blocks that queued and running requests will put into the prefix cache (pure).
 
-A request that waits behind one with the same prefix will find it computed. So what a queue costs is less than
-its tokens, and routers are told how much.
+A request that waits behind one with the same prefix will find that prefix computed. So a queue costs less
+than its tokens, and reports to routers say how much less.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.scheduling.request import Request
 
 
 class ExpectedPrefixBlocks:
-    """Blocks that will be known when the requests that wait or are in prefill have been computed."""
+    """Blocks that will be known when queued requests and prefills have been computed."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
@@ -24,8 +24,10 @@ class ExpectedPrefixBlocks:
         return f"<ExpectedPrefixBlocks of {len(self._promised)} blocks>"
 
     def make(self, request: Request) -> None:
-        """Estimate what a queued request will have to compute (``num_expected``), and let those behind it
-        count on its blocks."""
+        """Estimate a queued request's uncached tokens (``num_expected``), and expect its blocks.
+
+        Requests behind it count on these blocks.
+        """
         request.num_expected = len(request.token_ids)
         if not self._pool.is_caching:
             return
@@ -38,7 +40,7 @@ class ExpectedPrefixBlocks:
         self._promised.update(request.promised)
 
     def keep(self, request: Request) -> None:
-        """Its blocks are known now, or will not be."""
+        """Stop expecting a request's blocks: they are known now, or never will be."""
         for block_hash in request.promised:
             self._promised[block_hash] -= 1
             if not self._promised[block_hash]:
