@@ -1,6 +1,6 @@
-"""What choosing tokens needs from rows of logits: the contract of its two implementations.
+"""Contract of the two implementations that sampling has for rows of logits.
 
-:class:`engine.compute.torch_logits.TorchLogits` works on every device, and says what is right.
+:class:`engine.compute.torch_logits.TorchLogits` works on every device, and is the reference.
 :class:`engine.compute.native_logits.NativeLogits` computes the same on the CPU, but for rounding, in a small
 part of the time. :class:`engine.compute.sampler.Sampler` chooses one of them, once for a model.
 """
@@ -30,13 +30,16 @@ class SampleRow:
     params: SamplingParams
     seed: int
     position: int
-    """Of the token to choose, in its request."""
+    """Position, in its request, of the token to choose."""
     token_ids: Int64s
     """Prompt and output so far."""
     num_prompt: int
     rules: TokenRules
     mask: npt.NDArray[np.uint8] | None = None
-    """Bits of the tokens that may be chosen, the lowest of a byte first; None: all may."""
+    """One bit per token, 1 if it may be chosen; None: all may.
+
+    The lowest bit of a byte comes first.
+    """
 
     @property
     def num_output(self) -> int:
@@ -53,7 +56,10 @@ class SampleRow:
 
     @property
     def needs_whole_row(self) -> bool:
-        """Whether a token's chance depends on more than its logit and the best of a part of the row."""
+        """Whether choosing needs the whole row at one place.
+
+        Then a token's chance depends on more than its logit and the best one of a part of the row.
+        """
         return self.truncates or (not self.params.greedy and self.params.min_p > 0.0)
 
     @property
@@ -63,7 +69,10 @@ class SampleRow:
 
 
 class LogitsBackend(Protocol):
-    """Operations on rows of logits [rows, columns], whose column 0 is token ``first`` of the vocabulary."""
+    """Operations on rows of logits [rows, columns].
+
+    Column 0 is token ``first`` of the vocabulary.
+    """
 
     def mask(
         self, shaped: torch.Tensor, indices: Sequence[int], rows: Sequence[SampleRow], first: int
@@ -84,13 +93,16 @@ class LogitsBackend(Protocol):
         ...
 
     def draw(self, shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """A token [rows] int64 for each row of the whole vocabulary, some of which may be greedy."""
+        """A token [rows] int64 for each row of the whole vocabulary.
+
+        Some of the rows may be greedy.
+        """
         ...
 
     def contestants(
         self, shaped: torch.Tensor, rows: Sequence[SampleRow], first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row a score [rows] float64 and the best token of these columns.
+        """Best token [rows] of these columns in each row, after its score [rows] float64.
 
         Scores can be compared with other ranks': logits, or logs of speeds in a race. Rows that need to be
         looked at whole are greedy here.

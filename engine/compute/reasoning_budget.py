@@ -1,4 +1,4 @@
-"""An output's reasoning, held to a number of tokens (pure)."""
+"""Budget of reasoning tokens in an output (pure)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from engine.sampling import ThinkingBudget
 
 
 def forced_token(output: Int64s, thinking: ThinkingBudget) -> int | None:
-    """The token that must come next, for the reasoning to end; None while it may go on, and after its end.
+    """The token that must come next to end the reasoning; None if any may.
 
-    What is forced depends on nothing but the output so far: whoever goes on with a request forces the same.
+    Any token may come while the budget lasts, and after the end of the reasoning. The result depends on
+    nothing but the output so far, so an instance that resumes a request forces the same token.
     """
     begun = _begun(output, thinking)
     if begun is None:
@@ -25,7 +26,7 @@ def forced_token(output: Int64s, thinking: ThinkingBudget) -> int | None:
 
 
 def _begun(output: Int64s, thinking: ThinkingBudget) -> int | None:
-    """Tokens before the first thought; None if there is none."""
+    """Output tokens before the reasoning begins; None if there is no reasoning."""
     if not thinking.begin:
         return 0
     fits = (len(begin) for begin in thinking.begin if np.array_equal(output[: len(begin)], begin))

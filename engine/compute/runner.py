@@ -1,7 +1,7 @@
-"""Runs steps on one device: keeps the state of the running requests, packs, computes, samples.
+"""Runs steps on one device: keeps the state of running requests, packs, computes, samples.
 
-Knows nothing of scheduling: which rows a step has and which blocks they own was decided before.
-State is set by position, never appended blindly, so that a step which was cut short can run again.
+Knows nothing of scheduling: the rows of a step and their blocks were decided before. State is set by
+position, never appended blindly, so that a step which was cut short can run again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIN_SPARE_TOKENS = 64
 
 @dataclass
 class _Slot:
-    """What is known of the request in a slot, apart from its block table."""
+    """State of the request in a slot, apart from its block table."""
 
     admit: Admit
     token_ids: Int64s
@@ -60,7 +60,7 @@ class _Slot:
         return slot
 
     def put(self, position: int, *token_ids: int) -> None:
-        """These tokens stand there and behind."""
+        """Set the tokens from a position on."""
         end = position + len(token_ids)
         while end > len(self.token_ids):
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
@@ -82,7 +82,10 @@ class _BlockTables:
         self._admitted.add(slot)
 
     def extend(self, step: Step) -> None:
-        """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
+        """Enter a step's new blocks at places that follow from the rows' starts.
+
+        So a row that is run again puts its blocks there again.
+        """
         for index, new_blocks in step.new_blocks.items():
             slot, start = step.slots[index], step.starts[index]
             begin = 0 if slot in self._admitted else -(-start // self._block_size)
@@ -96,19 +99,22 @@ class _BlockTables:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Which logits of a step are needed, and what for."""
+    """Logits that a step needs, and what for."""
 
     tokens: Int64s
-    """[logits] indices into the packed tokens: first those that sample, then those of prompt tokens."""
-    sampled: Sequence[int]
-    """By token that samples: its row.
+    """[logits] indices into the packed tokens.
 
-    One with a draft has one more than the draft has tokens.
+    Those that sample come first, then those of prompt tokens.
+    """
+    sampled: Sequence[int]
+    """By sampled token: its row.
+
+    A row with a draft has one more than the draft has tokens.
     """
     ends: Sequence[int]
-    """By token that samples: the position of what it samples."""
+    """By sampled token: its position."""
     prompt_rows: list[tuple[int, int, int]]
-    """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
+    """(row, first prompt position predicted, how many) for prompt log-probabilities."""
 
 
 class ModelRunner:
@@ -122,15 +128,18 @@ class ModelRunner:
         program: Program | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """``program`` computes steps natively, over a cache of its own, in place of the model's modules;
-        ``graphs`` computes those that were captured, over this cache."""
+        """A runner over a cache, over captured graphs of it, or over a native program.
+
+        ``program`` computes steps natively, over a cache of its own, in place of the model's modules.
+        ``graphs`` computes the steps that were captured, over ``cache``.
+        """
         self._model = model
         self._cache = cache
         self._program = program
         self._graphs = graphs
         self._block_size = block_size
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        """When steps were computed here, waiting for other stages not included."""
+        """Times in which steps were computed here, without waits for other stages."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
         self._going_on: GoingOn | None = None
@@ -178,7 +187,7 @@ class ModelRunner:
             return result
 
     def _go_on(self, step: Step) -> StepResult | None:
-        """Compute a decode step of the same rows as the last step; None if this is not one."""
+        """Compute a consecutive decode step of the same rows; None if it is none."""
         going_on = self._going_on
         if going_on is None:
             return None
@@ -203,13 +212,13 @@ class ModelRunner:
             self._slots[slot].put(position, *tokens)
 
     def _is_plain(self, step: Step) -> bool:
-        """Whether each row's token is one among its logits as they are, and nothing is told about others."""
+        """Whether tokens are chosen from bare logits, without masks or log-probabilities."""
         return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
 
     def _draws(self, step: Step, wanted: _Wanted) -> Draws:
-        """How each token of a plain step is chosen.
+        """How the token of each row of a plain step is drawn.
 
-        None if each is the most likely one.
+        Empty (:data:`NO_DRAWS`) if each is the most likely one.
         """
         if all(self._slots[slot].admit.params.greedy for slot in step.slots):
             return NO_DRAWS
@@ -285,7 +294,7 @@ class ModelRunner:
         )
 
     def _receive(self, num_tokens: int) -> torch.Tensor | None:
-        """What the stage before this one gives for this step."""
+        """Hidden states of the previous stage for this step; None on the first one."""
         if self._shard.is_first:
             return None
         assert self._shard.stages is not None
@@ -326,7 +335,7 @@ class ModelRunner:
         return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
 
     def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
-        """For the token that is to stand at a position."""
+        """A row for the token at position ``end``."""
         held = self._slots[slot]
         admit = held.admit
         return SampleRow(
@@ -369,7 +378,10 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> StepResult:
-        """``logprobs`` by place among ``tokens``, which are those that were sampled."""
+        """The result of a step, whose tokens go to their slots.
+
+        ``logprobs`` are by index into ``tokens``, which are those that were sampled.
+        """
         by_row: list[int | None] = [None] * len(step.slots)
         if step.drafts:
             return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
@@ -417,7 +429,7 @@ def sampler_of(model: LoadedModel) -> Sampler:
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
-    """The masks of a step, by index of the row."""
+    """The masks of a step, by row."""
     if step.masks is None:
         return {}
     bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)

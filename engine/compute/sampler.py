@@ -2,11 +2,11 @@
 
 The order is vLLM's: log-probabilities come from the unmodified logits; then allowed tokens, bad words, logit
 bias, minimum length, penalties, temperature, min-p, top-k, top-p, and the choice. Work that no row asks for
-is not done. What is done with the numbers themselves is a :class:`.LogitsBackend`, chosen once.
+is not done. The arithmetic on rows is that of a :class:`.LogitsBackend`, chosen once.
 
-With the vocabulary cut over tensor-parallel ranks each looks at its own tokens, and only the best of each
-are compared: both argmax and the race (:mod:`engine.compute.torch_logits`) allow that. Top-k, top-p and min-p
-look at whole rows, each of them at one rank.
+With the vocabulary cut over tensor-parallel ranks, each rank looks at its own tokens, and only the best of
+each are compared. Both argmax and the race (:mod:`engine.compute.torch_logits`) allow that. Top-k, top-p and
+min-p look at whole rows, each of them at one rank.
 
 On a GPU all of it is only launched: nothing here waits for the device.
 """
@@ -37,7 +37,7 @@ from parallel.tensor_parallel import TensorRank
 class VocabularyShard:
     """The tokens of one tensor-parallel rank.
 
-    What its calls return is the same on all ranks.
+    Its calls return the same on all ranks.
     """
 
     ranks: TensorRank
@@ -48,12 +48,14 @@ class VocabularyShard:
         return self.ranks.even(self.vocab_size)[0]
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens of this rank] of all ranks: [rows, vocabulary]."""
+        """Gather [rows, tokens of this rank] of all ranks into [rows, vocabulary]."""
         return self.ranks.all_gather_columns(logits, even_sizes(self.vocab_size, self.ranks.size))
 
     def best(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Of each rank's tokens [rows] those with the greatest scores [rows] float64, the lowest rank's if
-        equal."""
+        """The best of all ranks' tokens [rows] by their scores [rows] float64.
+
+        The lowest rank's token wins if scores are equal.
+        """
         mine = torch.stack([scores, tokens.double()], dim=1)  # a double holds token ids exactly
         columns = self.ranks.all_gather_columns(mine, [2] * self.ranks.size).view(len(scores), -1, 2)
         winners = columns[:, :, 0].argmax(dim=1, keepdim=True)
@@ -76,7 +78,9 @@ class Sampler:
         return f"Sampler({self.backend!r}, {self._vocabulary})"
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """Choose a token for each row of logits [rows, tokens of this rank]; the logits are not changed.
+        """Choose a token for each row of logits [rows, tokens of this rank].
+
+        The logits are not changed.
 
         Returns:
             [rows] int64, on the device of the logits.
@@ -86,7 +90,7 @@ class Sampler:
         return self._sample_shard(self._vocabulary, logits, rows)
 
     def _choose(self, shaped: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """:meth:`sample` from whole rows, behind :meth:`shape`."""
+        """Tokens of shaped whole rows."""
         if all(row.params.greedy for row in rows):
             return most_likely(shaped)
         return self.backend.draw(shaped, rows)
@@ -94,9 +98,9 @@ class Sampler:
     def _sample_shard(
         self, vocabulary: VocabularyShard, logits: torch.Tensor, rows: Sequence[SampleRow]
     ) -> torch.Tensor:
-        """:meth:`sample` where ranks share the vocabulary.
+        """Tokens of rows whose vocabulary is cut over ranks.
 
-        Each token is found by one rank, or compared by one number of each.
+        Each token is found by one rank, or by comparing one number of each rank.
         """
         ranks, first = vocabulary.ranks, vocabulary.first
         shaped = self.shape(logits, rows, first)
@@ -156,7 +160,7 @@ class Sampler:
         return self.backend.logprob_table(whole, targets, num_top)
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Do what takes the most memory with all rows of logits [rows, tokens of this rank].
+        """Do what takes the most memory with logits [rows, tokens of this rank].
 
         That is masks, penalties, top-p over the whole vocabulary, log-probabilities. Nothing of it is kept.
         """
@@ -182,8 +186,10 @@ def backend_on(device: torch.device) -> LogitsBackend:
 
 
 def _forced(rows: Sequence[SampleRow]) -> dict[int, int]:
-    """By row: the only token that may come, where a budget of reasoning is used up. A grammar that does not
-    let it come yet (in the middle of a character) is followed first."""
+    """By row: the only token that may come, where a reasoning budget is used up.
+
+    A grammar that does not let it come yet (in the middle of a character) is followed first.
+    """
     tokens = {
         i: forced_token(row.output_ids, row.params.thinking)
         for i, row in enumerate(rows)
@@ -197,7 +203,10 @@ def _lets(mask: npt.NDArray[np.uint8] | None, token: int) -> bool:
 
 
 def _is_too_short(row: SampleRow) -> bool:
-    """With a mask that is seen to there, where it is known what else could follow."""
+    """Whether a row without a mask is below its minimum length.
+
+    Masks take care of the minimum length themselves, knowing what else could follow.
+    """
     return row.num_output < row.rules.min_tokens and row.mask is None
 
 
@@ -215,12 +224,12 @@ def _cells(rows: Sequence[int], found: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def _repeated(rows: Sequence[int], found: Sequence[Sized], device: torch.device) -> torch.Tensor:
-    """Each row's number as often as something is found there."""
+    """Each row's number as often as it has columns."""
     return upload(np.repeat(np.asarray(rows, dtype=np.int64), [len(each) for each in found]), device)
 
 
 def read_logprobs(line: npt.NDArray[np.float64], num_top: int) -> TokenLogprobs:
-    """One line of :func:`logprob_table`, of which the ``num_top`` best are wanted."""
+    """Log-probabilities from one line of the table, with the ``num_top`` best."""
     made = (len(line) - 3) // 2
     wanted = min(num_top, made)
     return TokenLogprobs(

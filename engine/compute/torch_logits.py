@@ -25,13 +25,16 @@ from engine.compute.logits_backend import NEVER, SampleRow
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements of a chunk of rows that are sampled or normalised together.
 
-On CPU, what stays in the cache; on a GPU, of which top-p takes some hundred megabytes.
+On CPU, as many as stay in the cache; on a GPU, top-p takes some hundred megabytes of them.
 """
 LARGEST = float(np.finfo(np.float32).max)
 NUCLEUS_WIDTH = 1024
-"""How many of the most likely tokens top-p looks at before it sorts the whole vocabulary (CPU)."""
+"""Most likely tokens that top-p looks at before it sorts the whole vocabulary.
+
+On the CPU only.
+"""
 LEAST_TEMPERATURE = 1e-30
-"""The lowest temperature that is told apart from lower ones."""
+"""Temperature that stands for all lower ones."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 number below 1."""
 
@@ -89,7 +92,7 @@ class TorchLogits:
             speeds, winners = _speeds(_scale(entered, entrants), entered_ids[None], entrants).max(dim=-1)
             colder = 1.0 / _temperatures(device, entrants)[:, 0].double()
             best = values.index_select(0, where)
-            raced = best.isfinite()  # where no token of this rank may come, nor win, there is no race either
+            raced = best.isfinite()  # without a token of this rank that may come there is no race
             scores = torch.where(raced, best * colder + speeds.double().log(), best)
             winners = torch.where(raced, winners + first, tokens.index_select(0, where))
             values.index_copy_(0, where, scores)
@@ -125,7 +128,7 @@ def _rows_per_chunk(logits: torch.Tensor) -> int:
 
 
 def _logprob_lines(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Some lines of :meth:`TorchLogits.logprob_table`."""
+    """Lines of a log-probability table for a chunk of rows."""
     target = targets[:, None]
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(1, target)
@@ -136,7 +139,7 @@ def _logprob_lines(logits: torch.Tensor, targets: torch.Tensor, num_top: int) ->
 
 
 def _forbidden(rows: Sequence[SampleRow], first: int, width: int, device: torch.device) -> torch.Tensor:
-    """[rows, width] of the tokens from ``first`` on: whether a row's mask leaves them out."""
+    """[rows, width], whether a row's mask forbids a token, from ``first`` on."""
     begin, end = first // 8, -(-(first + width) // 8)
     packed = np.stack([row.mask[begin:end] for row in rows if row.mask is not None])
     offset = first - begin * 8
@@ -167,7 +170,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SampleRow], first: int) -> to
 def _history(
     device: torch.device, histories: Sequence[Int64s], first: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the tokens of each row, as far as they are among these columns."""
+    """Rows and columns of the tokens of each row that have a column here."""
     rows = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
     columns = np.concatenate(histories) - first
     here = (columns >= 0) & (columns < width)
@@ -177,18 +180,18 @@ def _history(
 
 
 def _column(device: torch.device, values: Sequence[float]) -> torch.Tensor:
-    within = np.clip(np.array(values), -LARGEST, LARGEST)  # of a client who writes 1e300 for "very"
+    within = np.clip(np.array(values), -LARGEST, LARGEST)  # a client may write 1e300 for "very"
     return upload(within.astype(np.float32), device)[:, None]
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """From the whole vocabulary."""
+    """Draw from the whole vocabulary."""
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)[None]
     return _race(_scale(logits, rows), vocabulary, rows)
 
 
 def _draw_truncated(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """From the most likely tokens: top-k, then top-p of what is left."""
+    """Draw from the most likely tokens: top-k, then top-p of what is left."""
     scaled = _scale(logits, rows)
     vocab_size = scaled.shape[1]
     top_k = [row.params.top_k if row.params.top_k > 0 else vocab_size for row in rows]
@@ -236,7 +239,10 @@ def _truncate(
 
 
 def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Temperature and min-p. The best token gets 0, so that no temperature overflows."""
+    """Logits scaled by temperature, with min-p applied.
+
+    The best token gets 0, so that no temperature overflows.
+    """
     best = logits.amax(dim=-1, keepdim=True)
     scaled = (logits - best) / _temperatures(logits.device, rows)
     if any(row.params.min_p > 0.0 for row in rows):
@@ -247,17 +253,20 @@ def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _temperatures(device: torch.device, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """[rows, 1], none of them 0 in float32."""
+    """Temperatures [rows, 1], none of them 0 in float32."""
     return _column(device, [max(row.params.temperature, LEAST_TEMPERATURE) for row in rows])
 
 
 def _race(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """The column of the winner of each row: scaled logits [rows, n], token ids [rows or 1, n] int32."""
+    """Column [rows] of the winner of each row's race.
+
+    The scaled logits are [rows, n], the token ids [rows or 1, n] int32.
+    """
     return _speeds(scaled, tokens, rows).argmax(dim=-1)
 
 
 def _speeds(scaled: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """How fast each is in the race, as [rows, n]."""
+    """Speeds [rows, n] in the race."""
     clocks = _exponentials(tokens, [row.seed for row in rows], [row.position for row in rows])
     return scaled.exp().div_(clocks)
 
@@ -273,7 +282,10 @@ def _exponentials(tokens: torch.Tensor, seeds: Sequence[int], positions: Sequenc
 
 
 def _row_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
-    """[rows, 2] 32-bit keys of (seed, position), by two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Two 32-bit keys [rows, 2] of (seed, position).
+
+    They come from two rounds of SplitMix64 (Steele, Lea, Flood 2014).
+    """
     key = _split_mix(np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64))
     key = _split_mix(key ^ np.array(positions, dtype=np.uint64))
     return key.view(np.int32).reshape(-1, 2)
