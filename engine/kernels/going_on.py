@@ -101,7 +101,7 @@ class GoingOn:
         return len(self._kept) == self.MOST
 
     def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(slot, position, tokens from there on) for each row with kept tokens, which are forgotten here."""
+        """Take the kept tokens: (slot, position, tokens from there on) for each row."""
         kept, self._kept = self._kept, []
         for slot, end, tokens in zip(self._step.slots, self._expected, zip(*kept, strict=True), strict=False):
             yield slot, end + 1 - len(tokens), tokens
