@@ -43,11 +43,14 @@ Sums of other order differ by a few units in the last place.
 MOST_DIMENSIONS = 8
 """Most dimensions of a tensor that is shared out."""
 SHARE_OF_TOKENS = 0.75
-"""A near tie between experts may fall otherwise for some tokens."""
+"""Part of the tokens that must agree.
+
+A near tie between experts may fall otherwise for some tokens.
+"""
 
 
 def share_run(run: UncutRun | None, shard: Shard) -> UncutRun:
-    """What the worker that answers computed, for all workers of the instance."""
+    """Share what the worker that answers computed with all workers of the instance."""
     tensors = [None] * 3 if run is None else [run.inputs, run.outputs, run.logits]
     shared = []
     for tensor in tensors:
@@ -63,7 +66,7 @@ def share_run(run: UncutRun | None, shard: Shard) -> UncutRun:
 
 
 def _broadcast(group: Any, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-    """A tensor whose shape the others do not know."""
+    """Share a tensor whose shape the other workers do not know."""
     shape = torch.zeros(MOST_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         shape[: tensor.dim()] = torch.tensor(tensor.shape)
@@ -139,7 +142,10 @@ class _SomeRows:
 def _compare_layers(
     stack: ExitStack, module: Any, sharded: ShardedClass, layers: list[int], run: UncutRun, judge: _Judge
 ) -> None:
-    """Until the stack ends, checked layers of this stage compare, and the others pass on their input."""
+    """Make the checked layers of this stage compare until the stack ends.
+
+    The other layers pass on their input.
+    """
     for index, layer in enumerate(layer_list(module)):
         if isinstance(layer, PassThrough):
             continue
@@ -207,7 +213,8 @@ class _Judge:
             self._problems.append(f"{what} differs by {typical:.2g}")
 
     def conclude(self) -> None:
-        """
+        """Refuse the model if any difference was found.
+
         Raises:
             CheckpointError: something differs.
         """
