@@ -43,13 +43,13 @@ def store(
     values [slots, kv_heads, dim].
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
+    cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
     new_key = tl.load(key + head * key_head + token * key_token + k, mask=in_key)
     new_value = tl.load(value + head * value_head + token * value_token + v, mask=in_value)
-    tl.store(keys + place * KEY_DIM + k, new_key, mask=in_key)
-    tl.store(values + place * VALUE_DIM + v, new_value, mask=in_value)
+    tl.store(keys + cell * KEY_DIM + k, new_key, mask=in_key)
+    tl.store(values + cell * VALUE_DIM + v, new_value, mask=in_value)
 
 
 STEP_SIZES = ["splits", "table_width"]
@@ -148,9 +148,9 @@ def attend(
         key_position = start + n
         inside = key_position < end
         block = tl.load(tables + row * table_width + key_position // block_size, mask=inside, other=0)
-        place = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
+        cell = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
         key = tl.load(
-            keys + place[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
+            keys + cell[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
         )
         if WIDEN:
             key = key.to(tl.float32)
@@ -166,7 +166,7 @@ def attend(
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(peak - base)
         value = tl.load(
-            values + place[:, None] * VALUE_DIM + v[None, :],
+            values + cell[:, None] * VALUE_DIM + v[None, :],
             mask=inside[:, None] & in_value[None, :],
             other=0.0,
         )

@@ -30,5 +30,5 @@ def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
 
 def size_for(num_rows: int, sizes: Sequence[int]) -> int | None:
     """The smallest size for so many rows; None if they are too many."""
-    place = bisect_left(sizes, num_rows)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect_left(sizes, num_rows)
+    return sizes[index] if index < len(sizes) else None

@@ -82,7 +82,7 @@ class _BlockTables:
         self._admitted.add(slot)
 
     def extend(self, step: Step) -> None:
-        """Enter a step's new blocks at places that follow from the rows' starts.
+        """Enter a step's new blocks at chosen_rows that follow from the rows' starts.
 
         So a row that is run again puts its blocks there again.
         """
@@ -325,8 +325,8 @@ class ModelRunner:
         tokens = [int(token) for token in fetched[:num_sampled]]
         lines = fetched[num_sampled:].reshape(table.shape)
         logprobs = {}
-        for line, place in zip(lines, with_logprobs, strict=False):
-            logprobs[place] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
+        for line, index in zip(lines, with_logprobs, strict=False):
+            logprobs[index] = read_logprobs(line, sample_rows[index].params.logprobs or 0)
         prompt_logprobs, begin = {}, len(with_logprobs)
         for index, _, count in wanted.prompt_rows:
             num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
@@ -353,17 +353,17 @@ class ModelRunner:
         """Lines for the sampled rows that want log-probabilities, then for the prompt tokens."""
         num_sampled, device = len(wanted.sampled), logits.device
         num_top, targets = 0, []
-        for place in with_logprobs:
-            slot = self._slots[step.slots[wanted.sampled[place]]]
+        for index in with_logprobs:
+            slot = self._slots[step.slots[wanted.sampled[index]]]
             num_top = max(num_top, slot.admit.params.logprobs or 0)
         for index, first, count in wanted.prompt_rows:
             slot = self._slots[step.slots[index]]
             num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
             targets.append(slot.token_ids[first : first + count])
-        places = upload(np.array(with_logprobs, dtype=np.int64), device)
+        chosen_rows = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
-            lines, own = logits.index_select(0, places), chosen.index_select(0, places)
+            lines, own = logits.index_select(0, chosen_rows), chosen.index_select(0, chosen_rows)
             parts.append(self._sampler.logprob_table(lines, own, num_top))
         if targets:
             expected = upload(np.concatenate(targets), device)
@@ -388,8 +388,8 @@ class ModelRunner:
         for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
             by_row[index] = token
             self._slots[step.slots[index]].put(end, token)
-        told = {wanted.sampled[place]: each for place, each in logprobs.items()}
-        return StepResult(by_row, told, prompt_logprobs)
+        row_logprobs = {wanted.sampled[index]: each for index, each in logprobs.items()}
+        return StepResult(by_row, row_logprobs, prompt_logprobs)
 
     def _result_with_drafts(
         self,
@@ -400,23 +400,23 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[TokenLogprobs]],
         by_row: list[int | None],
     ) -> StepResult:
-        told, further = {}, {}
-        place = 0
-        while place < len(tokens):
-            index = wanted.sampled[place]
+        row_logprobs, further = {}, {}
+        begin = 0
+        while begin < len(tokens):
+            index = wanted.sampled[begin]
             draft = step.drafts.get(index, [])
-            end = place + 1 + num_taken(draft, tokens[place : place + 1 + len(draft)])
-            by_row[index] = tokens[place]
-            self._slots[step.slots[index]].put(wanted.ends[place], *tokens[place:end])
-            if place in logprobs:
-                told[index] = logprobs[place]
-            if end > place + 1:
-                behind = range(place + 1, end)
+            end = begin + 1 + num_taken(draft, tokens[begin : begin + 1 + len(draft)])
+            by_row[index] = tokens[begin]
+            self._slots[step.slots[index]].put(wanted.ends[begin], *tokens[begin:end])
+            if begin in logprobs:
+                row_logprobs[index] = logprobs[begin]
+            if end > begin + 1:
+                behind = range(begin + 1, end)
                 further[index] = Further(
-                    tokens[place + 1 : end], [logprobs[each] for each in behind if each in logprobs]
+                    tokens[begin + 1 : end], [logprobs[each] for each in behind if each in logprobs]
                 )
-            place += len(draft) + 1
-        return StepResult(by_row, told, prompt_logprobs, further)
+            begin += len(draft) + 1
+        return StepResult(by_row, row_logprobs, prompt_logprobs, further)
 
 
 def sampler_of(model: LoadedModel) -> Sampler:

@@ -28,8 +28,8 @@ class Columns:
 
     def of(self, tokens: Iterable[int]) -> npt.NDArray[np.int64]:
         """Columns of these tokens, without tokens that have none here."""
-        places = np.fromiter(tokens, dtype=np.int64) - self.first
-        return places[(places >= 0) & (places < self.count)]
+        found = np.fromiter(tokens, dtype=np.int64) - self.first
+        return found[(found >= 0) & (found < self.count)]
 
 
 @dataclass(frozen=True)

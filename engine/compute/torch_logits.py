@@ -223,8 +223,8 @@ def _truncate(
         values, tokens = scaled.sort(dim=-1, descending=True, stable=True)
     else:
         values, tokens = scaled.topk(width, dim=-1)
-    places = torch.arange(width, device=scaled.device)
-    values = values.masked_fill(places >= limits, NEVER)
+    ranks = torch.arange(width, device=scaled.device)
+    values = values.masked_fill(ranks >= limits, NEVER)
     total = torch.where(
         limits < scaled.shape[1],
         torch.logsumexp(values, dim=-1, keepdim=True),
@@ -233,7 +233,7 @@ def _truncate(
     probabilities = (values - total).double().exp()
     covered = probabilities.cumsum(dim=-1)
     before = covered - probabilities
-    values = values.masked_fill((before >= top_p) & (places > 0), NEVER)
+    values = values.masked_fill((before >= top_p) & (ranks > 0), NEVER)
     short = (limits[:, 0] > width) & (covered[:, -1] < top_p[:, 0])
     return values, tokens, short
 

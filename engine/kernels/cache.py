@@ -110,7 +110,7 @@ def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s) -> Int32s:
     follows = np.zeros(len(tokens), dtype=bool)
     follows[1:] = (np.diff(tokens) == 1) & (np.diff(rows) == 0)
     since = numbers - np.maximum.accumulate(np.where(follows, 0, numbers))
-    places = np.flatnonzero(since % QUERIES_PER_TASK == 0)
-    queries = np.diff(places, append=len(tokens))
-    row = rows[places]
-    return np.stack([row, tokens[places] - offsets[row], queries, places], axis=1).astype(np.int32)
+    begins = np.flatnonzero(since % QUERIES_PER_TASK == 0)
+    queries = np.diff(begins, append=len(tokens))
+    row = rows[begins]
+    return np.stack([row, tokens[begins] - offsets[row], queries, begins], axis=1).astype(np.int32)

@@ -186,8 +186,8 @@ class _Weights:
     def _attention(self, attention: Attention, module: Any) -> None:
         (heads, kv_heads), dim, hidden = _heads(attention), attention.dim, attention.out.shape[0]
         loud_query = range(dim * (heads // 2), dim * heads)
-        loud_value = [place for place in range(kv_heads * dim) if place % dim >= dim // 2]
-        loud_out = [place for place in range(heads * dim) if place % dim >= dim // 2]
+        loud_value = [index for index in range(kv_heads * dim) if index % dim >= dim // 2]
+        loud_out = [index for index in range(heads * dim) if index % dim >= dim // 2]
         for projection, rows, loud in (
             (module.q_proj, heads * dim, loud_query),
             (module.k_proj, kv_heads * dim, ()),
@@ -208,7 +208,7 @@ class _Weights:
             self._put(mlp.down, (hidden, columns), quiet_columns=loud, power=2)
             return
         hidden, module = mlp.router.shape[1], mlp.experts
-        both = [*loud, *(columns + place for place in loud)]
+        both = [*loud, *(columns + index for index in loud)]
         self._put(module.gate_up_proj, (mlp.num_experts, 2 * columns, hidden), loud_rows=both)
         self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
 

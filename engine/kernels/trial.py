@@ -121,12 +121,12 @@ def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | 
     bad = dict(_deviations(kernels, copy, positions, draw=1))
     if bad:
         again = dict(_deviations(kernels, copy, positions, draw=2))
-        bad = {place: again[place] for place in bad if place in again}
+        bad = {index: again[index] for index in bad if index in again}
     if not bad:
         return None
-    (number, place), worst = max(bad.items(), key=lambda each: each[1])
+    (number, index), worst = max(bad.items(), key=lambda each: each[1])
     where = "the output" if number == len(copy.layers) else f"layer {number}"
-    return f"{where} differs by {worst:.2g} at position {positions[place]}"
+    return f"{where} differs by {worst:.2g} at position {positions[index]}"
 
 
 def _deviations(
@@ -180,9 +180,9 @@ def _halves(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _too_far(
     number: int, distances: torch.Tensor, sizes: torch.Tensor
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    for place, difference in enumerate((distances / sizes.clamp(min=1e-6)).tolist()):
+    for index, difference in enumerate((distances / sizes.clamp(min=1e-6)).tolist()):
         if not difference <= LAYER_TOLERANCE:  # or it is no number
-            yield (number, place), difference
+            yield (number, index), difference
 
 
 # ---- in bfloat16, all layers

@@ -86,8 +86,8 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
     layers, shard, device = checked_layers(sharded.whole), sharded.shard, module.device
     columns = columns_of(sharded)
     judge = _Judge(name, shard)
-    before = [place for place, index in enumerate(layers) if index < stage.layers.start]
-    inside = [place for place, index in enumerate(layers) if index < stage.layers.stop]
+    before = [row for row, index in enumerate(layers) if index < stage.layers.start]
+    inside = [row for row, index in enumerate(layers) if index < stage.layers.stop]
     hidden = None if shard.is_first else run.outputs[before[-1]].to(device)
     head = module.get_output_embeddings()
     here, rows = _columns_here(shard, columns, sharded.vocab_size, head)
@@ -115,8 +115,8 @@ def _columns_here(
     start, stop = 0, vocab_size
     if isinstance(head, torch.nn.Linear) and head.weight.shape[0] != vocab_size:
         start, stop = TensorRank(shard.rank, shard.size).even(vocab_size)
-    here = [place for place, column in enumerate(columns) if start <= column < stop]
-    return here, [columns[place] - start for place in here]
+    here = [row for row, column in enumerate(columns) if start <= column < stop]
+    return here, [columns[row] - start for row in here]
 
 
 class _SomeRows:
@@ -150,8 +150,8 @@ def _compare_layers(
         if isinstance(layer, PassThrough):
             continue
         if index in layers:
-            place = layers.index(index)
-            forward = _Compared(layer, index, run.inputs[place], run.outputs[place], judge)
+            row = layers.index(index)
+            forward = _Compared(layer, index, run.inputs[row], run.outputs[row], judge)
             stack.enter_context(forward_by(layer, forward))
         else:
             stack.enter_context(forward_by(layer, PassThrough().forward))

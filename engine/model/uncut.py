@@ -62,8 +62,8 @@ class _SomeTokens:
     """Numbers of these tokens, ascending."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        places = torch.searchsorted(self.chosen.to(input_ids.device), input_ids)
-        found: torch.Tensor = super().forward(places)  # type: ignore[misc]
+        indices = torch.searchsorted(self.chosen.to(input_ids.device), input_ids)
+        found: torch.Tensor = super().forward(indices)  # type: ignore[misc]
         return found
 
 

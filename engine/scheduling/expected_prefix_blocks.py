@@ -18,12 +18,12 @@ class ExpectedPrefixBlocks:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._promised: Counter[BlockHash] = Counter()
+        self._expected: Counter[BlockHash] = Counter()
 
     def __repr__(self) -> str:
-        return f"<ExpectedPrefixBlocks of {len(self._promised)} blocks>"
+        return f"<ExpectedPrefixBlocks of {len(self._expected)} blocks>"
 
-    def make(self, request: Request) -> None:
+    def expect(self, request: Request) -> None:
         """Estimate a queued request's uncached tokens (``num_expected``), and expect its blocks.
 
         Requests behind it count on these blocks.
@@ -33,19 +33,19 @@ class ExpectedPrefixBlocks:
             return
         hashes = request.prefix_hashes(self._block_size)
         missing = next(
-            (place for place, each in enumerate(hashes) if not self._is_expected(each)), len(hashes)
+            (index for index, each in enumerate(hashes) if not self._is_expected(each)), len(hashes)
         )
         request.num_expected -= missing * self._block_size
-        request.promised = hashes[missing:]
-        self._promised.update(request.promised)
+        request.expected_blocks = hashes[missing:]
+        self._expected.update(request.expected_blocks)
 
-    def keep(self, request: Request) -> None:
+    def settle(self, request: Request) -> None:
         """Stop expecting a request's blocks: they are known now, or never will be."""
-        for block_hash in request.promised:
-            self._promised[block_hash] -= 1
-            if not self._promised[block_hash]:
-                del self._promised[block_hash]
-        request.promised = []
+        for block_hash in request.expected_blocks:
+            self._expected[block_hash] -= 1
+            if not self._expected[block_hash]:
+                del self._expected[block_hash]
+        request.expected_blocks = []
 
     def _is_expected(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._promised or self._pool.knows(block_hash)
+        return block_hash in self._expected or self._pool.knows(block_hash)

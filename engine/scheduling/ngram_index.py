@@ -46,37 +46,37 @@ class NgramIndex:
         if last < self._shortest:
             return None
         self._last_run = hash(tuple(tokens[-self._shortest :]))
-        place = self._newest.get(self._last_run, -1)
-        return None if place < 0 else self._best(tokens, last, place)
+        position = self._newest.get(self._last_run, -1)
+        return None if position < 0 else self._best(tokens, last, position)
 
     def _add(self, run: int) -> None:
-        place = len(self._before)
+        position = len(self._before)
         self._before.append(self._newest.get(run, -1))
-        self._newest[run] = place
+        self._newest[run] = position
 
     def _take_in(self, tokens: Sequence[int], end: int, allowance: int) -> bool:
         """Index all tokens before ``end``; False if there are too many for now."""
         begin = len(self._before)
-        for place in range(begin, min(end, begin + allowance)):
-            if place + 1 < self._shortest:
+        for position in range(begin, min(end, begin + allowance)):
+            if position + 1 < self._shortest:
                 self._before.append(-1)
             else:
-                self._add(hash(tuple(tokens[place + 1 - self._shortest : place + 1])))
+                self._add(hash(tuple(tokens[position + 1 - self._shortest : position + 1])))
         return len(self._before) >= end
 
-    def _best(self, tokens: Sequence[int], last: int, place: int) -> int | None:
+    def _best(self, tokens: Sequence[int], last: int, position: int) -> int | None:
         best, most = None, self._shortest - 1
         for _ in range(MOST_COMPARED):
-            if place < 0:
+            if position < 0:
                 break
             agreeing = 0
-            while agreeing < self._longest and agreeing <= place:
-                if tokens[place - agreeing] != tokens[last - agreeing]:
+            while agreeing < self._longest and agreeing <= position:
+                if tokens[position - agreeing] != tokens[last - agreeing]:
                     break
                 agreeing += 1
             if agreeing > most:
-                best, most = place, agreeing
+                best, most = position, agreeing
                 if agreeing == self._longest:
                     break
-            place = self._before[place]
+            position = self._before[position]
         return best

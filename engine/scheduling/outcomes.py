@@ -13,9 +13,11 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Outcome
 
 
-def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> dict[bytes, OutgoingTokens]:
+def outgoing_tokens_of(
+    outcomes: Iterable[Outcome], tracing: Tracing | None = None
+) -> dict[bytes, OutgoingTokens]:
     """Outgoing tokens by router. Requests that have ended are traced."""
-    handouts: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
+    outgoing: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
     for outcome in outcomes:
         request, token_ids = outcome.request, outcome.token_ids
         peer, number = request.key
@@ -26,12 +28,12 @@ def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> 
             or request.prompt_logprobs is not None
         )
         if len(token_ids) == 1 and not has_more:
-            handouts[peer].add_token(number, token_ids[0])
+            outgoing[peer].add_token(number, token_ids[0])
             continue
-        handouts[peer].add(_delta(outcome))
+        outgoing[peer].add(_delta(outcome))
         if request.finish_reason is not None and tracing is not None:
             _trace(tracing, request)
-    return handouts
+    return outgoing
 
 
 def _delta(outcome: Outcome) -> Delta:

@@ -37,34 +37,34 @@ class ReportPolicy:
     """Reports to one router: the last one, and when the next one is due."""
 
     def __init__(self) -> None:
-        self._told: InstanceReport | None = None
-        self._told_at = float("-inf")
+        self._last: InstanceReport | None = None
+        self._sent_at = float("-inf")
 
     def __repr__(self) -> str:
-        return f"<ReportPolicy told {self._told} at {self._told_at}>"
+        return f"<ReportPolicy sent {self._last} at {self._sent_at}>"
 
-    def go_along(self, standing: LoadSnapshot, last_dispatch: int, now: float) -> bool:
+    def go_along(self, snapshot: LoadSnapshot, last_dispatch: int, now: float) -> bool:
         """Whether tokens that are sent now take a report along."""
-        told = self._told
+        last = self._last
         return (
-            told is None
-            or told.last_dispatch != last_dispatch
-            or told.running != standing.running
-            or told.waiting != standing.waiting
-            or told.waiting_tokens != standing.waiting_tokens
-            or told.uncached_tokens != standing.uncached_tokens
-            or told.queued != standing.queued
-            or now - self._told_at >= WITH_TOKENS
+            last is None
+            or last.last_dispatch != last_dispatch
+            or last.running != snapshot.running
+            or last.waiting != snapshot.waiting
+            or last.waiting_tokens != snapshot.waiting_tokens
+            or last.uncached_tokens != snapshot.uncached_tokens
+            or last.queued != snapshot.queued
+            or now - self._sent_at >= WITH_TOKENS
         )
 
     def may_go_alone(self, now: float) -> bool:
         """Whether a message without tokens is due, if there is anything new in it."""
-        return now - self._told_at >= WITHOUT_TOKENS
+        return now - self._sent_at >= WITHOUT_TOKENS
 
     def are_in(self, report: InstanceReport) -> bool:
         """Whether this report differs from the last one."""
-        return report != self._told
+        return report != self._last
 
-    def told(self, report: InstanceReport, now: float) -> None:
+    def sent(self, report: InstanceReport, now: float) -> None:
         """Note that a report was sent."""
-        self._told, self._told_at = report, now
+        self._last, self._sent_at = report, now

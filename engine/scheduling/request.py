@@ -67,7 +67,7 @@ class Request:
     """Hashes of the full blocks of ``token_ids``, as far as they were needed."""
     num_expected: int = 0
     """Tokens that it will have to compute, as estimated when it was queued."""
-    promised: list[BlockHash] = field(default_factory=list)
+    expected_blocks: list[BlockHash] = field(default_factory=list)
     """Blocks that other requests count on, until they are computed."""
     num_in_flight: int = 0
     """Steps in flight that compute some of it."""

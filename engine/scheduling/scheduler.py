@@ -98,7 +98,7 @@ class Scheduler:
         """Whether other instances in lockstep have rows, which wait for those here."""
         self._blocks_for_drafts = 0
         """Blocks that drafts of the step in the making may take."""
-        self._promises = ExpectedPrefixBlocks(pool, rules.block_size)
+        self._expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
         self._totals = Totals()
         self._prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
@@ -297,8 +297,8 @@ class Scheduler:
             request.num_in_flight -= 1
             if token_id is None or request.slot != slot:  # it was aborted while the step ran
                 continue
-            told = [logprobs[index]] if index in logprobs else []
-            outcome = self._append(request, token_id, told)
+            found = [logprobs[index]] if index in logprobs else []
+            outcome = self._append(request, token_id, found)
             outcomes.append(outcome)
             if drafts and index in drafts:
                 self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
@@ -446,12 +446,12 @@ class Scheduler:
         Blocks of tokens that were not taken are released.
         """
         request = outcome.request
-        for place, token_id in enumerate(further.tokens):
+        for index, token_id in enumerate(further.tokens):
             if request.status is not Status.RUNNING:
                 break  # a token before ended the request
             self._advance(request, 1)  # by the token before this one, which was drafted
             outcome.token_ids.append(token_id)
-            outcome.logprobs.extend(further.logprobs[place : place + 1])
+            outcome.logprobs.extend(further.logprobs[index : index + 1])
             self._add_token(request, token_id)
         self._totals.on_taken(len(further.tokens))
         if request.drafter is not None and self._speculation is not None:
@@ -482,11 +482,11 @@ class Scheduler:
         Slots and blocks are kept for them.
         """
         admits: list[Admit] = []
-        place = slots_kept = blocks_kept = 0
-        while len(self._waiting) > place and len(self._free_slots) > slots_kept:
+        index = slots_kept = blocks_kept = 0
+        while len(self._waiting) > index and len(self._free_slots) > slots_kept:
             if rows.budget <= 0 or len(rows) == most_rows:
                 break
-            request = self._waiting[place]
+            request = self._waiting[index]
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:
                 break
@@ -494,8 +494,8 @@ class Scheduler:
                 if lacks_share:
                     slots_kept += 1
                     blocks_kept += self._blocks_for(len(request.token_ids))
-                place += 1
-                if place == MOST_PASSED_OVER:
+                index += 1
+                if index == MOST_PASSED_OVER:
                     break
                 continue
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
@@ -530,7 +530,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        self._promises.make(request)  # first: the queue counts what it expects of the prefix cache
+        self._expected_blocks.expect(request)  # first: the queue counts what it expects of the prefix cache
         self._waiting.add(request)
 
     def _in_prefill(self) -> int:
@@ -556,7 +556,7 @@ class Scheduler:
         del self._by_slot[request.slot]
         self._free_slots.append(request.slot)
         self._pool.release(request.blocks)
-        self._promises.keep(request)
+        self._expected_blocks.settle(request)
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
@@ -572,8 +572,8 @@ class Scheduler:
     def _add_token(self, request: Request, token_id: int) -> None:
         grammar = request.grammar
         request.token_ids.append(token_id)
-        if request.promised:
-            self._promises.keep(request)
+        if request.expected_blocks:
+            self._expected_blocks.settle(request)
         self._totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
@@ -587,7 +587,7 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
-            self._promises.keep(request)
+            self._expected_blocks.settle(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None

@@ -37,15 +37,15 @@ class Drafter:
 
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
         """``chance``: that a drafted token is taken, as far as is known."""
-        self._places = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._ngrams = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         self._trust = DraftTrust(chance)
 
     def __repr__(self) -> str:
-        return f"<Drafter {self._places!r} {self._trust!r}>"
+        return f"<Drafter {self._ngrams!r} {self._trust!r}>"
 
     def __len__(self) -> int:
         """Tokens of its text that were indexed."""
-        return len(self._places)
+        return len(self._ngrams)
 
     def draft(
         self, tokens: Sequence[int], most: int, price: float, allowance: int
@@ -54,14 +54,14 @@ class Drafter:
 
         ``allowance``: tokens that may be indexed for it now.
         """
-        place = self._places.find(tokens, allowance)
-        if place is None or most < 1:
+        position = self._ngrams.find(tokens, allowance)
+        if position is None or most < 1:
             return NOTHING, 0.0
         length, gain = self._trust.length(most, price)
         end = len(tokens)
-        found = list(tokens[place + 1 : place + 1 + length])
+        found = list(tokens[position + 1 : position + 1 + length])
         while len(found) < length:  # what follows there is the end of the text, which goes on with the draft
-            found.append(found[place + 1 + len(found) - end])
+            found.append(found[position + 1 + len(found) - end])
         return found, gain
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:

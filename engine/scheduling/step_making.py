@@ -98,14 +98,14 @@ class StepRows:
         order = sorted(
             range(len(self)), key=lambda index: (self._counts[index] > 1, index not in self._drafts)
         )
-        place = {index: new for new, index in enumerate(order)}
+        new_index = {index: new for new, index in enumerate(order)}
         self.requests = [self.requests[index] for index in order]
         self._slots = [self._slots[index] for index in order]
         self._starts = [self._starts[index] for index in order]
         self._counts = [self._counts[index] for index in order]
-        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
-        self._partial = sorted(place[index] for index in self._partial)
-        self._drafts = {place[index]: draft for index, draft in self._drafts.items()}
+        self._new_blocks = {new_index[index]: blocks for index, blocks in self._new_blocks.items()}
+        self._partial = sorted(new_index[index] for index in self._partial)
+        self._drafts = {new_index[index]: draft for index, draft in self._drafts.items()}
 
 
 def admit_of(request: Request, slot: int) -> Admit:

@@ -45,8 +45,8 @@ class Totals:
     def on_taken(self, num_tokens: int) -> None:
         """Count the leading tokens of a draft that were taken."""
         self._taken_by_place += [0] * (num_tokens - len(self._taken_by_place))
-        for place in range(num_tokens):
-            self._taken_by_place[place] += 1
+        for position in range(num_tokens):
+            self._taken_by_place[position] += 1
 
     def counters(self) -> Counters:
         """The counters of a report; ``bad_messages`` is the server's."""

@@ -33,9 +33,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __getitem__(self, place: int) -> Request:
+    def __getitem__(self, index: int) -> Request:
         """The request at this index; 0 is the first one."""
-        return self._requests[place]
+        return self._requests[index]
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda other: other.order)
