@@ -45,11 +45,12 @@ class NullModel:
         from engine.kernels.going_on import GoingOn
         from engine.kernels.operations import StepArguments
 
+        self.going_on = None
         if packed.num_single == len(packed.starts) == len(wanted):
             slots, tables = packed.positions.copy(), packed.block_tables.repeat(MORE_BLOCKS, axis=1)
             plan = NativePlan(slots, packed.starts, tables, tables, tables)
             self.going_on = GoingOn(StepArguments(), ids, packed, plan, self._block_size)
-        return self._chosen(len(wanted))
+        return self._chosen(len(wanted)).tolist()
 
     def go_on(self, new_blocks: Any) -> Any:
         last, self.going_on = self.going_on, None
@@ -62,7 +63,7 @@ class NullModel:
         return tokens
 
     def _chosen(self, count: int) -> Any:
-        return self._logits[:count].numpy().argmax(axis=1).tolist()
+        return self._logits[:count].numpy().argmax(axis=1)
 
 
 class NullExecutor:
