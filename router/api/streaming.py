@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.process.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.api.answers import Answer
-from router.api.shortcut import BodySink, ListSink, Sink
+from router.api.shortcut import BodyOutlet, ListOutlet, Outlet
 from router.api.tracing import UNTRACED, RequestTrace
 from router.errors import ApiError, ClientGone, from_mesh, short_of, too_late, unexpected
 from router.http.connection import TimedWriter, cut_off, writer_of
@@ -103,10 +103,10 @@ class RequestRun:
                 raise
             raise too_late(self._timeout) from error
 
-    async def pieces(self, sink: Sink | None = None) -> AsyncGenerator[Batch, None]:
+    async def pieces(self, outlet: Outlet | None = None) -> AsyncGenerator[Batch, None]:
         """What the samples say, as it comes, until all have finished.
 
-        While the reader waits, a ``sink`` may get deltas of a request's only sample: those are not yielded.
+        While the reader waits, deltas of a request's only sample may go to the ``outlet`` instead.
 
         Raises:
             MeshError: the mesh does not take a sample.
@@ -125,7 +125,7 @@ class RequestRun:
             if len(self.samples) == 1:
                 # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
-                hands_over = sink is not None and not sample.may_stop
+                hands_over = outlet is not None and not sample.may_stop
                 async for delta in generation:
                     if delta.token_ids:  # else it is an error
                         meter.delta(0, generation, time.perf_counter(), delta.times)
@@ -135,8 +135,8 @@ class RequestRun:
                         yield [(sample, piece)]
                         return
                     yield [(sample, piece)]
-                    if sink is not None and hands_over:  # not before there is more than one
-                        generation.hand_over(*sink.shortcut(sample, generation, meter))
+                    if outlet is not None and hands_over:  # not before there is more than one
+                        generation.hand_over(outlet.sink(sample, generation, meter))
                         hands_over = False
                 raise ApiError(500, "The request ended without a last token.")
             async with contextlib.aclosing(merged(generations)) as batches:
@@ -185,7 +185,7 @@ class RequestRun:
     async def said(self) -> list[list[Piece]]:
         """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
         said: list[list[Piece]] = [[] for _ in self.samples]
-        async with contextlib.aclosing(self.pieces(ListSink(said[0]))) as batches:
+        async with contextlib.aclosing(self.pieces(ListOutlet(said[0]))) as batches:
             async for batch in batches:
                 for sample, piece in batch:
                     said[sample.index].append(piece)
@@ -252,7 +252,7 @@ class EventStream(Response):
         self._send_timeout = send_timeout
         self._keep_alive = keep_alive
         self._wrote_at = time.perf_counter()
-        self._shortcut: TimedWriter | None = None
+        self._timed_writer: TimedWriter | None = None
         self._waits_since: float | None = None
         """When the server began to hold back the latest write, as the client did not take the ones before."""
 
@@ -260,9 +260,9 @@ class EventStream(Response):
         try:
             writer = writer_of(scope)
             if writer is not None and self._keep_alive:
-                writer = self._shortcut = TimedWriter(writer)
-            sink = BodySink(self._call.answer, writer) if writer is not None else None
-            await unless_gone(receive, self._run(send, sink), self._is_stuck, self._send_timeout / 4)
+                writer = self._timed_writer = TimedWriter(writer)
+            outlet = BodyOutlet(self._call.answer, writer) if writer is not None else None
+            await unless_gone(receive, self._run(send, outlet), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
             cut_off(scope)
         finally:
@@ -272,7 +272,7 @@ class EventStream(Response):
         since = self._waits_since
         return since is not None and time.perf_counter() - since > self._send_timeout
 
-    async def _run(self, send: Send, sink: Sink | None) -> None:
+    async def _run(self, send: Send, outlet: Outlet | None) -> None:
         started = False
         writing = asyncio.Lock()
 
@@ -290,7 +290,7 @@ class EventStream(Response):
 
         try:
             async with self._call.deadline(), self._kept_alive(write):
-                await self._write_pieces(write, sink)
+                await self._write_pieces(write, outlet)
             last = self._call.answer.closing()
         except Exception as error:
             if not started:
@@ -306,8 +306,8 @@ class EventStream(Response):
 
         async def comment() -> None:
             while True:
-                wrote_at = max(self._wrote_at, self._shortcut.wrote_at if self._shortcut else 0.0)
-                silence_left = wrote_at + self._keep_alive - time.perf_counter()
+                written_at = self._timed_writer.wrote_at if self._timed_writer else 0.0
+                silence_left = max(self._wrote_at, written_at) + self._keep_alive - time.perf_counter()
                 if silence_left > 0:
                     await asyncio.sleep(silence_left)
                 else:
@@ -320,9 +320,9 @@ class EventStream(Response):
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
 
-    async def _write_pieces(self, write: Write, sink: Sink | None) -> None:
+    async def _write_pieces(self, write: Write, outlet: Outlet | None) -> None:
         begun: set[int] = set()
-        async with contextlib.aclosing(self._call.pieces(sink)) as batches:
+        async with contextlib.aclosing(self._call.pieces(outlet)) as batches:
             async for batch in batches:
                 opened = [sample for sample, _ in batch if sample.index not in begun]
                 await write(await made_of(opened, partial(self._events, batch, begun)))

@@ -138,15 +138,9 @@ class MeshClient:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    @property
-    def num_moves(self) -> int:
-        """Requests that were asked back from a queue so far, to wait less elsewhere."""
-        return self._moves
-
-    @property
     def choices(self) -> Mapping[str, int]:
-        """How choices came out so far: see :attr:`router.dispatch.chooser.Chooser.counts`."""
-        return self._chooser.counts
+        """Outcomes of routing so far: see :class:`router.mesh.MeshFacts`."""
+        return {**self._chooser.counts, "moves": self._moves}
 
     def reports(self) -> Mapping[int, InstanceReport]:
         """The newest report of each instance, by rank."""

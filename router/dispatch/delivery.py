@@ -36,9 +36,9 @@ class Delivery:
             entry = entries.get(number)
             if entry is None:
                 continue
-            take = entry.take
+            sink = entry.sink
             try:
-                taken = take is not None and take(token_id, now)
+                taken = sink is not None and sink.take_token(token_id, now)
             except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
                 if (stream := self._streams.get(entry)) is not None:
                     stream.fail(error)

@@ -7,13 +7,13 @@ the entry's is late and is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.messages import Delta, Submit
-from router.mesh import Prompt
+from router.mesh import Prompt, TokenSink
 
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
@@ -94,9 +94,11 @@ class Entry:
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
     """What made it move, until it has a token again."""
-    take: Callable[[int, float], bool] | None = None
-    """Where a single token can go at once: see :meth:`router.mesh.Generation.hand_over`. Not so the first one
-    of a try, which has more to tell."""
+    sink: TokenSink | None = None
+    """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
+
+    None for the first delta of a try, which holds more than a token, and while the reader is busy.
+    """
 
     def submit(self, number: int) -> Submit:
         """The message that makes an instance go on where the last one stopped."""
@@ -195,7 +197,7 @@ class Ledger:
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         entry.fruitless += 1
-        entry.take = None
+        entry.sink = None
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from engine.messages import FinishReason
@@ -11,6 +11,24 @@ from router.mesh import Generation
 from router.metrics.histograms import Series
 from router.metrics.metrics import Metrics
 from router.text.output_stream import OutputStream
+
+
+class Gaps:
+    """Observes the time between the tokens of one sample."""
+
+    __slots__ = ("_bounds", "_counts", "_lasts", "_position", "_series")
+
+    def __init__(self, series: Series, lasts: list[float], position: int) -> None:
+        """``lasts``: times of the newest tokens of all samples, by position; one of them is kept here."""
+        self._series, self._bounds, self._counts = series, series.bounds, series.counts
+        self._lasts, self._position = lasts, position
+
+    def tick(self, now: float) -> None:
+        """A token came at this time of ``time.perf_counter``."""
+        gap = now - self._lasts[self._position]
+        self._lasts[self._position] = now
+        self._counts[bisect_left(self._bounds, gap)] += 1
+        self._series.total += gap
 
 
 class Meter:
@@ -57,19 +75,11 @@ class Meter:
             self._metrics.queue.of(engine).observe(waited)
             self._metrics.prefill.of(engine).observe(times[1])
 
-    def ticker(self, position: int) -> Callable[[float], None]:
-        """What :meth:`delta` does for tokens after a sample's first, in fewer steps: give it the time."""
-        series, lasts = self._itl[position], cast(list[float], self._last)
+    def gaps(self, position: int) -> Gaps:
+        """What :meth:`delta` does for the tokens of a sample after its first delta, in fewer steps."""
+        series = self._itl[position]
         assert series is not None
-        bounds = series.bounds
-
-        def tick(now: float) -> None:
-            gap = now - lasts[position]
-            lasts[position] = now
-            series.counts[bisect_left(bounds, gap)] += 1
-            series.total += gap
-
-        return tick
+        return Gaps(series, cast(list[float], self._last), position)
 
     def close(self, now: float, num_started: int) -> None:
         """``num_started`` samples were taken by the mesh."""

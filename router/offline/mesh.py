@@ -204,9 +204,7 @@ class PrivateMesh:
             keys=self._keys,
             policy=Policy(self._config.http.load_balancing_policy),
         )
-        self.metrics = Metrics(
-            mesh, reports=mesh.reports, epoch=mesh.epoch, instances=mesh.instances_by_state
-        )
+        self.metrics = Metrics(mesh)
         self._loop = asyncio.get_running_loop()
         self._begun.set()
         following = asyncio.create_task(mesh.run())
