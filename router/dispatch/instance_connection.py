@@ -1,6 +1,7 @@
 """The connection to one instance: opened when it enters the world, kept alive, opened again when it breaks.
 
-What comes over it is handed to a :class:`Receiver`, which is :class:`router.dispatch.client.MeshClient`.
+What comes over it is handed to a :class:`Receiver`, which is
+:class:`router.dispatch.receiver.MessageReceiver`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ RECONNECT_INTERVAL = 0.05
 class Receiver(Protocol):
     def received(self, instance: Instance, message: ToRouter) -> None: ...
     def connection_broke(self, instance: Instance) -> None: ...
-    def link_failed(self, instance: Instance) -> None:
-        """It does nothing any more: another one is needed."""
+    def connection_failed(self, instance: Instance) -> None:
+        """A task of the connection ended by an error: another connection is needed."""
         ...
 
 
@@ -92,7 +93,7 @@ class InstanceConnection:
             return
         logger.error("the connection to instance %d is made anew", self._instance.rank, exc_info=error)
         if not self._is_closed:
-            self._receiver.link_failed(self._instance)
+            self._receiver.connection_failed(self._instance)
 
     async def _attach_again(self) -> None:
         while True:

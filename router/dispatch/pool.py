@@ -53,7 +53,7 @@ class Instance:
 
     member: Member
     report: InstanceReport | None = None
-    trust: CircuitBreaker = field(default_factory=CircuitBreaker)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     """Of its rank: a process that is started again does not begin with a clean record."""
     attached: bool = False
     """Whether it has answered on our connection."""
@@ -110,7 +110,7 @@ class Instance:
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
         """Number the next request to this instance, with so many tokens to compute of which its cache has
         ``cached``, and count it until a report does."""
-        self.trust.dispatched(now)
+        self.breaker.dispatched(now)
         self._crowd, self._crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
@@ -149,7 +149,7 @@ class Instance:
         """
         was_attached, self.attached = self.attached, False
         if was_attached and self.member.state is State.READY:
-            self.trust.failed(now)
+            self.breaker.failed(now)
         self.unreported.clear()
         self.sent = NOTHING_SENT
         self.asked_back = False
@@ -164,7 +164,7 @@ class Instance:
             rank=self.rank,
             host=self.member.host,
             ready=self.ready,
-            admitted=self.trust.admits(now),
+            admitted=self.breaker.admits(now),
             stalled_for=0.0 if self.moved else self.member.load.stalled_for,
             waiting_tokens=report.uncached_tokens + sent.uncached,
             requests=report.running + report.waiting + len(self.unreported),
@@ -205,7 +205,7 @@ class Pool:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self.index = PrefixIndex()
-        self._trust: dict[int, CircuitBreaker] = {}
+        self._breakers: dict[int, CircuitBreaker] = {}
         """By rank, also of ranks that are away."""
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
@@ -213,18 +213,18 @@ class Pool:
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
 
+    def __len__(self) -> int:
+        return len(self._instances)
+
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
 
     def get(self, name: str) -> Instance | None:
         return self._instances.get(name)
 
-    def with_rank(self, rank: int) -> Instance | None:
-        return next((instance for instance in self if instance.rank == rank), None)
-
     def expects(self, rank: int) -> bool:
         """Whether an absent rank is one that the mesh starts with, or was lost lately."""
-        return rank < self._size or rank in self._trust
+        return rank < self._size or rank in self._breakers
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
         """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
@@ -268,12 +268,12 @@ class Pool:
             if name in self._instances:
                 self._instances[name].sees(member, now)
             else:
-                trust = self._trust.setdefault(member.rank, CircuitBreaker())
-                self._instances[name] = Instance(member, trust=trust, seen_at=now)
+                breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
+                self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
                 self._instances[name].sees(member, now)
                 added.append(self._instances[name])
         here = {instance.rank for instance in self}
-        for rank in [rank for rank in self._trust if rank not in here]:
-            if self._trust[rank].is_forgotten(now):
-                del self._trust[rank]
+        for rank in [rank for rank in self._breakers if rank not in here]:
+            if self._breakers[rank].is_forgotten(now):
+                del self._breakers[rank]
         return Changes(added, removed)

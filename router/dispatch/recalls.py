@@ -40,7 +40,7 @@ class Recaller:
             return {}
         self._looked_at = now
         crowded = [each for each in self._pool if each.report is not None and each.report.queued]
-        if not crowded or len(list(self._pool)) < 2:
+        if not crowded or len(self._pool) < 2:
             return {}
         candidates = {instance.name: self._pool.candidate(instance, now) for instance in self._pool}
         usable = {

@@ -225,7 +225,7 @@ def with_dead_links(client: MeshClient, count: int) -> None:
     client._pool.apply(view(*(member(f"i{rank}", rank) for rank in range(count))), time.monotonic())
     for instance in client._pool:
         instance.attached, instance.capacity = True, CAPACITY
-        client._links[instance.name] = DeadLink()  # type: ignore[assignment]
+        client._connections[instance.name] = DeadLink()  # type: ignore[assignment]
 
 
 def test_any_number_of_connections_may_have_broken_at_once() -> None:
@@ -236,7 +236,7 @@ def test_any_number_of_connections_may_have_broken_at_once() -> None:
         client.generate(prompt("tried everywhere"))
         (flight,) = client.flights(9)
         assert (flight.rank, flight.attempts) == (None, 600), "it waits for an instance to come"
-        assert [entry.fruitless for entry in client._orphans] == [0], "it was nowhere yet"
+        assert [entry.fruitless for entry in client._mover._orphans] == [0], "it was nowhere yet"
 
     run(work)
 
@@ -248,7 +248,7 @@ def test_an_instance_that_has_answered_or_is_connected_anew_is_asked_for_request
         (instance,) = world.client._pool
         for answer in (Recalled([]), Attached("i0", CAPACITY)):
             instance.asked_back = True
-            world.client.received(instance, answer)
+            world.client._receiver.received(instance, answer)
             assert not instance.asked_back
 
     run(work)

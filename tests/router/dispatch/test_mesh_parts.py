@@ -146,9 +146,7 @@ def test_the_pool_follows_the_view() -> None:
     changes = pool.apply(view(member("b", 1), member("a2", 0)), 0.0)
     assert [instance.name for instance in changes.removed] == ["a"]
     assert repr(pool) == "<Pool 1:ready 0:ready>"
-    restarted = pool.with_rank(0)
-    assert restarted is not None
-    assert restarted.name == "a2"
+    assert {instance.rank: instance.name for instance in pool} == {1: "b", 0: "a2"}
 
 
 def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:

@@ -344,8 +344,7 @@ def test_a_pinned_rank_that_is_away_is_worth_waiting_for() -> None:
     pool, _, chooser = world(3)
     members = [instance.member for instance in pool]
     for away in (1, 2):
-        lost = pool.with_rank(away)
-        assert lost is not None
+        lost = next(instance for instance in pool if instance.rank == away)
         assert lost.lost(1.0)  # its connection broke
         rest = [member for member in members if member.rank != away]
         pool.apply(View(epoch=2, size=2, settings=None, members=rest, waiting_for=""), 1.0)
