@@ -1,4 +1,4 @@
-"""The mesh behind this router, as one object: follows the world, and knows the instances and requests in it.
+"""The mesh behind this router as one object, with its instances and requests.
 
 Two parts do the work on requests: :mod:`router.dispatch.mover` sends them, and
 :mod:`router.dispatch.receiver` gets what instances send. One connection per instance

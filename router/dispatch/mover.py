@@ -56,7 +56,7 @@ class RequestMover:
         self.streams: dict[Entry, Stream] = {}
         """All requests in flight, oldest first."""
         self.waiting_for = "the coordinator"
-        """What the mesh lacks before it can serve, as the newest view has it; for error messages."""
+        """What the mesh lacks before it can serve, for error messages; from the newest view."""
         self.num_moves = 0
         """Requests recalled from a queue so far."""
 
@@ -128,7 +128,10 @@ class RequestMover:
     # ---- to another instance
 
     def lose(self, instance: Instance) -> bool:
-        """Use an instance no more until it answers on a new connection; False if it was lost already."""
+        """Stop using an instance until it answers on a new connection.
+
+        Returns False if it was lost already.
+        """
         self._pool.index.forget(instance.name)
         return instance.lost(time.monotonic())
 
@@ -142,7 +145,7 @@ class RequestMover:
             self._dispatch(entry, instance)
 
     def move_all(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
-        """Resume all requests of an instance elsewhere, and abort them there should it still run them.
+        """Resume all requests of an instance elsewhere, and abort them there.
 
         Without an instance that can take it, a request waits for at most ``patience`` seconds.
         """
@@ -168,7 +171,7 @@ class RequestMover:
             self.move_all(instance, "no_group", patience=0.0)
 
     def dispatch_orphans(self) -> None:
-        """Dispatch the requests that wait for an instance, as far as one can take them now."""
+        """Dispatch the waiting requests that an instance can take now."""
         orphans, self._orphans = deque(self._orphans), []
         try:
             while orphans:
@@ -211,7 +214,7 @@ class RequestMover:
         return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
 
     def _dispatch(self, entry: Entry, instance: Instance) -> None:
-        """Send a request to an instance or, as long as that fails, to the best of the others."""
+        """Send a request to an instance or, while that fails, to the best other one."""
         chosen: Instance | None = instance
         while chosen is not None:
             number = self._chooser.dispatch(entry, chosen, time.monotonic())

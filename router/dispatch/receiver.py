@@ -63,7 +63,10 @@ class MessageReceiver:
         self._mover.move_all(instance, "connection_lost" if serves else "drained")
 
     def connection_failed(self, instance: Instance) -> None:
-        """As if it had broken. The client opens another one at its next look: the cause may occur again."""
+        """Move the requests of a connection that ended by an error, and close it.
+
+        The client opens another one at its next look: the cause may occur again at once.
+        """
         try:
             self.connection_broke(instance)
         finally:
@@ -102,7 +105,7 @@ class MessageReceiver:
             self._mover.give_up(entry, unavailable(refused.reason))
 
     def _on_attached(self, instance: Instance, attached: Attached) -> None:
-        """Resume what was sent on an earlier connection, of which the instance knows nothing."""
+        """Resume the requests of an earlier connection, of which the instance knows nothing."""
         if attached.repeated and instance.attached:
             return
         instance.attached, instance.capacity, instance.asked_back = True, attached.capacity, False

@@ -1,4 +1,4 @@
-"""The deltas of one request, from the connection that brings them to the HTTP handler that reads them.
+"""Deltas of one request on their way from an instance's connection to the HTTP handler.
 
 A handler can hand a sink over (:meth:`Stream.hand_over`): while it waits, deltas go to the sink at once, and
 no task is woken for them.
@@ -34,7 +34,10 @@ class Stream:
         self._error: Exception | None = None
         self._sink: TokenSink | None = None
         self._is_reader_idle = False
-        """The reader has dealt with all that came, and waits: only then may anybody else take what comes."""
+        """The reader has dealt with all that came, and waits.
+
+        Only then may the sink take what comes.
+        """
 
     def __repr__(self) -> str:
         return f"<Stream of {self._entry.prompt.request_id}, {len(self._deltas)} deltas unread>"

@@ -1,4 +1,4 @@
-"""What one request experiences, measured into the histograms of :mod:`router.metrics.metrics`."""
+"""Measures one request into the histograms of :mod:`router.metrics.metrics`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ class Gaps:
     __slots__ = ("_bounds", "_counts", "_lasts", "_position", "_series")
 
     def __init__(self, series: Series, lasts: list[float], position: int) -> None:
-        """``lasts``: times of the newest tokens of all samples, by position; one of them is kept here."""
+        """``lasts``: times of the newest tokens of all samples, by position.
+
+        The one at ``position`` is kept up to date here.
+        """
         self._series, self._bounds, self._counts = series, series.bounds, series.counts
         self._lasts, self._position = lasts, position
 
     def tick(self, now: float) -> None:
-        """A token came at this time of ``time.perf_counter``."""
+        """Observe a token that came at ``now``, a time of ``time.perf_counter``."""
         gap = now - self._lasts[self._position]
         self._lasts[self._position] = now
         self._counts[bisect_left(self._bounds, gap)] += 1
@@ -32,7 +35,7 @@ class Gaps:
 
 
 class Meter:
-    """Measures one request; ``close`` counts each sample that ended, or was given up."""
+    """Meter of one request; ``close`` counts each sample that ended, or was given up."""
 
     def __init__(self, metrics: Metrics, samples: Sequence[OutputStream], arrival: float) -> None:
         self._metrics = metrics
@@ -52,13 +55,13 @@ class Meter:
         return min(came, default=None)
 
     def begin(self, position: int, generation: Generation) -> None:
-        """The mesh took a sample."""
+        """Record that the mesh took a sample."""
         self._engines[position] = _engine(generation)
 
     def delta(
         self, position: int, generation: Generation, now: float, times: tuple[float, float] | None = None
     ) -> None:
-        """A sample got tokens. ``times``: those that come with a first delta."""
+        """Observe tokens of a sample. ``times``: those that come with a first delta."""
         last, self._last[position] = self._last[position], now
         series = self._itl[position]
         if last is not None and series is not None:
@@ -76,13 +79,13 @@ class Meter:
             self._metrics.prefill.of(engine).observe(times[1])
 
     def gaps(self, position: int) -> Gaps:
-        """What :meth:`delta` does for the tokens of a sample after its first delta, in fewer steps."""
+        """A cheaper :meth:`delta` for the tokens of a sample after its first delta."""
         series = self._itl[position]
         assert series is not None
         return Gaps(series, cast(list[float], self._last), position)
 
     def close(self, now: float, num_started: int) -> None:
-        """``num_started`` samples were taken by the mesh."""
+        """Count the request, of which the mesh took ``num_started`` samples."""
         metrics = self._metrics
         metrics.in_flight -= 1
         for position, (sample, engine) in enumerate(

@@ -1,4 +1,4 @@
-"""What Prometheus is told, under vLLM's names and labels, so that dashboards made for it work.
+"""Metrics for Prometheus, under vLLM's names and labels, which its dashboards expect.
 
 What requests experience is kept here (histograms, request_success) and measured by
 :mod:`router.metrics.meter`; what instances report is read from their latest report when Prometheus asks.
@@ -43,7 +43,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def _openmetrics(registry: CollectorRegistry) -> bytes:
-    """In OpenMetrics, names as they are.
+    """The page in OpenMetrics, with names as they are.
 
     Left to choose, prometheus_client 0.23 and later writes vllm:x as vllm_x for every Prometheus before 3.0,
     and no dashboard would find it.
@@ -113,7 +113,7 @@ class Metrics:
             "vllm:request_params_max_tokens", "Tokens asked for at most.", LENGTH_BUCKETS
         )
         self.success: dict[tuple[str, str], int] = {}
-        """By engine and finish reason."""
+        """Finished requests by engine and finish reason."""
         self._histograms = [each for each in vars(self).values() if isinstance(each, Histogram)]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -140,7 +140,7 @@ class Metrics:
         return generate_latest(self._registry), TEXT
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """All metrics, for the registry."""
         model = self._mesh.model.names[0] if self._mesh.model is not None else ""
         others: list[Snapshot] = []
         if self._shared is not None:
@@ -164,7 +164,7 @@ class Metrics:
         yield from self._of_mesh(others)
 
     def snapshot(self) -> Snapshot:
-        """What this process has counted, for the shelf."""
+        """Counts of this process, for the shared counts."""
         success: dict[str, dict[str, int]] = {}
         for (engine, reason), count in self.success.items():
             success.setdefault(engine, {})[reason] = count
@@ -179,16 +179,16 @@ class Metrics:
         )
 
     def faults_of_all(self) -> Faults:
-        """Of this process, the front ends beside it and the launcher."""
+        """Faults seen by this process, the routers beside it and the launcher."""
         others = self._shared.others() if self._shared else []
         return Faults.merged([self.faults, *(other.faults for other in others)])
 
     def in_flight_of_all(self) -> int:
-        """HTTP requests being generated for, here and at the front ends beside this one."""
+        """HTTP requests being generated for, here and at the routers beside this one."""
         return self.in_flight + _in_flight(self._shared.others() if self._shared else [])
 
     def _go_on_from(self, left: Snapshot) -> None:
-        """Counters of a process that took over a dead one's place do not begin at zero again."""
+        """Continue the counters of a process that this one replaces."""
         for histogram in self._histograms:
             histogram.add(left.histograms.get(histogram.name, {}))
         self.success = {

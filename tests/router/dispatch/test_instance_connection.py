@@ -195,7 +195,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
                 patch.setattr(Instance, "take_report", _fail)
                 assert first.send(peer, Tokens([], InstanceReport(0, 0, 0, 0, 0, 10, Counters())))
                 assert (await submitted(second)).prompt_ids == [1, 2]
-            assert "the connection to instance 0 is made anew" in caplog.text
+            assert "reconnecting to instance 0 after an error" in caplog.text
             assert "RuntimeError: ours" in caplog.text
             assert mesh.num_ready == 1
             while await answer(first, "a") == peer:
