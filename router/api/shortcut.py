@@ -1,4 +1,4 @@
-"""Token sinks of an answer: they write or keep each token at once, without waking the request's task.
+"""Token sinks of an answer, which write or keep each token without waking a task.
 
 The task of a request opens its answer, ends it, and does all that has to wait. After the first delta it hands
 a sink over to its generation (:meth:`router.mesh.Generation.hand_over`), which gets nearly every token.
@@ -18,7 +18,7 @@ from router.text.output_stream import OutputStream, Piece
 
 
 class Outlet(Protocol):
-    """Where the tokens of a request's only sample go: makes the sink once the sample has begun."""
+    """Destination of a request's only sample: makes the sink once the sample has begun."""
 
     def sink(self, sample: OutputStream, generation: Generation, meter: Meter) -> TokenSink:
         """The sink of a sample without stop strings, after its first delta.
@@ -90,7 +90,10 @@ class EventSink:
 
 
 class TextEventSink(EventSink):
-    """Event sink of a sample whose events differ in their text only. This is what a token costs."""
+    """Event sink of a sample whose events differ in their text only.
+
+    Its :meth:`take_token` is what nearly every token costs.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Running the samples of one request, and getting what they say to the client.
+"""Runs the samples of one request, and brings their pieces to the client.
 
 One request may have many samples (prompts times ``n``). What arrives together is written together. When the
-client goes, or stops reading, every sample is closed at once; nothing of a request is left behind, however it
+client goes, or stops reading, every sample is closed at once. Nothing of a request is left behind, however it
 ends.
 """
 
@@ -34,12 +34,12 @@ from router.text.output_stream import OutputStream, Piece
 logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT = 60.0
-"""Seconds that a client may refuse to take more of its stream."""
+"""Seconds that a client may take nothing of its stream."""
 
 HEAVY = 4096
-"""Tokens and log-probabilities.
+"""Tokens and log-probabilities above which a part of an answer is made in a thread.
 
-What tells more is made in a thread: other clients' streams do not wait.
+Other clients' streams do not wait for it.
 """
 
 EVENT_STREAM = {
@@ -49,7 +49,7 @@ EVENT_STREAM = {
 }
 """Headers of a stream.
 
-By the last one nginx, and others, pass events on as they come.
+The last one makes nginx and others pass events on at once.
 """
 
 Result = TypeVar("Result")
@@ -70,8 +70,10 @@ class RequestRun:
         timeout: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        """``arrival`` is when the request came, on the clock of ``time.perf_counter``; its answer must be
-        complete ``timeout`` seconds later."""
+        """``arrival``: when the request came, on the clock of ``time.perf_counter``.
+
+        The answer must be complete ``timeout`` seconds later.
+        """
         self.samples = samples
         self._mesh = mesh
         self._metrics = metrics
@@ -79,17 +81,17 @@ class RequestRun:
         self._timeout = timeout
         self._trace = trace
         self.refused = False
-        """The mesh did not take it, and nothing came of it."""
+        """The mesh took no sample, and nothing was generated."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"
 
     @contextlib.asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Ends what is done in it when the request's time is over.
+        """Context that is cancelled when the request's time is over.
 
         Raises:
-            ApiError: it was ended.
+            ApiError: it was cancelled (504).
         """
         if self._timeout is None:
             yield
@@ -104,7 +106,7 @@ class RequestRun:
             raise too_late(self._timeout) from error
 
     async def pieces(self, outlet: Outlet | None = None) -> AsyncGenerator[Batch, None]:
-        """What the samples say, as it comes, until all have finished.
+        """Pieces of the samples as they come, until all have finished.
 
         While the reader waits, deltas of a request's only sample may go to the ``outlet`` instead.
 
@@ -173,7 +175,7 @@ class RequestRun:
             self._trace.end(self.samples, self._arrival, meter.first_at, ended)
 
     def _echoes(self) -> Batch:
-        """Of prompts that are only echoed. They count like other requests."""
+        """Pieces of prompts that are only echoed, which count like other requests."""
         meter = Meter(self._metrics, self.samples, self._arrival)
         nothing = Delta(0, [], FinishReason.LENGTH)
         pieces = [(sample, sample.take(nothing)) for sample in self.samples]
@@ -183,7 +185,7 @@ class RequestRun:
         return pieces
 
     async def said(self) -> list[list[Piece]]:
-        """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
+        """All pieces of each sample, in the order of the samples. Raises as :meth:`pieces`."""
         said: list[list[Piece]] = [[] for _ in self.samples]
         async with contextlib.aclosing(self.pieces(ListOutlet(said[0]))) as batches:
             async for batch in batches:
@@ -211,17 +213,17 @@ class Call(RequestRun):
         self._lease = lease
 
     def end(self) -> None:
-        """However it ended: its client may ask for more."""
+        """End the lease of the client's quota, however the request ended."""
         if self._lease is not None:
             self._lease.end(sum(sample.num_tokens for sample in self.samples), refused=self.refused)
 
 
 async def whole_answer(call: Call, receive: Receive) -> bytes:
-    """Run a request to its end and return the body of its answer.
+    """Run a request to its end; returns the body of its answer.
 
     Raises:
         MeshError, ApiError: it cannot be answered.
-        ClientGone: nobody waits for it any more.
+        ClientGone: the client has disconnected.
     """
 
     async def run() -> bytes:
@@ -236,12 +238,11 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer.
+    """A streamed answer, whose status goes out with the first tokens.
 
-    The status goes out with the first tokens: an early failure still has its own.
-
-    With ``keep_alive`` a comment goes out when nothing has for so many seconds, for proxies that would close
-    the connection; the status goes with the first one, and a later failure is an event.
+    An early failure still has its own status. With ``keep_alive`` a comment goes out when nothing has for so
+    many seconds, for proxies that would close the connection. The status goes with the first comment, and a
+    later failure is an event.
     """
 
     def __init__(self, call: Call, *, send_timeout: float = SEND_TIMEOUT, keep_alive: float = 0.0) -> None:
@@ -254,7 +255,10 @@ class EventStream(Response):
         self._wrote_at = time.perf_counter()
         self._timed_writer: TimedWriter | None = None
         self._waits_since: float | None = None
-        """When the server began to hold back the latest write, as the client did not take the ones before."""
+        """Start of the write in progress, None if there is none.
+
+        It waits while the client does not take the writes before.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -336,13 +340,13 @@ class EventStream(Response):
 
 
 async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
-    """A part of an answer that tells all that there is of these samples."""
+    """A part of an answer with all pieces of these samples so far."""
     is_heavy = sum(sample.num_told for sample in samples) > HEAVY
     return await asyncio.to_thread(make) if is_heavy else make()
 
 
 def _as_api_error(error: Exception) -> ApiError:
-    """Why a stream ends that cannot go on."""
+    """The error that ends a stream which has begun."""
     if isinstance(error, MeshError):
         return from_mesh(error)
     if isinstance(error, ApiError):
@@ -359,10 +363,10 @@ async def unless_gone(
     is_stuck: Callable[[], bool] = lambda: False,
     interval: float | None = None,
 ) -> Result:
-    """Do the work, but give it up when the client disconnects, or ``is_stuck`` says that it does not read.
+    """Do the work unless the client disconnects, or does not read (``is_stuck``).
 
     Raises:
-        ClientGone: it was given up.
+        ClientGone: the work was given up.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
@@ -384,7 +388,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
-    """The deltas of all generations, each with its generation's position; those at hand come together."""
+    """Deltas of all generations in batches, each with its generation's position."""
     arrived: list[tuple[int, Delta]] = []
     wake = asyncio.Event()
 

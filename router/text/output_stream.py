@@ -86,7 +86,7 @@ class OutputStream:
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether a token has to be computed: not so for a prompt that is only echoed."""
+        """Whether a token has to be computed, unlike for a prompt that is only echoed."""
         return not self._drops_output or self.prompt.params.prompt_logprobs is not None
 
     @property

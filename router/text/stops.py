@@ -44,7 +44,7 @@ class StopStrings:
         node.stop = stop
 
     def _link(self) -> None:
-        """Link each node, breadth first, to the one for a next character that does not fit."""
+        """Link each node, breadth first, to where a mismatch continues."""
         queue = deque(self._root.next.values())
         for child in queue:
             child.fail = self._root

@@ -43,7 +43,7 @@ class ResponsesAnswer(Answer):
         names: Mapping[str, ToolName],
         **common: Any,
     ) -> None:
-        """``names``: what the client calls its tools, by their names in chat."""
+        """``names``: the client's names of its tools, by their names in chat."""
         super().__init__(**common)
         (self._sample,) = self.samples
         self._request = request
@@ -86,7 +86,7 @@ class ResponsesAnswer(Answer):
     # ---- items
 
     def _read(self, piece: Piece) -> list[tuple[ItemEvent, list[TokenLogprob]]]:
-        """What a piece does to the items, with the log-probabilities of its shown tokens."""
+        """Events of the items for a piece, with the log-probabilities of its shown tokens."""
         ended = piece.finish_reason is not None
         if self._text_logprobs is None:
             found = [(event, NO_LOGPROBS) for event in self._sequence.read(piece.parts, ended=ended)]
@@ -136,7 +136,10 @@ class ResponsesAnswer(Answer):
         return item.name in self._names and self._names[item.name].is_custom
 
     def _status_of(self, item: Item, status: str) -> str:
-        """Of an item of a response that is over: the last one of an answer cut short was cut with it."""
+        """Status of an item of a finished response.
+
+        The last item of an answer cut short was cut with it.
+        """
         is_last = item is self._sequence.items[-1]
         return INCOMPLETE if is_last and status != COMPLETED else COMPLETED
 
