@@ -58,7 +58,7 @@ class Answer(ABC):
         return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
 
     @abstractmethod
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
         """Body of an answer that is not streamed, from the pieces of each sample."""
 
     @abstractmethod
@@ -74,8 +74,10 @@ class Answer(ABC):
         """The last events of a stream that cannot go on."""
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text (as JSON) in all events of a sample but its first and its
-        last; None if they differ in more than that."""
+        """Bytes around the text (as JSON) in a sample's events but the first and last.
+
+        None if these events differ in more than their text.
+        """
         return None
 
     def whole_usage(self) -> Usage:

@@ -54,9 +54,9 @@ class ChatAnswer(ChunkedAnswer):
             self._readers = [turn_format.reader(sample.prompt_text) for sample in self.samples]
         self._writers = [DeltaWriter(reader) for reader in self._readers]
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
         choices = []
-        for sample, pieces in zip(self.samples, said, strict=True):
+        for sample, pieces in zip(self.samples, outputs, strict=True):
             piece = join(pieces)
             choice = ChatChoice(
                 index=sample.index,

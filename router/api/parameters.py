@@ -143,7 +143,7 @@ def _name_of_logprobs(request: GenerationRequest) -> str:
 
 
 def _number(wanted: int | None, vocab_size: int, max_logprobs: int, name: str) -> int | None:
-    """Number of log-probabilities requested per token, with -1 for the whole vocabulary."""
+    """Number of log-probabilities requested per token, where -1 means the whole vocabulary."""
     if wanted != ALL_LOGPROBS:
         return wanted
     if max_logprobs < vocab_size:

@@ -184,14 +184,14 @@ class RequestRun:
         self._trace.end(self.samples, self._arrival, None, ended)
         return pieces
 
-    async def said(self) -> list[list[Piece]]:
+    async def outputs(self) -> list[list[Piece]]:
         """All pieces of each sample, in the order of the samples. Raises as :meth:`pieces`."""
-        said: list[list[Piece]] = [[] for _ in self.samples]
-        async with contextlib.aclosing(self.pieces(ListOutlet(said[0]))) as batches:
+        outputs: list[list[Piece]] = [[] for _ in self.samples]
+        async with contextlib.aclosing(self.pieces(ListOutlet(outputs[0]))) as batches:
             async for batch in batches:
                 for sample, piece in batch:
-                    said[sample.index].append(piece)
-        return said
+                    outputs[sample.index].append(piece)
+        return outputs
 
 
 class Call(RequestRun):
@@ -228,8 +228,8 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
     async def run() -> bytes:
         async with call.deadline():
-            said = await call.said()
-            return await made_of(call.samples, lambda: call.answer.whole(said))
+            outputs = await call.outputs()
+            return await made_of(call.samples, lambda: call.answer.whole(outputs))
 
     try:
         return await unless_gone(receive, run())
@@ -341,7 +341,7 @@ class EventStream(Response):
 
 async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
     """A part of an answer with all pieces of these samples so far."""
-    is_heavy = sum(sample.num_told for sample in samples) > HEAVY
+    is_heavy = sum(sample.num_values for sample in samples) > HEAVY
     return await asyncio.to_thread(make) if is_heavy else make()
 
 

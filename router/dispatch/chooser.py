@@ -85,7 +85,7 @@ class Chooser:
         if limit is not None and entry.most >= limit and entry.prompt.asked and not entry.owed:
             raise _too_long(entry.prompt, limit)
         holding = (
-            policy.that_hold(able, entry.most)  # or one that failed, rather than end before all is said
+            policy.that_hold(able, entry.most)  # or one that failed, rather than end early
             or policy.that_hold(policy.eligible(found), entry.most)
             or policy.that_hold(able, entry.work)
         )

@@ -224,7 +224,7 @@ class Ledger:
         After its last delta, an entry is dropped.
         """
         if entry.has_begun and delta.prompt_logprobs is not None:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
+            delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # sent by an earlier try
         entry.emitted += delta.token_ids
         entry.fruitless, entry.failed_ranks = 0, frozenset()
         entry.has_begun = True

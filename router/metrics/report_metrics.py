@@ -126,7 +126,7 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
         "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
         "mean_tokens": "Sum over steps of the instances' mean tokens.",
         "attention_calls": "Layers of steps in which this instance computed attention.",
-        "changes": "Groups that followed another by agreement: somebody came or left.",
+        "changes": "Groups that followed another by agreement: an instance came or left.",
         "recoveries": "Groups that followed another after a loss.",
     }
     parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
@@ -140,7 +140,7 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
     )
     recovery = CounterMetricFamily(
         "lockstep:recovery_seconds",
-        "Time from a loss noticed to the first step after it by part: form (the coordinator's commit), experts "
+        "Time from a loss noticed to the first step after it by part: form (the coordinator's plan), experts "
         "(reading the lost ones), group (forming it), step (the first one).",
         labels=(*LABELS, "part"),
     )

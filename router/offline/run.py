@@ -71,7 +71,7 @@ async def _run_job(mesh: Mesh, metrics: Metrics, tokenizer: Tokenizer, job: Job)
     while not mesh.healthy and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
         await asyncio.sleep(NOBODY_INTERVAL)
     run = RequestRun(mesh, metrics, job.samples, time.perf_counter())
-    return output_of(job, [join(pieces) for pieces in await run.said()], tokenizer)
+    return output_of(job, [join(pieces) for pieces in await run.outputs()], tokenizer)
 
 
 def _readable(error: ApiError | MeshError, job: Job, index: int, count: int) -> Exception:

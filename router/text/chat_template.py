@@ -174,10 +174,10 @@ class ChatTemplate:
         end = len(messages) - 1 if keeps_last else len(messages)
         if all(self._takes_more.get(str(message.get("role")), True) for message in messages[1:end]):
             return messages
-        told = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
+        instructions = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
         turns = [message for message in messages[:end] if message.get("role") not in INSTRUCTIONS]
-        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, told)))
-        return [told[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
+        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, instructions)))
+        return [instructions[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
 
     def _shape_content(self, index: int, content: Any) -> Any:
         if content is None:

@@ -90,7 +90,7 @@ class OutputStream:
         return not self._drops_output or self.prompt.params.prompt_logprobs is not None
 
     @property
-    def num_told(self) -> int:
+    def num_values(self) -> int:
         """Number of tokens and log-probabilities for the answer so far.
 
         The time to make the answer is proportional to it.

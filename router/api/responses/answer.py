@@ -59,14 +59,14 @@ class ResponsesAnswer(Answer):
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of texts, by the index of their item."""
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
-        for piece in said[0]:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        for piece in outputs[0]:
             self._read(piece)
         return encode(self._response(self._status()))
 
     def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening() if first else b""
-        return opening + b"".join([self._of_item(event, told) for event, told in self._read(piece)])
+        return opening + b"".join([self._of_item(event, logprobs) for event, logprobs in self._read(piece)])
 
     def closing(self) -> bytes:
         status = self._status()
@@ -105,10 +105,10 @@ class ResponsesAnswer(Answer):
         for position, (part, entries) in enumerate(parts):
             events = self._sequence.read([part], ended=ended and position == len(parts) - 1)
             for event, taken in zip(events, texts.of(part[0], entries, events), strict=True):
-                told = self._shapes.chat(taken).content
-                if told:
-                    self._logprobs.setdefault(event.item.index, []).extend(told)
-                found.append((event, told))
+                logprobs = self._shapes.chat(taken).content
+                if logprobs:
+                    self._logprobs.setdefault(event.item.index, []).extend(logprobs)
+                found.append((event, logprobs))
         return found
 
     def _status(self) -> str:
