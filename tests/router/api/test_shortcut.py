@@ -1,4 +1,7 @@
-"""Tokens that go straight from the mesh to the client's socket: in order, and the same as the long way."""
+"""Tokens that go straight from the mesh to the client's socket, in order.
+
+The client gets the same bytes as by the long way.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from tests.waiting import until
 
 
 class Owner:
-    """Of a stream that nobody owns."""
+    """Owner of a stream that forgets nothing."""
 
     def rank_of(self, entry: Entry) -> int | None:
         return 0
@@ -72,8 +75,7 @@ def a_stream() -> Stream:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_everything_comes_once_and_in_order(seed: int) -> None:
-    """However the reader, what steps bring, takers that refuse some of it, and moves to another instance
-    interleave."""
+    """For any order of reader, steps, sinks that refuse tokens, and moves elsewhere."""
     chance = random.Random(seed)
 
     async def run() -> None:
@@ -369,7 +371,7 @@ def test_a_client_that_leaves_in_the_middle(server: Server, much: Script) -> Non
 
 
 def test_requests_leave_nothing_to_the_garbage_collector(server: Server) -> None:
-    """Else each of them would cost a part of a collection, and its memory until then."""
+    """Else each would cost a part of a collection, and its memory until then."""
 
     def cycles() -> int:
         return sum(type(each) is RequestResponseCycle for each in gc.get_objects())

@@ -73,7 +73,7 @@ def test_the_token_that_stops_is_not_shown(tokenizer: Tokenizer) -> None:
 
 
 def test_which_token_a_client_is_told_to_have_stopped_at(tokenizer: Tokenizer) -> None:
-    """Any but the one that ends a sequence by its name, unless that is a stop token like others."""
+    """Any but the end of sequence, unless that is a stop token like others."""
 
     def reason(token_id: int, **params: Any) -> int | str | None:
         delta = Delta(1, [token_id], FinishReason.STOP, stop_reason=token_id)

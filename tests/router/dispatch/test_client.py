@@ -1,4 +1,4 @@
-"""The router's mesh client, between a coordinator and an instance that a test plays, over real sockets."""
+"""The mesh client over real sockets; the test plays coordinator and instance."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_sent_ends_alone() -> None:
 
 
 def test_a_request_goes_on_whose_instances_leave_one_after_the_other() -> None:
-    """As when all of a large mesh are started anew, and it waits in each queue."""
+    """As when all of a large mesh restart, and the request waits in each queue."""
 
     async def work(world: World) -> None:
         await world.show(world.member("0"))
@@ -211,7 +211,7 @@ def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path:
 
 
 class DeadLink:
-    """A connection that has just broken, before anybody was told."""
+    """A connection that has just broken, before its end was reported."""
 
     def send(self, _message: ToInstance) -> bool:
         return False

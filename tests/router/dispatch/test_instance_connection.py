@@ -91,9 +91,9 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
 
 @contextlib.asynccontextmanager
 async def listening(name: str) -> AsyncIterator[AsyncListener[ToInstance, ToRouter]]:
-    """Where an instance of this name would be.
+    """The address of an instance of this name.
 
-    What came is taken by whoever uses this.
+    What arrives is received by the test.
     """
     context = zmq.asyncio.Context()
     listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
@@ -207,10 +207,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
 
 
 def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an error with one of them is told to its client.
-
-    The others wait on.
-    """
+    """An error with one of them goes to its client; the others wait on."""
     monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
 
     async def serve() -> None:

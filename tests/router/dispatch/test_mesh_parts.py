@@ -157,7 +157,7 @@ def test_nobody_leaves_the_pool_because_a_coordinator_was_restarted() -> None:
 
 
 def test_a_rank_has_one_holder_also_while_the_coordinator_does_not_know_all() -> None:
-    """Else the new one would be chosen by its rank, and the dead one that had it be sent to."""
+    """Else requests for the new holder of a rank would go to the dead one."""
     pool = Pool()
     pool.apply(view(member("a", 0), member("b", 1)), 0.0)
     starting = member("a2", 0, State.LOADING, address="")
