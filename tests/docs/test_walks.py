@@ -56,7 +56,8 @@ def test_each_hop_of_the_walks_exists(file: str, name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_pages_about_the_code_name_exist(page: Path) -> None:
-    missing = {file for file in FILE.findall(page.read_text()) if not (ROOT / file).exists()}
+    text = page.read_text().partition("## Old words")[0]  # of the glossary
+    missing = {file for file in FILE.findall(text) if not (ROOT / file).exists()}
     assert not missing, f"{page.name} names files that are not there: {sorted(missing)}"
 
 
@@ -66,3 +67,21 @@ def test_functions_of_the_architecture_page_exist() -> None:
         if file := re.search(r"`([\w.]+)`(?: or `([\w.]+)`)? \(`([\w/]+\.py)`\)", line):
             known = names_of(ROOT / file[3])
             assert {name for name in file.groups()[:2] if name} <= known, line
+
+
+def test_new_names_of_the_glossary_exist() -> None:
+    page = (ROOT / "docs" / "design" / "glossary.md").read_text()
+    rows = [
+        line.split("|")[2]
+        for line in page[page.index("## Old words") :].splitlines()
+        if line.startswith("| ")
+    ]
+    classes = {
+        name
+        for package in ("coordinator", "engine", "router", "parallel")
+        for path in (ROOT / package).rglob("*.py")
+        for name in names_of(path)
+    }
+    new = {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
+    assert len(new) > 15
+    assert not new - classes
