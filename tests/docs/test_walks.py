@@ -85,3 +85,13 @@ def test_new_names_of_the_glossary_exist() -> None:
     new = {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
     assert len(new) > 15
     assert not new - classes
+
+
+EXTENDING = ROOT / "docs" / "develop" / "extending.md"
+
+
+@pytest.mark.parametrize(("file", "name"), list(hops(EXTENDING.read_text())), ids=str)
+def test_what_extensions_touch_exists(file: str, name: str) -> None:
+    source = (ROOT / file).read_text()
+    missing = [part for part in name.split(".") if not re.search(rf"\b{part}\b", source)]
+    assert not missing, f"{EXTENDING.name}: there is no {name} in {file}"
