@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from coordinator.records import Rules
+from tests.simulator.schedule import CommonSettings
 
 TICKS_PER_SECOND = 100
 COORDINATOR_TICK = 10
@@ -35,18 +34,12 @@ RULES = Rules(
 LONG_SPLIT = 25_000
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule's world; each delay is drawn between 0 (or 1) and the value here."""
+class Settings(CommonSettings, frozen=True, kw_only=True):
+    """One schedule's mesh and its faults; one wake in five is lost."""
 
-    size: int
     num_experts: int
     room: int
     """Experts that fit on an instance; 0: any number."""
-    budget: int
-    compute: int
-    gather: int
-    delay: int
-    """Of a wake; one in five is lost."""
     wire: int
     """Between an instance and the coordinator, one way, in order."""
     prepare: int
@@ -57,7 +50,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """An instance gives the forming of a group up after this time."""
     exited: float
     """How often a death is seen as the end of a process, not only as a closed connection."""
-    arrivals: int
     span: int
     """In which all faults and arrivals are planned."""
     kills: int
