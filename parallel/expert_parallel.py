@@ -84,7 +84,7 @@ class ExpertParallel:
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
-        self._place(placement, rank)
+        self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
@@ -100,10 +100,10 @@ class ExpertParallel:
         is left to its owner. The modules must hold the experts of this rank in it by then."""
         if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
             raise ValueError(f"{placement} does not fit {group!r}")
-        self._place(placement, group.rank)
+        self._set_placement(placement, group.rank)
         self._group = group
 
-    def _place(self, placement: Placement, rank: int) -> None:
+    def _set_placement(self, placement: Placement, rank: int) -> None:
         self.placement = placement
         self.rank = rank
         self._owners = np.array(placement.owners)

@@ -18,9 +18,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-HEADER_INTS = 7
-"""Width of a header as it is exchanged: one collective of fixed size per step."""
-
 EARLIEST = 1
 """Steps by which a wake can be early.
 
@@ -52,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """Its earlier steps, with tokens, that are still under way: more may come of them at any moment."""
 
     def ints(self) -> tuple[int, ...]:
-        """The header as ``HEADER_INTS`` integers."""
+        """The header as integers, one a field: as it is exchanged."""
         return msgspec.structs.astuple(self)
 
     @classmethod

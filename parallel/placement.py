@@ -1,7 +1,7 @@
 """Which instance holds which expert (pure).
 
-The first group of a mesh is placed by :func:`place`. Strategies have vLLM's names: ``linear`` gives each
-rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
+The first group of a mesh is placed by :func:`assign_experts`. Strategies have vLLM's names: ``linear`` gives
+each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
 first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
 A *rank* is here a member's place in its group, from 0 without gaps.
@@ -41,7 +41,7 @@ class Placement(msgspec.Struct, frozen=True):
         return numbers
 
 
-def place(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Placement:
+def assign_experts(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Placement:
     """Spread the experts of a layer over the ranks.
 
     Raises:

@@ -77,7 +77,7 @@ def devices_of_instance(
         return ()
     count = total if workers is None else workers
     first = number * (max(1, total // neighbours) if workers is None else workers)
-    seen = tuple(devices[place % total] for place in range(first, first + count))
+    seen = tuple(devices[index % total] for index in range(first, first + count))
     return () if seen == tuple(devices) else seen
 
 

@@ -93,11 +93,11 @@ class Rounds:
         step = self._slot_bytes
         for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
-            mine.copy_to(self._place(self.rank, slot), low, step)
+            mine.copy_to(self._region_address(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
-                spans[peer].copy_from(self._place(peer, slot), low, step)
+                spans[peer].copy_from(self._region_address(peer, slot), low, step)
 
     def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
         """The sums of all wholes to this member's total."""
@@ -108,7 +108,7 @@ class Rounds:
         for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
             for peer in self._peers:
-                spans[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+                spans[peer].copy_to(self._region_address(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -137,7 +137,7 @@ class Rounds:
                 for peer in self._peers:
                     announced[1 + peer] = sent[peer].length
             for peer in self._peers:
-                sent[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+                sent[peer].copy_to(self._region_address(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -145,7 +145,7 @@ class Rounds:
                     announced = self._members[peer].announced[slot]
                     rounds = max(rounds, announced[0])
                     self._check_bytes(peer, announced[1 + self.rank], received[peer].length)
-                received[peer].copy_from(self._place(peer, slot, self.rank), low, step)
+                received[peer].copy_from(self._region_address(peer, slot, self.rank), low, step)
             low += step
 
     def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> int:
@@ -154,8 +154,8 @@ class Rounds:
         row_bytes = math.prod(part.shape[1:]) * part.itemsize
         note = _note("all_gather_view", sum(sizes) * row_bytes)
         slot, buffer = self._take_slot(), self._take_view()
-        place = self._members[0].address + self._layout.view_at(buffer)
-        span_of(part).copy_to(place + sum(sizes[: self.rank]) * row_bytes)
+        target = self._members[0].address + self._layout.view_at(buffer)
+        span_of(part).copy_to(target + sum(sizes[: self.rank]) * row_bytes)
         self._publish(slot, note)
         for peer in self._peers:
             self._await_round(peer, slot, note)
@@ -200,7 +200,7 @@ class Rounds:
         span, step = span_of(given), self._slot_bytes
         for low in range(0, span.length, step):
             slot = self._take_slot()
-            span.copy_to(self._place(self.rank, slot), low, step)
+            span.copy_to(self._region_address(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -213,11 +213,11 @@ class Rounds:
         for low in range(0, span.length, step):
             slot = self._take_slot()
             if source == self.rank:
-                span.copy_to(self._place(source, slot), low, step)
+                span.copy_to(self._region_address(source, slot), low, step)
             self._publish(slot, note)
             if source != self.rank:
                 self._await_round(source, slot, note)
-                span.copy_from(self._place(source, slot), low, step)
+                span.copy_from(self._region_address(source, slot), low, step)
 
     def send(self, given: torch.Tensor, to: int) -> None:
         """To one member."""
@@ -274,7 +274,7 @@ class Rounds:
         if member.notes[slot] != note:
             self._fail_on_note(rank, member.notes[slot])
 
-    def _place(self, rank: int, slot: int, region: int = 0) -> int:
+    def _region_address(self, rank: int, slot: int, region: int = 0) -> int:
         """Address of a member's slot, or of what is in it for one member."""
         start: int = self._members[rank].slot_addresses[slot]
         return start + region * self._region_bytes

@@ -149,17 +149,17 @@ class Span(NamedTuple):
     address: int
     length: int
 
-    def copy_to(self, place: int, low: int = 0, most: int = sys.maxsize) -> int:
+    def copy_to(self, target: int, low: int = 0, most: int = sys.maxsize) -> int:
         """At most so many bytes from ``low`` on; returns how many."""
         num_bytes = min(most, self.length - low)
         if num_bytes > 0:
-            ctypes.memmove(place, self.address + low, num_bytes)
+            ctypes.memmove(target, self.address + low, num_bytes)
         return num_bytes
 
-    def copy_from(self, place: int, low: int = 0, most: int = sys.maxsize) -> None:
+    def copy_from(self, source: int, low: int = 0, most: int = sys.maxsize) -> None:
         num_bytes = min(most, self.length - low)
         if num_bytes > 0:
-            ctypes.memmove(self.address + low, place, num_bytes)
+            ctypes.memmove(self.address + low, source, num_bytes)
 
 
 def span_of(tensor: torch.Tensor) -> Span:

@@ -14,7 +14,7 @@ from engine.groups.recovery import AwaitGroup, LeaveMesh
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator
-from parallel.placement import Placement, owned_by_rank, place
+from parallel.placement import Placement, assign_experts, owned_by_rank
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 from tests.waiting import until
 
@@ -33,7 +33,7 @@ def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0
             Peer(rank=ord(name) - ord("a"), address=f"inproc://{name}", host="h", instance=name)
             for name in names
         ],
-        owners=place(NUM_EXPERTS, len(names)).owners if names else (),
+        owners=assign_experts(NUM_EXPERTS, len(names)).owners if names else (),
         leavers=leavers,
         broken=broken,
     )

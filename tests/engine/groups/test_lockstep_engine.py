@@ -30,7 +30,7 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
@@ -178,7 +178,7 @@ class Mesh:
             device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
         )
         self.info = read_model_info(directory)
-        self.placement = place(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
+        self.placement = assign_experts(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
         self.paces: list[ThreadPace] = []
         self.executors: list[Any] = []
         self.cores: list[EngineCore] = []

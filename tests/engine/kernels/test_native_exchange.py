@@ -25,7 +25,7 @@ from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
 from tests.engine.tiny_models import make_tiny_model
 
@@ -49,7 +49,7 @@ class Member:
 
     def __init__(self, directory: Path, rank: int, size: int, dtype: torch.dtype) -> None:
         info = read_model_info(directory)
-        self.placement = place(info.num_experts, size, "round_robin")
+        self.placement = assign_experts(info.num_experts, size, "round_robin")
         self.model: LoadedModel = load_model(
             info,
             ModelConfig(),

@@ -19,7 +19,7 @@ from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.model.test_sharding import LAYOUTS, shards
 from tests.engine.model.test_weights import make_larger
 from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, make_family
@@ -200,7 +200,7 @@ def test_a_model_whose_experts_are_spread_is_tried_with_all_of_them(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     info = read_model_info(make_family(tmp_path, "qwen3_moe"))
-    share = ExpertShare(place(info.num_experts, 2), 1)
+    share = ExpertShare(assign_experts(info.num_experts, 2), 1)
     model = load_model(info, ModelConfig(), dtype=dtype, device=torch.device("cpu"), share=share)
     assert KERNELS is not None
     decoder = recognise(model.module, model.layers, dtype)
