@@ -40,7 +40,7 @@ class Rounds:
     is_native = False
 
     def __init__(
-        self, rank: int, layout: Layout, members: Sequence[Slots], standing: GroupHealth, *, crowded: bool
+        self, rank: int, layout: Layout, members: Sequence[Slots], health: GroupHealth, *, crowded: bool
     ) -> None:
         self.rank, self.size = rank, layout.size
         self._slot_bytes = layout.slot_bytes
@@ -48,7 +48,7 @@ class Rounds:
         self._layout = layout
         self._num_views = 0
         self._members = members
-        self._standing = standing
+        self._health = health
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._patience = Patience(crowded)
         self._letters = 0
@@ -62,8 +62,10 @@ class Rounds:
         sizes: Sequence[int],
         receive_sizes: Sequence[int] = (),
     ) -> Callable[..., Any]:
-        """The method of this name, for what is given in tensors of this shape and type, cut into these sizes;
-        only tensors are left to be given."""
+        """The method of this name, bound to a shape, a type and sizes.
+
+        Only the tensors themselves remain to be given.
+        """
         method = getattr(self, call)
         if call == "all_reduce":
             return partial(method)
@@ -149,8 +151,10 @@ class Rounds:
             low += step
 
     def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> int:
-        """This member's part to where the parts of all are side by side: in the segment of rank 0. Returns
-        the buffer."""
+        """Write this member's part into the segment of rank 0, beside the others' parts.
+
+        Returns the buffer.
+        """
         row_bytes = math.prod(part.shape[1:]) * part.itemsize
         note = _note("all_gather_view", sum(sizes) * row_bytes)
         slot, buffer = self._take_slot(), self._take_view()
@@ -164,8 +168,11 @@ class Rounds:
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> int:
-        """What goes to others to this member's segment, and its own part if that is small. Returns the
-        buffer, or :data:`VIEWS` if what somebody gives does not fit."""
+        """Write what goes to others into this member's segment.
+
+        Its own part is written, too, if that is small. Returns the buffer, or :data:`VIEWS` if the data of
+        some member does not fit.
+        """
         note = _note("all_to_all_views", 0)
         row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
         sent = spans_of(outgoing, send_sizes)
@@ -257,8 +264,10 @@ class Rounds:
         return (done + 1) % 2
 
     def _take_view(self) -> int:
-        """The next buffer for views, when :meth:`_take_slot` has let this member go on: whoever began the
-        call before this one does not read what was in it any more."""
+        """The next buffer for views, once :meth:`_take_slot` has let this member go on.
+
+        A member that began the previous call no longer reads what was in the buffer.
+        """
         self._num_views += 1
         return (self._num_views - 1) % VIEWS
 
@@ -280,8 +289,11 @@ class Rounds:
         return start + region * self._region_bytes
 
     def _sum(self, slot: int, at: int, mine: torch.Tensor, total: torch.Tensor, low: int, step: int) -> None:
-        """Of ``total``, the elements that this round brings: at most ``step`` bytes from ``low`` on, which
-        stand in the others' slots ``at`` this byte. ``mine`` is this member's own term of the total."""
+        """Sum the elements of ``total`` that this round brings.
+
+        These are at most ``step`` bytes from ``low`` on; in the others' slots they begin at byte ``at``.
+        ``mine`` is this member's own term of the total.
+        """
         size = mine.element_size()
         first, stop = low // size, min((low + step) // size, mine.numel())
         if first >= stop:
@@ -300,16 +312,16 @@ class Rounds:
     def _await(self, rank: int, word: memoryview, target: int) -> None:
         if word[0] < target:
             self._patience.wait(
-                word, target, lambda: self._standing.check(rank, lambda: bool(word[0] >= target))
+                word, target, lambda: self._health.check(rank, lambda: bool(word[0] >= target))
             )
 
     def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
         if sent != expected:
-            self._standing.fail_on_bytes(rank, sent, expected)
+            self._health.fail_on_bytes(rank, sent, expected)
 
     def _fail_on_note(self, rank: int, note: int) -> None:
         num_bytes, call = divmod(note, len(CALLS))
-        self._standing.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
+        self._health.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
 
 
 def _note(call: str, num_bytes: int) -> int:
@@ -318,6 +330,9 @@ def _note(call: str, num_bytes: int) -> int:
 
 
 def _elements(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Of a contiguous tensor, flat. Views cost time, so none is made without need."""
+    """The elements of a contiguous tensor, flat.
+
+    Views cost time, so none is made without need.
+    """
     flat = tensor if tensor.dim() == 1 else tensor.view(-1)
     return flat if stop - first == len(flat) else flat[first:stop]

@@ -1,4 +1,4 @@
-"""Experts over real shared memory, read where peers wrote: the bits of one rank with all experts."""
+"""Experts over shared memory, read where peers wrote: the bits of a single rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Scaling:
-    """Expert number e times its rows by a number of its own, after a while now and then."""
+    """Multiplies an expert's rows by the expert's number, now and then with a delay."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)])

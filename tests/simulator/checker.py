@@ -1,8 +1,8 @@
-"""What must hold in every schedule: an observer that sees what instances do, never their insides.
+"""Rules of every schedule, checked by an observer of what instances do.
 
-The world tells the checker every header, decision, wake and piece of work as it happens. Each rule is one of
-the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands still while any
-instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
+The world passes on to the checker every header, decision, wake and piece of work as it happens. Each rule is
+one of the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands
+still while any instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class Rule(enum.StrEnum):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """In counted ticks; how they follow from a schedule's settings is told there."""
+    """Bounds in counted ticks; the settings of a schedule say how they follow."""
 
     asleep: int
-    """From the moment that work waits anywhere (or of falling asleep, if later) to the next step's header."""
+    """Longest sleep while work waits anywhere.
+
+    It counts from the arrival of work, or from falling asleep if that is later, to the next step's header.
+    """
     progress: int
-    """From the arrival of work at an instance, or its last tokens, to its next tokens."""
+    """Time from an instance's new work, or its last tokens, to its next tokens."""
     switch: int
-    """From the moment that all are ready for an epoch to the moment that all are in it."""
+    """Time from when all are ready for an epoch until all are in it."""
 
 
 class Checker(AgreementChecker[int, Position]):
@@ -216,7 +219,7 @@ class Checker(AgreementChecker[int, Position]):
     # ---- work
 
     def arrived(self, who: int, tokens: int) -> None:
-        """Work has come to an instance, which may be paused and not know of it yet."""
+        """Work has come to an instance, which may be paused and not know it."""
         self._work[who] += tokens
         if who not in self._progress_since:
             self._progress_since[who] = self.now

@@ -35,7 +35,10 @@ class Violation(Exception):
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What each schedule draws; times in ticks, each delay between 0 (or 1) and the value here."""
+    """What each schedule draws.
+
+    Times are in ticks; each delay is drawn between 0 (or 1) and the value here.
+    """
 
     size: int
     budget: int
@@ -129,7 +132,10 @@ class Schedule(Generic[Event]):
         self.num_events = 0
         self.is_over = False
         self.trace: list[tuple[int, object, object]] = []
-        """(time, an instance or another subject, what happens to it or what it sends or decides)."""
+        """Entries (time, subject, event), sent messages and decisions included.
+
+        The subject is an instance, another part of the world, or None.
+        """
         self._queue: list[tuple[int, float, int, Event]] = []
 
     # ---- time and chance

@@ -1,4 +1,4 @@
-"""The world of one schedule, drawn from its seed, and the bounds that follow from it."""
+"""The settings of one schedule, drawn from its seed, and their bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator finds planted bugs: each mutation is caught, and by the rule that its words say."""
+"""Planted bugs in the agreement: each is found, by a rule that it breaks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ MUTATIONS: dict[type[Lockstep], set[Rule]] = {
 """Each planted bug, and the rules that may be the first to notice it."""
 
 OUTCOMES = {Rule.ASLEEP, Rule.PROGRESS, Rule.SWITCH, Rule.REST, Rule.ERROR}
-"""The rules about what a user would see: work that waits, machines that never rest, an error."""
+"""Rules about effects that a user sees.
+
+These are work that waits, machines that never rest, and errors.
+"""
 
 WITHIN = 100
 """So many schedules are enough."""
@@ -174,7 +177,7 @@ def test_planted_bug_is_caught(mutation: type[Lockstep]) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_planted_bug_is_caught_by_its_outcome_alone(mutation: type[Lockstep]) -> None:
-    """Nothing looks at headers, decisions and wakes here: the bug is seen by what comes of it."""
+    """The bug shows in its effects, without checks of headers, decisions and wakes."""
     assert violation_of(mutation, ignored=set(Rule) - OUTCOMES).rule in OUTCOMES
 
 

@@ -1,12 +1,10 @@
-"""The simulated world: instances around real :class:`Lockstep` objects, a network, an event queue, a clock.
+"""The simulated world: instances around real :class:`Lockstep` objects, and a network.
 
-A schedule is a seed: it fixes the settings, every delay, loss, pause and arrival, and the order of events of
-the same tick. Ticks are whole numbers, so that events do meet in one tick, and then in random order.
-
-Whatever happens is an :class:`Event` that is pushed with a delay and then happens to the world. To add a kind
-(a death, a join, a restarted coordinator), write another event and push it from :meth:`World.plan`: instances
-go by their identity, not by their rank, :meth:`World.members` says who the members of an epoch are, and the
-checker is told what happened. Read a schedule with ``python -m tests.simulator.world SEED``.
+See :mod:`tests.simulator.schedule` for clock, chance and queue. All that happens is an :class:`Event` that is
+pushed with a delay and then happens to the world. To add a kind (a death, a join, a restarted coordinator),
+write another event and push it from :meth:`World.plan`: instances go by their identity, not by their rank,
+:meth:`World.members` lists the members of an epoch, and the checker gets a call for it. Read a schedule with
+``python -m tests.simulator.world SEED``.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class World(Schedule[Event]):
                 self.push(begin + self.up_to(spread), Prepare(who, epoch))
 
     def provoke(self, delays: Sequence[int]) -> None:
-        """All headers are empty, and it will be known after these delays: now is the worst time for work."""
+        """Add work at the worst time: all headers are empty, and known after these delays."""
         if self._arrivals_at_sleep and self.rng.random() < 0.7:
             self._arrivals_at_sleep -= 1
             self.push(self.rng.choice(delays), self._arrival())

@@ -1,4 +1,5 @@
-"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's words by hand."""
+"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's
+words by hand."""
 
 from __future__ import annotations
 
@@ -175,7 +176,10 @@ def three() -> Iterator[list[Instance]]:
 
 
 def work(*instances: Instance) -> None:
-    """They have tokens in every step from now on. (All of them: wakes reach nobody here.)"""
+    """Give all members tokens in every step from now on.
+
+    All get them, since no wakes are delivered here.
+    """
     for instance in instances:
         instance.tokens = 1
         instance.pace._wake_loop()

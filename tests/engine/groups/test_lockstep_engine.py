@@ -40,7 +40,7 @@ FAMILIES = ["deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_m
 NUM_REQUESTS = 24
 BLOCK_SIZE = 4
 NUM_BLOCKS = 22
-"""Of each instance: so few that requests are preempted."""
+"""Cache blocks of each instance: so few that requests are preempted."""
 ROUTER = b"router"
 SHARED = [random.Random(99).randrange(3, VOCAB) for _ in range(17)]
 
@@ -83,7 +83,8 @@ def length(index: int) -> int:
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
-    """The tokens that transformers generates for each prompt alone; ``options``: further ones of ``generate``."""
+    """The tokens that transformers generates for each prompt alone; ``options``: further ones of
+    ``generate``."""
     outputs = []
     for index in range(NUM_REQUESTS):
         ids = torch.tensor([prompt(index)])

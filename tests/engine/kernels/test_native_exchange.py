@@ -1,5 +1,7 @@
-"""Experts spread over members that share memory, exchanged inside the native step: the bits of one instance
-with all experts, whatever the number of members, and an end to every wait."""
+"""Experts spread over members that share memory, exchanged inside the native step.
+
+Outputs have the bits of one instance with all experts, whatever the number of members, and every wait ends.
+"""
 
 from __future__ import annotations
 
@@ -184,8 +186,10 @@ def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) ->
 
 
 def test_steps_go_on_where_others_exchange_otherwise(directory: Path) -> None:
-    """The arrays of the step before, changed in place, and experts that go through Python: outside of torch's
-    inference mode, as the runner calls it."""
+    """Steps in place on the previous step's arrays, with experts that go through Python.
+
+    They run outside of torch's inference mode, as the runner calls them.
+    """
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
     alone = Member(directory, 0, 1, torch.float32)
     tokens = [sum(count for _, _, count in rows) for rows in SCENARIO]
@@ -239,7 +243,7 @@ def test_a_step_that_nobody_joins_ends_at_the_deadline(directory: Path) -> None:
 
 
 def test_an_abort_ends_the_wait_at_once(directory: Path) -> None:
-    """Of this member, from another thread, and of the other one.
+    """An abort by this member, from another thread, or by the other member.
 
     The step runs again in the next group.
     """

@@ -1,4 +1,4 @@
-"""Experts move between instances that serve: the right rows, in the right order, and the same tokens."""
+"""Experts that move between serving instances: right rows and order, the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's share of the experts: the right ones, no more bytes than its share, nobody else's read."""
+"""A rank's share of the experts: the right ones, and no bytes of others read."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _Counting:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
-    """The bytes of experts that a module takes out of files from now on, piece by piece."""
+    """Bytes of experts that a module takes out of files from now on, by piece."""
     taken: list[int] = []
     original = module.safe_open
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What must hold in every schedule with faults: an observer of what instances and the coordinator do."""
+"""Rules of every schedule with faults, checked on instances and the coordinator."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ class Checker(AgreementChecker[str, Position]):
         self.has_faults = has_faults
         self._num_experts = num_experts
         self._forms: dict[tuple[int, str], GroupPlan] = {}
-        """Of the groups that anybody has entered."""
+        """Plans of the groups that any instance has entered."""
         self._inside: dict[int, list[tuple[Instance, GroupPlan]]] = {}
 
     # ---- groups
 
     def formed(self, form: GroupPlan, highest: int) -> None:
         """The coordinator forms a group.
+
+        ``highest`` is the highest epoch that it knew of.
 
         ``highest`` is the highest epoch that it had been told of.
         """
@@ -80,8 +82,11 @@ class Checker(AgreementChecker[str, Position]):
         self._next[name] = (form.epoch, form.token, 0)
 
     def _look_for_others(self, instance: Instance, form: GroupPlan) -> None:
-        """Whether the number of an epoch is used for another group, too: right only if nobody of that is there
-        to be asked. (Who is stopped or cut off may go on in it, until it hears that it is out.)"""
+        """Check that no reachable instance steps in another group under the same epoch.
+
+        A number may be used again if no instance of the other group can be asked. A stopped or disconnected
+        instance may go on in it, until it hears that it is out.
+        """
         others = [other for other, group in self._inside.get(form.epoch, []) if group != form]
         if not instance.is_away and any(
             other.alive and not other.is_away and other.recovery.epoch == form.epoch for other in others
@@ -112,7 +117,7 @@ class Checker(AgreementChecker[str, Position]):
         self._pass(instance.name, decision)
 
     def computed(self, members: list[Instance], form: GroupPlan) -> None:
-        """All members are in the forward pass of a step: all experts are where the group says."""
+        """All members are in a step's forward pass: the plan must match the experts held."""
         if len(form.owners) != self._num_experts:
             self.broken(Rule.OWNED, f"{form} has owners for {len(form.owners)} experts")
         for expert, owner in enumerate(form.owners):

@@ -57,7 +57,7 @@ class Instance:
         self.taken_out: tuple[int, int] | None = None
         """By which coordinator, and the highest epoch then."""
         self.fenced_up_to = self._fenced_from_welcome = 0
-        """The highest epoch of which it has been told that the others went on without it."""
+        """The highest epoch that the others are known to have left without it."""
         self.phase = Phase.LOADING
         self.room = world.settings.room + 2 * world.up_to(1) if world.settings.room else 0
         self.held: set[int] = set()
@@ -85,7 +85,10 @@ class Instance:
 
     @property
     def is_away(self) -> bool:
-        """Whether no coordinator can know of it: it is stopped or cut off, or was until just now."""
+        """Whether it is stopped or cut off, or was until just now.
+
+        No coordinator can know of an instance that is away.
+        """
         return self.world.now <= max(self.frozen_until, self.cut_until) + TICKS_PER_SECOND
 
     @property

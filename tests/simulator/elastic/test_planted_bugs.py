@@ -1,4 +1,4 @@
-"""The simulator finds planted bugs in the rules of a mesh that changes, each by what its words say."""
+"""Planted bugs in the rules of a changing mesh, found by the rules that they break."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FormsWithTheDead(Epochs):
 
 
 class ForgetsLostExperts(Epochs):
-    """Whoever held them; nobody is asked to read them."""
+    """Leaves out experts that no member holds, so that none is asked to read them."""
 
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
         placement = super()._placement(settings, members)
@@ -176,7 +176,7 @@ class GoesOnWhenFenced(Recovery):
 
 
 class KeepsNoWatchOverTheCoordinator(MemberState):
-    """A loss is told once, whether anybody listens or not."""
+    """Reports a loss once, even if no coordinator receives it."""
 
     def outgoing(self, load: Any) -> list[ToCoordinator]:
         messages = super().outgoing(load)

@@ -1,8 +1,11 @@
-"""The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
+"""The world of one schedule: coordinator, instances, groups and routers.
 
-A schedule is a seed. Real are :class:`coordinator.registry.Registry`, :class:`coordinator.member_state.MemberState`,
-:class:`engine.groups.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
-one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
+The coordinator may be away; instances come, go, stall and die.
+
+A schedule is a seed. Real are :class:`coordinator.registry.Registry`,
+:class:`coordinator.member_state.MemberState`, :class:`engine.groups.recovery.Recovery` and
+:class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for one of the worst moments
+(:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Request:
 
 
 class Call(NamedTuple):
-    """An event: a call that happens to an instance or, with ``who`` None, to the world."""
+    """A call that happens to an instance or, with ``who`` None, to the world."""
 
     who: Instance | None
     in_step: bool
@@ -56,7 +59,7 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
     def held_until(self) -> int:
-        """The last tick for which the instance stands still; what happens to it waits so long."""
+        """The last tick for which the instance stands still; the call waits until then."""
         if self.who is None:
             return -1
         return max(self.who.frozen_until, self.who.hung_until if self.in_step else -1)
@@ -97,7 +100,7 @@ class World(Schedule[Call]):
         """The instances that data of the others does not reach while there is a split."""
         self._one_way = False
         self._vain_since = -1_000
-        """When a group of members that do not reach each other was formed first since then."""
+        """Time of the first group plan since the split whose members cannot all connect."""
         self._steady_since: int | None = None
         self._plan()
 
@@ -238,7 +241,7 @@ class World(Schedule[Call]):
         return self.passes(one, other) and self.passes(other, one)
 
     def _leave(self, victim: Instance) -> None:
-        self.note(victim.name, "is told to leave")
+        self.note(victim.name, "gets SIGTERM")
         victim.drain()
 
     def _restart_coordinator(self, _: Instance) -> None:
@@ -351,7 +354,7 @@ class World(Schedule[Call]):
         return self._groups[key]
 
     def close_groups_of(self, instance: Instance, epoch: int | None, how: End = End.CLOSED) -> None:
-        """Of one epoch, or of all."""
+        """Close an instance's ends of one epoch's groups, or of all."""
         for group in list(self._groups.values()):
             if instance.name in group.members and epoch in (None, group.form.epoch):
                 group.close(instance, how)
@@ -413,7 +416,7 @@ class World(Schedule[Call]):
     # ---- the end
 
     def _rescue(self) -> None:
-        """When nobody plans anything any more, a supervisor sees to it that there are enough instances."""
+        """Start an instance, as a supervisor would, if there are too few and no plans left."""
         if self.now < self.last_fault + 50 or self.registry is None:
             return
         living = [
@@ -427,7 +430,7 @@ class World(Schedule[Call]):
 
     @property
     def is_steady(self) -> bool:
-        """Everybody alive sleeps in one group, which is the newest one, and no work is left."""
+        """Whether all that live sleep in the newest group, and no work is left."""
         living = [instance for instance in self.instances.values() if instance.alive]
         if any(request.left for request in self.requests) or not living:
             return False
@@ -448,13 +451,15 @@ class World(Schedule[Call]):
 
     @property
     def _split_is_old(self) -> bool:
-        """Whether a split outlasts the time to go on without some, and nothing else has happened."""
+        """Whether a split outlasts the time to leave some out, and nothing else happened."""
         since = max(self.split_since, self.last_disturbance)
         return since + self.settings.split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: GroupPlan) -> None:
-        """After a split is noticed, which takes work, no group is formed for long with others that some do
-        not reach."""
+        """Check that groups with members that cannot connect are not formed for long.
+
+        A split is noticed by work, so the time counts from the first such group after it.
+        """
         members = names(form)
         if all(self.passes_between(one, other) for one in members for other in members):
             return
