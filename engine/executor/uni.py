@@ -36,7 +36,7 @@ from engine.model.weights import LoadedModel, load_model
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
-from parallel.placement import Placement, owned_by_rank, place
+from parallel.placement import Placement, assign_experts, owned_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class UniExecutor:
         if self._place is None:
             return None, "allgather_reducescatter"
         rank, size = self._place
-        placement = place(self._info.num_experts, size, settings.expert_placement_strategy)
+        placement = assign_experts(self._info.num_experts, size, settings.expert_placement_strategy)
         dispatch: Dispatch = (
             "all_to_all" if settings.all2all_backend == "all_to_all" else "allgather_reducescatter"
         )

@@ -45,7 +45,7 @@ from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.model.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
-from parallel.placement import place
+from parallel.placement import assign_experts
 from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
 
@@ -213,7 +213,7 @@ def _read_model(
     if share is not None:
         experts, expert_layers = _spread_experts(module, share, dispatch, shard)
     elif sharded is not None and sharded.done.whole_experts:
-        placement = place(info.num_experts, shard.size, "linear")
+        placement = assign_experts(info.num_experts, shard.size, "linear")
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)

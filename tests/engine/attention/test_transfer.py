@@ -1,4 +1,4 @@
-"""A step on a device that only pretends to compute: nothing may ask it for numbers but the one fetch at the end.
+"""A step on a pretended device: nothing asks it for numbers before the final fetch.
 
 (``pretended_device`` raises where something else would.)
 """

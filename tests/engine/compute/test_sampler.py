@@ -1,4 +1,4 @@
-"""Choosing tokens: each parameter against a plain definition, and chance as a function of seed and place."""
+"""Sampling parameters against plain definitions, and chance by seed and position."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_neighbouring_draws_are_independent() -> None:
 
 
 def test_a_token_that_is_alone_comes_even_with_the_slowest_clock() -> None:
-    """The hash of these three is as large as one can be, to within what float32 tells apart."""
+    """The hash of these three is the largest possible, to the precision of float32."""
     row = make_row(SamplingParams(allowed_token_ids=(19144,)), seed=797, position=100)
     assert sampler().sample(make_logits(1, 20_000), [row]).item() == 19144
 
@@ -296,7 +296,7 @@ def test_logprobs(rows: int) -> None:
 
 
 def test_bad_words_do_not_come() -> None:
-    """The output so far is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
+    """The output is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
     words = ((7,), (3, 9, 11), (9, 12), (5, 9, 3, 3, 9, 13), (3, 14), (9, 3, 3, 9, 15))
     row = make_row(SamplingParams(bad_words=words))
     logits = make_logits(2)

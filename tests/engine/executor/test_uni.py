@@ -91,7 +91,10 @@ def test_a_worker_computes_on_its_device_and_makes_it_the_current_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the thread that loads and steps, before anything is there: Triton launches on the current device."""
+    """The device is current in the thread that loads and steps, before anything is allocated.
+
+    Triton launches on the current device.
+    """
     current: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

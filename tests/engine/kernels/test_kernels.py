@@ -1,4 +1,4 @@
-"""The native kernels: each operation of a step against torch, and what they promise beyond it."""
+"""Native kernels: each operation of a step against torch, and their further guarantees."""
 
 from __future__ import annotations
 
@@ -91,8 +91,11 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     ("dim", "group"), [(16, 1), (48, 5), (64, 2), (64, 13), (80, 3), (128, 1), (128, 4), (192, 2), (192, 7)]
 )
 def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> None:
-    """Prompts, then one token for each row, which are stored with the others' or by the thread that reads them;
-    of some tokens alone it is the same."""
+    """Prompts, then one token for each row.
+
+    The tokens are stored with the others' or by the thread that reads them. Attention of only some of the
+    tokens is the same.
+    """
     assert KERNELS is not None
     kv_heads, heads = 2, 2 * group
     width, counts = (heads + 2 * kv_heads) * dim, [1, 5, 90]
@@ -341,7 +344,10 @@ def test_a_row_does_not_depend_on_its_batch_or_chunks_or_threads(model: LoadedMo
 
 
 def test_threads_that_lose_their_cores_change_nothing(model: LoadedModel) -> None:
-    """More threads than there are cores, so that each is stopped anywhere, and steps of which some get no part."""
+    """More threads than cores, so that each is stopped anywhere.
+
+    Some of the threads get no part of some steps.
+    """
     program, threads = program_of(model), torch.get_num_threads()
     expected = []
     for rows in SCENARIO:

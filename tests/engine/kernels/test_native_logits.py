@@ -1,4 +1,4 @@
-"""Rows of logits by the kernels: the same tokens as with torch, but for rounding, whatever the rows are."""
+"""Logits by the kernels: the same tokens as torch, but for rounding, in any batch."""
 
 from __future__ import annotations
 

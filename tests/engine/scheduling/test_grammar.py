@@ -1,4 +1,7 @@
-"""Grammars in the engine: what is sampled follows them, in any layout, over preemption, reruns and resumption."""
+"""Grammars in the engine: samples follow them, in any layout.
+
+They hold over preemption, reruns and resumption.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def report_of(standing: LoadSnapshot, last_dispatch: int) -> InstanceReport:
 
 
 def told(events: list[tuple[float, int, LoadSnapshot]]) -> list[float]:
-    """The moments, of those at which tokens are sent, of those that take a report along."""
+    """The moments of sending tokens at which a report goes along."""
     news, found = ReportPolicy(), []
     for now, last_dispatch, standing in events:
         if news.go_along(standing, last_dispatch, now):
