@@ -1,4 +1,4 @@
-"""A server that writes streams of events and does nothing else: what the writes of a front end cost alone.
+"""A server that only writes streams of events: the floor of a router's costs.
 
 ``python examples/benchmarks/bare_writer.py PORT STEP_MS`` answers every POST with as many events as its
 ``max_tokens`` asks for: each the same bytes, one system call each, all streams in step, as an engine would

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-r"""How cost grows: tokens per second against requests at once, context, and instances, as tables and plots.
+r"""Benchmark of growth: tokens per second by requests at once, context and instances.
+
+Results are tables and plots.
 
     python examples/benchmarks/bench_growth.py --output-json build/bench-growth.json --plots build/plots
     python examples/benchmarks/bench_growth.py --model build/models/moe-small --axes batch

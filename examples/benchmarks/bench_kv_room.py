@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How cutting an instance into workers makes room for the KV cache, and what that does to throughput.
+"""Benchmark of KV cache room and throughput by number of workers of an instance.
 
     python examples/benchmarks/bench_kv_room.py --model MODEL --worker-memory 80M --output-json kv_room.json
 
@@ -49,7 +49,7 @@ def size(text: str) -> int:
 
 @contextlib.contextmanager
 def mesh(args: argparse.Namespace, layout: tuple[int, int], room: str) -> Iterator[tuple[str, str]]:
-    """A mesh with one instance of this layout: its base URL, and what it said until it was ready."""
+    """A mesh with one instance of this layout: its base URL and startup output."""
     tp, pp = layout
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [f"--port={one.getsockname()[1]}", f"--data-parallel-rpc-port={other.getsockname()[1]}"]

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-r"""What lockstep costs and brings: experts spread over two instances, each way of exchange, against without.
+r"""Benchmark of lockstep: experts spread over two instances, against independent ones.
+
+Each way of exchange is measured.
 
     python examples/benchmarks/bench_lockstep.py
     python examples/benchmarks/bench_lockstep.py --models moe-16 --concurrency 8 \
@@ -7,7 +9,7 @@ r"""What lockstep costs and brings: experts spread over two instances, each way 
 
 For the shipped model and one of 16 experts and 61 M parameters (random, made at the first run by
 ``make_moe_model.py``), meshes of all variants are started and stay; those that are not measured sleep. Then
-each is loaded in turn, again and again, so that whatever else the machine does hits all of them. Printed are
+each is loaded in turn, again and again, so that other load on the machine hits all of them. Printed are
 medians over the repeats with the lowest and the highest, and where the instances' step time went by their own
 account (``lockstep:step_seconds_total``):
 
@@ -82,7 +84,7 @@ class Cell:
 
 
 async def counted(session: aiohttp.ClientSession, base_url: str) -> dict[str, float]:
-    """What all instances of a mesh have counted so far, per instance: steps, and seconds by part."""
+    """Steps, and seconds by part, that each instance of a mesh has counted."""
     found = await metrics(session, base_url)
     if "lockstep:steps_total" not in found:
         return {}
@@ -189,7 +191,10 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def print_throughput(name: str, cells: Sequence[Cell], args: Args) -> None:
-    """Output tokens per second, and as a share of the independent instances' in the same repeat."""
+    """Print output tokens per second, and their ratio to the independent instances'.
+
+    Ratios are taken within a repeat.
+    """
     print(f"\n{name}: output tokens/s, median (lowest-highest) of {args.repeats}\n")
     base = {cell.concurrency: cell.of("tokens_per_second") for cell in cells if cell.variant == "independent"}
     rows = []

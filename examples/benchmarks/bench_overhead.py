@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step costs an instance beside the model: CPU time per step, with a model that computes nothing.
+"""Benchmark of an instance's CPU time per step, with a model that computes nothing.
 
     python examples/benchmarks/bench_overhead.py
     python examples/benchmarks/bench_overhead.py --sequences 1 64 256

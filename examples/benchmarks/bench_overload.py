@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Three times more requests than a mesh can serve: who is let in is served as fast as ever, the others are
-told at once, and memory stays flat.
+"""Benchmark of overload: three times more requests than a mesh can serve.
+
+Admitted requests are served as fast as ever, the others are refused at once, and memory stays flat.
 
     python examples/benchmarks/bench_overload.py --seconds 120 --output-json build/overload.json
 

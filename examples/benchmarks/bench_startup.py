@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-r"""How long `serve` takes from its command line to the first token, and where the time goes.
+r"""Benchmark of `serve` from its command line to the first token, by phase.
 
     python examples/benchmarks/bench_startup.py
     python examples/benchmarks/bench_startup.py --model build/models/dense-small \
         --serve "-dp 1" "-dp 4" --repeats 3
 
-Starts each mesh in turn, as often as --repeats says, asks for one token as soon as it says that it is ready,
+Starts each mesh in turn, as often as --repeats says, asks for one token as soon as it logs that it is ready,
 and ends it. The moments are those of the log lines of its processes (--log-format json), in seconds since the
 command was started; of several instances, the last one's. One start of each before that is not counted: it
 compiles what is not in its cache yet, and brings files into the page cache. --whole also starts each with all
-that torch and transformers load unless told otherwise (LOCKSTEP_WHOLE_LIBRARIES=1).
+that torch and transformers load by default (LOCKSTEP_WHOLE_LIBRARIES=1).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ RECORD = {
 
 
 class Timed:
-    """Adds up the time spent in a function that is replaced by itself and a clock."""
+    """Adds up the time of calls to a function that it wraps."""
 
     def __init__(self, holder: Any, name: str) -> None:
         self.seconds = 0.0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What waking a sleeping mesh costs: time to first token asleep and awake, in turn on the same mesh.
+"""Benchmark of waking: time to first token asleep and awake, on the same mesh.
 
     python examples/benchmarks/bench_wake.py
     python examples/benchmarks/bench_wake.py --serve "-dp 2 -ep --all2all-backend all_to_all" --requests 100
@@ -136,7 +136,7 @@ async def run(args: Args) -> int:
 
 
 def spread_of_difference(one: list[float], other: list[float], rng: random.Random) -> tuple[float, float]:
-    """Of the medians of two samples, in ms: between which values it lies in 95 of 100 resamplings."""
+    """95 % interval of the difference of two samples' medians, in ms, by resampling."""
     differences = sorted(
         1000
         * (

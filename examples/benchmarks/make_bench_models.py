@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Make the models of bench_peers.py: random weights in the shapes of real ones, with their own tokenizer.
+"""Makes the models of bench_peers.py: random weights in the shapes of real ones.
+
+They have a tokenizer of their own.
 
     python examples/benchmarks/make_bench_models.py build/models dense-small moe-small
 

@@ -1,4 +1,4 @@
-"""A model that computes nothing, in a real instance: what is left is the cost of everything else.
+"""A model that computes nothing in a real instance: all other costs remain.
 
 ``python examples/benchmarks/null_model.py serve -dp 1 --port 8000`` is ``serve`` with such instances. Each of
 their steps waits for so long as environment variables say, all 0 by default: ``NULL_STEP_MS`` milliseconds,
@@ -66,7 +66,7 @@ class NullExecutor:
         self._vocabulary = vocabulary
         self._step_seconds = step_seconds
         self.decode_steps: list[tuple[float, float]] = []
-        """CPU seconds of the loop's thread and of the process when a step of single tokens began."""
+        """CPU seconds of the loop's thread and the process at each decode step's start."""
 
     def load(self, _progress: Any) -> Any:
         from engine.step import KVSpec, ModelFacts

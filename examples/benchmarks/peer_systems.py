@@ -41,7 +41,7 @@ class System:
     texts: bool = False
     """It takes no token ids, ends its streams without [DONE] and knows no ignore_eos."""
     name: str = "bench"
-    """Of the model in requests; empty: its directory."""
+    """Model name in requests; empty: the model's directory."""
     most: int = 1 << 30
     """Requests at once that it is made for."""
     model_types: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a step goes, and how far it is from what memory and cores allow.
+"""Profile of a step's time, against what memory and cores allow.
 
     python examples/benchmarks/roofline.py build/models/dense-small
     python examples/benchmarks/roofline.py build/models/dense-0.5b --threads 2 --batches 1 8 32
@@ -76,8 +76,10 @@ def limits(dtype: torch.dtype, model_bytes: int) -> dict[str, float]:
 
 
 def weight_numbers(decoder: Decoder, tokens: int, wanted: int) -> tuple[float, float]:
-    """Weights that a step with so many tokens reads, and how many products it makes with them if it wants
-    logits of so many. Of the experts those that are chosen if all choose at random."""
+    """Weights that a step with so many tokens reads, and products with them.
+
+    Logits are wanted for ``wanted`` tokens. Experts count as if all tokens chose at random.
+    """
     read = float(decoder.vocab * decoder.hidden)
     products = wanted * read
     for layer in decoder.layers:

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: where the mesh is, and named checks that are run one after another.
+"""Common parts of the clients' scripts: the mesh's address, and named checks in sequence.
 
 Imported by scripts that run in the environment of one client each, so it needs nothing but Python.
 """
@@ -92,7 +92,10 @@ def needs_limited_key() -> None:
 
 
 def wait_until_idle(timeout: float = 90.0) -> None:
-    """Until the router generates for nobody and no instance has work: what was cancelled is gone."""
+    """Wait until the router generates nothing and no instance has work.
+
+    Then the cancelled requests are gone.
+    """
     deadline = time.monotonic() + timeout
     while True:
         running = [get("/load")["server_load"]]

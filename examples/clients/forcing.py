@@ -37,7 +37,7 @@ class Call(NamedTuple):
     namespace: str | None = None
 
     def forced(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that is answered with it: its tool has such arguments, and must be called."""
+        """A request whose tool must be called, with arguments of this form."""
         chosen = {"type": "function", "name": self.name}
         chosen |= {"namespace": self.namespace} if self.namespace else {}
         return body | {"tools": list(map(self._narrowed, body["tools"])), "tool_choice": chosen}

@@ -45,7 +45,10 @@ class Client:
     script: str
     packages: Sequence[str]
     torch: bool = False
-    """It needs torch: the version that Lockstep is tested with, of which a CPU build may be at hand."""
+    """Requirement of torch, in the version that Lockstep is tested with.
+
+    A CPU build of it may be at hand.
+    """
     npm: bool = False
     """The packages are npm's; a script in Python needs none of its own."""
     context: int = 0
@@ -220,7 +223,7 @@ def run(name: str, folder: Path, variables: dict[str, str], *, upgrade: bool) ->
 
 
 def _surroundings() -> dict[str, str]:
-    """This process's variables, but for those that would lead a client's Python to modules of ours."""
+    """This process's environment, without variables that lead Python to our modules."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return kept | {"OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""A mesh in one process with a virtual clock: real engine cores and a real chooser, joined by a delay.
+"""A mesh in one process with a virtual clock: engine cores and a router's chooser.
 
 Only the model is missing: a step takes the time of :class:`StepTime`, and its tokens mean nothing.
 """
@@ -37,7 +37,10 @@ PEER = b"router"
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``base + per_token * tokens + per_context * tokens read from the KV cache``."""
+    """Seconds of a step, linear in its tokens and the cached tokens read.
+
+    ``base + per_token * tokens + per_context * tokens read from the KV cache``.
+    """
 
     name: str
     base: float
@@ -90,7 +93,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Cores:
-    """Steps that run at once on fewer cores than they are: each gets the same share of them."""
+    """Fewer cores than steps that run at once: each step gets the same share."""
 
     def __init__(self, count: float) -> None:
         self._count = count
@@ -132,7 +135,7 @@ class _Node:
     inbox: list[Any] = field(default_factory=list)
     stepping: bool = False
     deltas: list[Delta] = field(default_factory=list)
-    """Of the step under way."""
+    """Token deltas of the step under way."""
     has_blocks: int | None = None
     last_dispatch: int = 0
 
@@ -205,11 +208,11 @@ class Cluster:
 
     @property
     def computed_tokens(self) -> list[int]:
-        """Of each instance: prompts and output."""
+        """Tokens that each instance has computed: prompts and output."""
         return [node.executor.computed for node in self._nodes.values()]
 
     def check_clean(self) -> None:
-        """After a run: no instance holds anything but its prefix cache, of which the index knows all."""
+        """Check after a run that instances hold only prefix caches that the index knows."""
         assert not self._ledger, "requests are left"
         for name, node in self._nodes.items():
             report = node.core.report(0, 0)

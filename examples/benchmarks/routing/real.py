@@ -1,6 +1,7 @@
-"""The comparison on real instances, over HTTP: of the shipped model, with loads made for it, or of a model
-that waits as long as a device would compute (``examples/benchmarks/null_model.py``), with the loads of the
-simulation.
+"""The comparison of policies on real instances, over HTTP.
+
+They serve the shipped model, with loads made for it, or a model that waits as long as a device would compute
+(``examples/benchmarks/null_model.py``), with the loads of the simulation.
 
 Lockstep's policy chooses as it always does. The others run in this client, which is then their router: it
 pins each request to the rank that they choose, knows what it sent itself, and reads what the instances
@@ -57,7 +58,7 @@ class Steps(NamedTuple):
     loads: Mapping[str, Callable[[random.Random, int], Load]]
     """Made from a seed for a number of instances."""
     arguments: Callable[[str], str]
-    """Of ``serve``, for a load."""
+    """Arguments of ``serve`` for a load."""
     serve: Sequence[str] = ("-m", "router.launcher.serve")
     variables: Mapping[str, str] = {}
     extent: Mapping[str, float] = {}
@@ -77,8 +78,10 @@ def shipped_model(seconds: float, rate: float) -> Steps:
 
 @contextlib.contextmanager
 def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
-    """Instances that wait for as long as such steps take, everything so many times slower: what the host
-    does meanwhile then matters so many times less."""
+    """Instances that wait as long as such steps take, slowed down by a factor.
+
+    The host's own work then matters less by the same factor.
+    """
     variables = {
         STEP_VARIABLE: str(time.base * slowdown * 1e3),
         TOKEN_VARIABLE: str(time.per_token * slowdown * 1e6),
@@ -225,7 +228,7 @@ async def _computed(session: aiohttp.ClientSession, url: str) -> list[int]:
 
 
 class RealJob(NamedTuple):
-    """One policy under one load made from one seed, on so many real instances, for the so manieth time."""
+    """One run of a policy, a load and a seed on real instances."""
 
     steps: str
     load: str

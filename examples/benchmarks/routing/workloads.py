@@ -21,7 +21,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Turns of one client: each prompt is all that was said before and some new words."""
+    """Turns of one client: each prompt is the whole conversation and some new words."""
 
     at: float
     system: list[int]
@@ -95,7 +95,10 @@ def multi_turn(rng: random.Random, num_instances: int, scale: float) -> Load:
 
 
 def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
-    """Prompts that begin with one of 40 documents, drawn by Zipf's law: the first is in every fourth."""
+    """Prompts that begin with one of 40 documents, drawn by Zipf's law.
+
+    The first document is in every fourth prompt.
+    """
     documents = [words(rng, 2048) for _ in range(40)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     at, found = 0.0, []
@@ -107,8 +110,10 @@ def hot_prefix(rng: random.Random, num_instances: int, scale: float) -> Load:
 
 
 def small_caches(rng: random.Random, num_instances: int, scale: float) -> Load:
-    """Documents that fit into all caches together if each is kept once, and no second time. An instance holds
-    eight; requests come as fast as can just be served if they find them."""
+    """Documents that fit into all caches together if each is kept only once.
+
+    An instance holds eight. Requests come as fast as can just be served if they find them.
+    """
     documents = [words(rng, 1200) for _ in range(8 * num_instances)]
     weights = [1 / (place + 1) for place in range(len(documents))]
     at, found = 0.0, []

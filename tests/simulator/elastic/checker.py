@@ -61,8 +61,6 @@ class Checker(AgreementChecker[str, Position]):
         """The coordinator forms a group.
 
         ``highest`` is the highest epoch that it knew of.
-
-        ``highest`` is the highest epoch that it had been told of.
         """
         self.counts["groups"] += 1
         self.counts["groups after a loss"] += form.broken > 0

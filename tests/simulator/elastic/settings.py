@@ -125,16 +125,12 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
 
     @property
     def bound(self) -> int:
-        """Time from the last fault until all serve in one group and all work is done.
+        """Time from the last fault until all serve in one group, with no work left.
 
         In the worst case a restarted coordinator waits for an instance that does not come back
         (``member_timeout``). The group that it forms loses a member that falls silent, again. A change that
         was under way must run into its timeout. Then the last change happens, and the rest of the work is
         done.
-
-        In the worst case a restarted coordinator waits for who does not come back (``member_timeout``), the
-        group that it forms loses somebody who falls silent (again), and a change that was under way must run
-        into its timeout; then the last change happens, and the rest of the work is done.
         """
         seconds = 3 * RULES.member_timeout + 2 * RULES.forming_timeout + 5.0
         seconds += RULES.reach_patience + RULES.reach_timeout if self.splits else 0.0
@@ -145,6 +141,6 @@ class Settings(CommonSettings, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """Time from a split or a later event until the remaining instances have done all work."""
+        """Time from a split or a later event until the remaining instances are done."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries

@@ -1,4 +1,4 @@
-"""Planted bugs in the rules of a changing mesh, found by the rules that they break."""
+"""Planted bugs in the rules of a changing mesh: each breaks a rule."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ class World(Schedule[Call]):
     # ---- the end
 
     def _rescue(self) -> None:
-        """Start an instance, as a supervisor would, if there are too few and no plans left."""
+        """Start an instance, as a supervisor would, if too few live after the plan."""
         if self.now < self.last_fault + 50 or self.registry is None:
             return
         living = [
