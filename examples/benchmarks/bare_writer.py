@@ -88,4 +88,6 @@ def main(port: int, step_ms: float) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} PORT STEP_MS")
     main(int(sys.argv[1]), float(sys.argv[2]))

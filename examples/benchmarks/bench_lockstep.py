@@ -45,6 +45,8 @@ from typing import Any
 import aiohttp
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installed
+
 from examples.benchmarks.soak import by_rank, metrics
 from router.tools.bench.client import Target
 from router.tools.bench.client import run as send_all

@@ -146,4 +146,7 @@ def serve(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"serve": serve, "instance": instance}[sys.argv[1]](sys.argv[2:]))
+    commands = {"serve": serve, "instance": instance}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit(f"usage: {sys.argv[0]} serve [options of serve]")
+    sys.exit(commands[sys.argv[1]](sys.argv[2:]))
