@@ -117,11 +117,11 @@ class ExpertParallel:
         self._mine = np.array(placement.experts_of(rank))
 
     def use_products(self, products: Products) -> None:
-        """Compute the experts held here with these from now on."""
+        """Compute the experts held here with these products from now on."""
         self._products = products
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """A step begins in which rank r has ``sizes[r]`` tokens in every layer."""
+        """Begin a step in which rank r has ``sizes[r]`` tokens in every layer."""
         self.sizes, self._ends = sizes, list(accumulate(sizes))
         self.times.reset()
 
@@ -220,7 +220,7 @@ class ExpertParallel:
 def expert_forward(
     module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' expert layers call: the module knows its place in the group."""
+    """Forward function for transformers' expert layers; the module knows its group."""
     parallel: ExpertParallel = getattr(module, ATTRIBUTE)
     return parallel.forward(module, hidden, expert_ids, weights)
 
@@ -228,7 +228,7 @@ def expert_forward(
 def _bring_home(
     group: Communicator, computed: torch.Tensor, send: Sequence[int], receive: Sequence[int], order: Ints
 ) -> torch.Tensor:
-    """Results go to the ranks whose pairs they are.
+    """Send results to the ranks whose pairs they are.
 
     Those of the pairs of this one come, of pair ``order[i]`` as number i. Returns them by pair, on the device
     of ``computed``.
@@ -285,7 +285,7 @@ def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Int
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """As communicators take it; a tensor on the CPU is returned as it is."""
+    """The tensor as communicators take it; one on the CPU is returned as it is."""
     return tensor if tensor.is_cpu else tensor.cpu()
 
 

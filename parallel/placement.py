@@ -1,4 +1,4 @@
-"""Which instance holds which expert (pure).
+"""Placement of experts on instances (pure).
 
 The first group of a mesh is placed by :func:`assign_experts`. Strategies have vLLM's names: ``linear`` gives
 each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
@@ -87,7 +87,7 @@ def cover(num_experts: int, held: Sequence[Collection[int]], room: Sequence[int]
 
 
 def _quotas(num_experts: int, limits: Sequence[int], holdings: Sequence[int]) -> list[int]:
-    """How many experts each member is to own.
+    """Number of experts that each member is to own.
 
     Where one more or less is open, who holds more gets more.
     """

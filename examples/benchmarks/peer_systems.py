@@ -31,8 +31,11 @@ class NotReady(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """A server; ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and
-    ``{python}`` of its command are filled in."""
+    """A server and its command.
+
+    ``{model}``, ``{dtype}``, ``{port}``, ``{rpc_port}``, ``{drafts}``, ``{examples}`` and ``{python}`` of the
+    command are filled in.
+    """
 
     command: str
     environment: dict[str, str] = field(default_factory=dict)

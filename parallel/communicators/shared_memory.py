@@ -267,7 +267,7 @@ class SharedMemoryCommunicator:
         return self.size > usable_cores()
 
     def begin_exchange(self, call: str) -> None:
-        """A call that waits by itself begins: its deadline is the communicator's.
+        """Begin a call that waits by itself; its deadline is the communicator's.
 
         Raises:
             CollectiveError: the group is broken.
@@ -275,7 +275,7 @@ class SharedMemoryCommunicator:
         self._health.begin(call)
 
     def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
-        """To be called every few milliseconds while waiting for member ``rank``.
+        """Check a wait for member ``rank``; called every few milliseconds.
 
         Raises:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the

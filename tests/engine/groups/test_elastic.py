@@ -1,5 +1,7 @@
-"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's
-words by hand."""
+"""The threads around :class:`engine.groups.recovery.Recovery`, without a coordinator.
+
+Instances are threads, and the coordinator's messages are written by hand.
+"""
 
 from __future__ import annotations
 

@@ -83,8 +83,10 @@ def length(index: int) -> int:
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
-    """The tokens that transformers generates for each prompt alone; ``options``: further ones of
-    ``generate``."""
+    """The tokens that transformers generates for each prompt alone.
+
+    ``options``: further ones of ``generate``.
+    """
     outputs = []
     for index in range(NUM_REQUESTS):
         ids = torch.tensor([prompt(index)])

@@ -104,8 +104,11 @@ def vocabulary(directory: Path) -> Vocabulary:
 
 
 def requests() -> list[Submit]:
-    """Grammars of every kind beside requests without; greedy, sampled, truncated, penalised, with
-    log-probabilities; some want more tokens than their grammar has."""
+    """Grammars of every kind beside requests without.
+
+    Requests are greedy, sampled, truncated, penalised, or with log-probabilities; some want more tokens than
+    their grammar has.
+    """
     kinds: list[dict[str, Any]] = [
         {"grammar": JSON},
         {"grammar": JSON, "top_k": 7, "logprobs": 2},
