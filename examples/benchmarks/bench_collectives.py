@@ -94,7 +94,7 @@ def run_member(rank: int, size: int, port: int, repeats: int) -> None:
         return made[name]
 
     def calls_of_torch(name: str, num_bytes: int) -> Callable[[], Any]:
-        """The same work, results in tensors that are there already."""
+        """The same calls of PyTorch, with results in tensors that exist already."""
         given = torch.arange(HEADER_INTS) if name == "all_gather_ints" else torch.ones(num_bytes // 4)
         parts, exchanged = [torch.empty_like(given) for _ in range(size)], torch.empty_like(given)
         return {
@@ -179,7 +179,7 @@ def cost_of_waiting(group: Communicator) -> dict[str, float]:
 
 
 def percentile(seconds: list[float], percent: int) -> float:
-    """In microseconds."""
+    """Percentile in microseconds."""
     return round(1e6 * statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1], 1)
 
 

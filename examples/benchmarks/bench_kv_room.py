@@ -34,7 +34,7 @@ from typing import Any
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 """(tensor parallel, pipeline parallel) sizes."""
 WEIGHTS = re.compile(r"(?:layers \d+ to \d+|M parameters), ([\d.]+) MiB of weights")
-"""Said of each worker, and last of all together."""
+"""Pattern of a worker's log line about its weights; the last line has all workers."""
 BLOCKS = re.compile(r"# KV blocks: (\d+), (\d+) tokens \(([\d.]+) MiB\)")
 RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([\d.e+]+)", re.MULTILINE)
 BENCH = [sys.executable, str(Path(__file__).with_name("bench_serving.py"))]
@@ -42,7 +42,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes, of ``80M`` and the like."""
+    """Number of bytes in a text like ``80M``."""
     number, unit = text.rstrip("KMG"), text[-1:]
     return int(float(number) * UNITS.get(unit, 1))
 

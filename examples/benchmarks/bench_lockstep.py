@@ -58,7 +58,7 @@ Args = argparse.Namespace
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"lockstep-moe": "lockstep-moe", "moe-16": str(ROOT / "build" / "models" / "moe-16")}
-"""What is served, by name."""
+"""Models by name."""
 VARIANTS = {
     "shared_memory": "-dp 2 -ep --all2all-backend shared_memory",
     "gloo all-gather": "-dp 2 -ep --all2all-backend allgather_reducescatter",
@@ -70,7 +70,7 @@ VARIANTS = {
 PARTS = ("wait", "attention", "dispatch", "experts", "combine", "rest")
 EXCHANGE = ("wait", "dispatch", "combine")
 REPORT_SECONDS = 0.5
-"""After the last token, until the instances have told the router all that they counted."""
+"""Seconds after the last token until all instances have reported their counts."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def print_throughput(name: str, cells: Sequence[Cell], args: Args) -> None:
-    """Print output tokens per second, and their ratio to the independent instances'.
+    """Print output tokens per second, and their ratio to independent instances.
 
     Ratios are taken within a repeat.
     """
@@ -217,7 +217,7 @@ def print_throughput(name: str, cells: Sequence[Cell], args: Args) -> None:
 
 
 def print_split(name: str, cells: Sequence[Cell]) -> None:
-    """Where a step's time went."""
+    """Print the parts of a step's time."""
     stepping = [cell for cell in cells if cell.of("step_ms")]
     if not stepping:
         return
@@ -233,7 +233,7 @@ def print_split(name: str, cells: Sequence[Cell]) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """As Markdown."""
+    """Print a table in Markdown."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     for row in (titles, ["-" * (width - 1) + ":" for width in widths], *rows):
         print("| " + " | ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) + " |")
@@ -259,7 +259,7 @@ def parse_args() -> Args:
 
 
 def write(args: Args, models: Sequence[dict[str, Any]]) -> None:
-    """--output-json."""
+    """Write the file of --output-json."""
     if args.output_json is None:
         return
     page = {

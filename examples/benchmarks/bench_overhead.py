@@ -29,7 +29,7 @@ PROMPT = 128
 
 
 def router(endpoint: str, sequences: int, answer: int, temperature: float) -> None:
-    """The process at the other end: submit all, take tokens until each has ended."""
+    """The router's process: submit all requests, take tokens until each has ended."""
     import zmq.asyncio
 
     from coordinator.rpc.rpc import AsyncConnection

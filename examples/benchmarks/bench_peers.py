@@ -104,7 +104,7 @@ whose requests do not all end together.
 LOWEST_ID = 300
 """Lowest token id in prompts: below it are special tokens and single bytes."""
 WARM = 8
-"""Requests at once, not counted, before anything is measured."""
+"""Requests at once for the warm-up, which does not count."""
 REST, REST_SECONDS = 10.0, 10.0
 """Percent of all cores that counts as rest, and longest wait for it.
 
@@ -179,7 +179,10 @@ class Load:
 
 
 def forgiven(outcome: Outcome) -> Outcome:
-    """transformers' streams just end."""
+    """The outcome without the error that transformers makes.
+
+    Its streams just end.
+    """
     if outcome.error.endswith(" chunks without [DONE]"):
         outcome.error = ""
     return outcome
@@ -227,7 +230,7 @@ def bench_model(name: str, args: Args, model_page: Page, save: Callable[[], None
 
 
 def come_to_rest() -> None:
-    """Wait until nobody computes any more: a run must not pay for the one before."""
+    """Wait until no system computes: a run must not pay for the one before."""
     deadline = time.monotonic() + REST_SECONDS
     while psutil.cpu_percent(interval=0.5) > REST and time.monotonic() < deadline:
         pass
@@ -252,7 +255,7 @@ def tell(text: str) -> None:
 
 
 def show(page: Page, plots: Path | None) -> None:
-    """Tables, and plots if asked for."""
+    """Print tables, and save plots if asked for."""
     for model in page["models"]:
         if model.get("cells"):
             print_model(model)

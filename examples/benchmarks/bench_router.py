@@ -103,7 +103,7 @@ class Stream(asyncio.Protocol):
 
 
 def load(port: int, model: str, streams: int, output_len: int, times: int) -> dict[str, Any]:
-    """So many streams at once, each so many times."""
+    """Run so many streams at once, each so many times."""
     body = json.dumps(
         {
             "model": model, "prompt": "The dog sat down", "max_tokens": output_len, "ignore_eos": True,
@@ -136,13 +136,13 @@ def load(port: int, model: str, streams: int, output_len: int, times: int) -> di
 
 
 class System:
-    """A server under load, and which of its processes are its front end."""
+    """A server under load, and its processes that are its front end."""
 
     def __init__(self, port: int, model: str, front_ends: list[psutil.Process]) -> None:
         self.port, self.model, self._front_ends = port, model, front_ends
 
     def cpu(self) -> float:
-        """Seconds that its front end has computed."""
+        """CPU seconds of the front end's processes."""
         return sum(cpu_seconds(process) for process in self._front_ends)
 
     def measure(self, streams: int, output_len: int, times: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 @contextlib.contextmanager
 def running(command: list[str], until: str, **environment: str) -> Iterator[psutil.Process]:
-    """A child, once its output says ``until``; ended at the end."""
+    """A child process that has printed ``until``; it is ended at the end."""
     with tempfile.NamedTemporaryFile("w+", prefix="lockstep-bench-", suffix=".log") as log:
         child = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
@@ -261,7 +261,10 @@ def writes(args: argparse.Namespace) -> Iterator[System]:
 
 
 def wait_until_answers(port: int, model: str) -> None:
-    """Raises RuntimeError if the request itself is refused: more tries would not help."""
+    """Wait until a server answers.
+
+    Raises RuntimeError if the request itself is refused: more tries would not help.
+    """
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:

@@ -48,7 +48,7 @@ class Job(NamedTuple):
     seed: int
     time: StepTime
     scale: float = 1.0
-    """Arrivals are slowed down so many times."""
+    """Factor by which arrivals are slowed down."""
     cores: float | None = None
     """Cores that all instances share, for loads of one host.
 

@@ -41,7 +41,7 @@ MOMENTS = {
     "kernels ready": ("Engine", "native kernels: on"),
     "instances loaded": ("Engine", ("ready on", "loaded after")),
 }
-"""Milestone -> whose log line it is, and how that begins."""
+"""Process and beginning of the log line of each milestone."""
 READY, FIRST_TOKEN = "mesh ready", "first token"
 TIMEOUT = 120.0
 
@@ -90,7 +90,7 @@ def ask_for_a_token(base_url: str) -> None:
 
 
 def moments(lines: list[str], began: float) -> dict[str, float]:
-    """When each milestone was reached, as far as the log has it."""
+    """Times of the milestones that the log has."""
     found: dict[str, float] = {}
     for line in lines:
         if not line.startswith("{"):
@@ -104,7 +104,7 @@ def moments(lines: list[str], began: float) -> dict[str, float]:
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """Medians, with the least and the most."""
+    """Table of medians, with the least and the most."""
     names = [*MOMENTS, READY, FIRST_TOKEN]
     lines = [f"| seconds since the command | {' | '.join(results)} |"]
     lines.append(f"| --- | {' | '.join('---:' for _ in results)} |")

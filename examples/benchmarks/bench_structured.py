@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""What structured outputs cost: masks per step, and compiling schemas.
+r"""Benchmark of structured outputs: masks per step, and compiling schemas.
 
     python examples/benchmarks/bench_structured.py
     python examples/benchmarks/bench_structured.py --model /path/to/model --requests 1 8 \
@@ -62,7 +62,7 @@ RECORD = {
     "required": ["people", "title"],
     "additionalProperties": False,
 }
-"""Longer than the steps that are timed."""
+"""A schema whose answers take longer than the steps that are timed."""
 
 
 class Timed:

@@ -44,7 +44,7 @@ Session = aiohttp.ClientSession
 
 KINDS = ("asleep", "back to back", "beside", "among")
 RANK = 0
-"""The instance that is asked."""
+"""The instance that gets the requests."""
 ANSWER = 3
 LONG_ANSWER = 1500
 SETTLE = 0.05

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""llama.cpp's single stream behind HTTP, for ``bench_peers.py``: run by the Python of build/peers/llama.cpp.
+"""HTTP server around llama.cpp's single stream, for ``bench_peers.py``.
+
+The Python of build/peers/llama.cpp runs it.
 
     build/peers/llama.cpp/bin/python examples/benchmarks/llama_cpp_server.py MODEL --port 8080 --threads 2
 

@@ -133,7 +133,7 @@ def corpus() -> Iterator[str]:
 
 
 def for_older_readers(path: Path) -> None:
-    """Also the spellings that other engines look for."""
+    """Add the spellings of settings that other engines look for."""
     config = json.loads(path.read_text())
     config.setdefault("rope_theta", (config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
     if "num_local_experts" in config:

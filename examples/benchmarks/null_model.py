@@ -21,7 +21,7 @@ STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US
 
 
 class NullModel:
-    """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
+    """Stand-in for :class:`engine.kernels.program.Program`: logits that cost nothing."""
 
     def __init__(self, vocabulary: int, most: int) -> None:
         import torch
@@ -105,7 +105,7 @@ class NullExecutor:
 
 
 def step_time() -> Callable[[Any], float]:
-    """Seconds of a step, by the variables."""
+    """Seconds of a step, by the environment variables."""
     names, units = (STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE), (1e-3, 1e-6, 1e-9)
     each, token, context = (
         float(os.environ.get(name, "0")) * unit for name, unit in zip(names, units, strict=True)
@@ -114,7 +114,7 @@ def step_time() -> Callable[[Any], float]:
 
 
 def instance(argv: list[str]) -> int:
-    """``python -m engine ARGV`` with such a model."""
+    """Run ``python -m engine ARGV`` with such a model."""
     import engine.host.cores
     import engine.instance
     from engine.__main__ import main
@@ -129,7 +129,7 @@ def instance(argv: list[str]) -> int:
 
 
 def serve(argv: list[str]) -> int:
-    """``serve ARGV`` with such instances."""
+    """Run ``serve ARGV`` with such instances."""
     from router.launcher.launch import ProcessSpec
     from router.launcher.serve import main_serve
 

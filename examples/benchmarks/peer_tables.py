@@ -19,11 +19,11 @@ Runs = dict[tuple[str, int], list[dict[str, Any]]]
 
 SPEED, FIRST = "tokens_per_second", "ttft_ms"
 MEASURES = {SPEED: ("output tokens/s", 0), FIRST: ("TTFT p50, ms", 0), "itl_ms": ("ITL p50, ms", 1)}
-"""What tables show: title and digits by the key of a run."""
+"""Title and digits of a table by the key of a run."""
 
 
 def print_model(model: Page) -> None:
-    """All of one model."""
+    """Print all tables of one model."""
     calibration = " and ".join(
         f"{one['read_gb_per_s']} GB/s, {one['bf16_gflop_per_s']} GFLOP/s" for one in model["calibration"]
     )
@@ -62,7 +62,7 @@ def print_workload(workload: str, model: Page) -> None:
 
 
 def good(of: Runs, system: str, concurrency: int, key: str) -> list[float]:
-    """A number of all runs in which no request failed."""
+    """Values of one measure, of all runs in which no request failed."""
     return [run[key] for run in of.get((system, concurrency), []) if not run["failed"]]
 
 
@@ -110,7 +110,7 @@ def plot(directory: Path, page: Page) -> None:
 
 
 def bars(axes: Any, cells: Sequence[dict[str, Any]], measure: str, label: str) -> None:
-    """Medians, with the lowest and the highest as whiskers."""
+    """Draw medians as bars, with the lowest and the highest as whiskers."""
     of: Runs = {(cell["system"], cell["concurrency"]): cell["runs"] for cell in cells}
     systems, counts = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("system", "concurrency"))
     width = 0.8 / len(systems)

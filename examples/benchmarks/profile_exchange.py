@@ -95,7 +95,7 @@ def member(
 
 
 def profile(model: str, size: int, loads: list[int], steps: int, spread: bool) -> list[dict[str, float]]:
-    """Mean of the members, for each load."""
+    """Mean of the members' seconds, for each load."""
     from parallel.groups import open_store
 
     store = open_store(HOST, None, is_host=True, timeout=TIMEOUT)

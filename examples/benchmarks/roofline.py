@@ -109,7 +109,7 @@ def packed_step(rows: Rows, vocabulary: int) -> tuple[PackedRows, np.ndarray, np
 def measure(
     program: Program, decoder: Decoder, rows: Rows, reach: dict[str, float], times: int
 ) -> dict[str, Any]:
-    """One kind of step."""
+    """Measure one kind of step."""
     packed, ids, wanted = packed_step(rows, decoder.vocab)
     program.forward(packed, ids, wanted)
     before = program.seconds.copy()
@@ -138,7 +138,7 @@ def measure(
 
 
 def beside(text: str) -> tuple[int, int]:
-    """``31:64``: rows that decode, and tokens of a prompt."""
+    """Numbers of a text like ``31:64``: decode rows, and tokens of a prompt."""
     rows, _, tokens = text.partition(":")
     return int(rows), int(tokens)
 

@@ -50,7 +50,7 @@ class World(Schedule[Event]):
     # ---- time
 
     def count_pauses(self, change: int) -> None:
-        """Counted time stands still while anybody is paused."""
+        """Stop counted time while any instance is paused."""
         self._counted, self._counted_at = self.counted, self.now
         self._paused += change
 
@@ -61,7 +61,7 @@ class World(Schedule[Event]):
     # ---- what happens
 
     def plan(self) -> None:
-        """Push what the outside world will do."""
+        """Push the events from outside."""
         settings = self.settings
         span = settings.gap * settings.arrivals
         for _ in range(settings.arrivals):

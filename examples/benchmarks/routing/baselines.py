@@ -1,4 +1,4 @@
-"""How other servers choose, written from their descriptions, each as a pure policy.
+"""Policies of other servers, written from their descriptions as pure functions.
 
 Each knows what its original knows: its own dispatches, and what the instances last reported.
 """
@@ -13,7 +13,7 @@ from engine.messages import InstanceReport
 
 
 class Baseline(Protocol):
-    """Chooses for one front end. Ranks are 0 ... n - 1."""
+    """A policy of one front end; ranks are 0 ... n - 1."""
 
     def choose(self, prompt: Sequence[int], now: float) -> int: ...
     def reported(self, rank: int, report: InstanceReport, now: float) -> None: ...
@@ -154,7 +154,7 @@ class SglangCacheAware:
     CHUNK = 16
     """Tokens per step of the prefixes that are remembered."""
     MAX_CHUNKS = 200_000
-    """Remembered per instance, the least recently used ones go first."""
+    """Most chunks remembered per instance; the least recently used ones go first."""
 
     def __init__(self, num_instances: int) -> None:
         self._in_flight = [0] * num_instances

@@ -48,7 +48,7 @@ class StepTime(msgspec.Struct, frozen=True):
     per_context: float
 
     def on_shared(self, cores: float, slowdown: float) -> StepTime:
-        """The same where instances share cores that are so many times slower than measured."""
+        """The same time on shared cores that are so many times slower."""
         name = f"{self.name}, {cores:g} cores for all, {slowdown:g}x"
         parts = (self.base, self.per_token, self.per_context)
         return StepTime(name, *(slowdown * part for part in parts))
@@ -58,7 +58,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Clocked:
-    """An executor that computes nothing and says how long it would have taken."""
+    """An executor that computes nothing, and reports the time that a step would take."""
 
     in_flight = 1
     needs_tokens = False
@@ -82,14 +82,14 @@ class Clocked:
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What each instance is given."""
+    """Resources of each instance."""
 
     time: StepTime
     num_blocks: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cores: float | None = None
-    """That the steps of all instances share; None: each instance computes on its own."""
+    """Cores that all instances' steps share; None: each instance computes on its own."""
 
 
 class Cores:
@@ -101,7 +101,7 @@ class Cores:
         self._at = 0.0
 
     def begin(self, name: str, seconds: float, now: float) -> None:
-        """A step that takes so long on a core of its own."""
+        """Begin a step that takes so long on a core of its own."""
         self._pass(now)
         self._left[name] = seconds
 
@@ -110,7 +110,7 @@ class Cores:
         del self._left[name]
 
     def next_end(self) -> tuple[str, float] | None:
-        """The step that ends first, if none begins before, and when."""
+        """Name and end of the step that ends first, if none begins before."""
         if not self._left:
             return None
         name = min(self._left, key=lambda each: self._left[each])
@@ -128,7 +128,7 @@ class Cores:
 
 @dataclass
 class _Node:
-    """An instance and what waits for it."""
+    """An instance and its waiting messages."""
 
     core: EngineCore
     executor: Clocked
@@ -194,7 +194,7 @@ class Cluster:
         self._then: dict[Entry, Callable[[], None]] = {}
 
     def run(self, load: Sequence[Arrival | Conversation]) -> list[Outcome]:
-        """Until all requests have ended."""
+        """Run until all requests have ended."""
         for item in load:
             if isinstance(item, Conversation):
                 self._begin_turn(item, 0, [], item.at)

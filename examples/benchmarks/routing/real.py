@@ -52,17 +52,17 @@ LONGEST = 32_768
 
 
 class Steps(NamedTuple):
-    """Whose instances there are, and what they are sent."""
+    """A set of instances and the loads that they get."""
 
     name: str
     loads: Mapping[str, Callable[[random.Random, int], Load]]
-    """Made from a seed for a number of instances."""
+    """Maker of loads, from a seed and a number of instances."""
     arguments: Callable[[str], str]
     """Arguments of ``serve`` for a load."""
     serve: Sequence[str] = ("-m", "router.launcher.serve")
     variables: Mapping[str, str] = {}
     extent: Mapping[str, float] = {}
-    """What else is to be known of a run, for the file of results."""
+    """Further facts of a run, for the file of results."""
 
 
 def shipped_model(seconds: float, rate: float) -> Steps:
@@ -107,7 +107,7 @@ def waiting(time: StepTime, slowdown: float) -> Iterator[Steps]:
 
 
 def _with_long_context(folder: Path) -> Path:
-    """The shipped model, said to have been trained on long texts."""
+    """The shipped model, with a configuration for longer texts than it was trained on."""
     folder.mkdir()
     for file in SHIPPED.iterdir():
         if file.name != "config.json":
@@ -179,7 +179,7 @@ class Run:
         return ids
 
     async def _watch(self) -> None:
-        """Tell a baseline what the instances report.
+        """Pass the instances' reports on to a baseline.
 
         For Lockstep's own policies too, as it costs time.
         """
@@ -193,7 +193,7 @@ class Run:
 
 
 def _report(load: dict[str, Any]) -> InstanceReport:
-    """As the instance has sent it, from what ``/v1/loads`` tells of it."""
+    """An instance's report, rebuilt from its entry in ``/v1/loads``."""
     return InstanceReport(
         last_dispatch=0,
         running=load["num_running_reqs"],
@@ -242,7 +242,7 @@ class RealJob(NamedTuple):
 
 
 async def compare(jobs: Sequence[RealJob], steps: Steps) -> AsyncIterator[Result]:
-    """Run by run in the order of ``jobs``.
+    """Run the jobs one by one, in their order.
 
     The baselines share a mesh with ``prefix_aware``, so that nothing but the choices differs between them;
     others of Lockstep's policies have a mesh each.
