@@ -18,8 +18,7 @@ from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.compute.graph_sizes import capture_sizes
-from engine.compute.runner import ModelRunner, vocabulary_of
-from engine.compute.sampler import rehearse
+from engine.compute.runner import ModelRunner, sampler_of
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
@@ -228,7 +227,7 @@ class UniExecutor:
             if self._shard.is_last:
                 if len(output) < num_sampled:  # the context is shorter than that
                     output = output.new_zeros(num_sampled, output.shape[1])
-                rehearse(output, vocabulary_of(model))
+                sampler_of(model).rehearse(output)
         torch.cuda.synchronize(model.device)
 
     def _bytes_for_program(self) -> int:

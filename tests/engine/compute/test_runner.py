@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from engine.attention import make_attention
 from engine.attention.transfer import upload
 from engine.compute import token_rules
+from engine.compute.logits_backend import SampleRow
 from engine.compute.runner import ModelRunner
-from engine.compute.sampler import SampleRow, sample
+from engine.compute.sampler import Sampler
 from engine.compute.token_rules import TokenRules
 from engine.config import ModelConfig
 from engine.model.checkpoint import read_model_info
@@ -306,7 +307,7 @@ def test_a_draw_is_a_function_of_seed_and_position(directories: dict[str, Path])
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt])).logits[0, -1:]
     row = SampleRow(SamplingParams(), 11, 9, np.array(prompt), 9, TokenRules(SamplingParams()))
-    assert request.output_ids == sample(logits, [row]).tolist()
+    assert request.output_ids == Sampler(logits.device).sample(logits, [row]).tolist()
 
 
 def test_what_a_request_says_of_tokens_is_made_once(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from engine.compute.sampler import Sampler
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor import make_executor, uni
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
@@ -133,7 +134,7 @@ def test_the_largest_step_chooses_a_token_for_every_request(
         scheduler=SchedulerConfig(max_num_seqs=most),
     )
     rehearsed: list[tuple[int, ...]] = []
-    monkeypatch.setattr(uni, "rehearse", lambda logits, vocabulary: rehearsed.append(tuple(logits.shape)))
+    monkeypatch.setattr(Sampler, "rehearse", lambda _, logits: rehearsed.append(tuple(logits.shape)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     executor = UniExecutor(config, info, 1)
     executor.load(lambda phase: None)

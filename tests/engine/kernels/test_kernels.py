@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.compute.runner import ModelRunner, _Continuing
+from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
 from engine.kernels import cache as cache_module
 from engine.kernels import library, make
@@ -22,6 +22,7 @@ from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
+from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
@@ -409,7 +410,7 @@ def test_steps_that_go_on_equal_those_that_are_packed(
     """
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
     monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
-    monkeypatch.setattr(_Continuing, "MOST", 7)
+    monkeypatch.setattr(GoingOn, "MOST", 7)
     programs = [program_of(model, Counted) for _ in range(3)]
     programs[1].refuses = True
     monkeypatch.setattr(programs[2], "can_choose", lambda *_: False)
