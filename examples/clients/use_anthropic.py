@@ -151,7 +151,7 @@ def parsed_into_models() -> None:
 
 
 def expect(kind: type[Exception], call: Any, words: str) -> Any:
-    """``call`` raises exactly ``kind``, with ``words`` in its message."""
+    """Check that ``call`` raises exactly ``kind``, with ``words`` in its message."""
     try:
         call()
     except anthropic.AnthropicError as error:

@@ -1,4 +1,7 @@
-"""R's databases of objects, as far as the novels need them: nothing here runs R."""
+"""Reader of R's databases of objects, as far as the novels need it.
+
+It runs no R.
+"""
 
 from __future__ import annotations
 

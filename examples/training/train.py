@@ -30,7 +30,7 @@ DROPOUT_FROM, DROPOUT = 0.49, 0.15
 
 @dataclass
 class Progress:
-    """How far the training is.
+    """Progress of the training.
 
     It travels with the checkpoint and ends up in the model card.
     """

@@ -16,14 +16,14 @@ from router.dispatch.policy import Policy
 Result = dict[str, Any]
 """One run of a policy under a seeded load, for a number of instances."""
 KEY = ("steps", "load", "policy", "instances", "seed", "repeat")
-"""What names a run in a file of results.
+"""Fields that identify a run in a file of results.
 
 ``steps``: whose they are, a machine's name.
 """
 POLICIES = list(dict.fromkeys([*map(str, Policy), *BASELINES]))  # round robin is in both
 MOST_BEHIND = 1.03
 REAL = "real instances"
-"""How the name of steps ends that were not simulated."""
+"""End of the name of steps that real instances took."""
 FIGURES = ("ttft_p50", "ttft_p99")
 
 
@@ -32,13 +32,13 @@ def key_of(steps: str, load: str, policy: str, instances: int, seed: int, repeat
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank."""
+    """Percentile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 def summary(outcomes: Sequence[Outcome], computed: Sequence[int]) -> dict[str, float]:
-    """Times in milliseconds."""
+    """Summary of outcomes, with times in milliseconds."""
     ttft = [1000 * (each.first_token - each.arrival) for each in outcomes]
     latency = [1000 * (each.end - each.arrival) for each in outcomes]
     return {
@@ -55,7 +55,7 @@ def summary(outcomes: Sequence[Outcome], computed: Sequence[int]) -> dict[str, f
 
 
 def groups(results: Sequence[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """By whose steps they are, number of instances, and load."""
+    """Results by kind of steps, number of instances, and load."""
     found: dict[tuple[str, int, str], list[Result]] = {}
     for each in sorted(results, key=_place):
         found.setdefault((each["steps"], each["instances"], each["load"]), []).append(each)

@@ -1,4 +1,4 @@
-"""How long a step takes: the steps of a real model, measured and fitted."""
+"""Step times of a real model, measured and fitted."""
 
 from __future__ import annotations
 

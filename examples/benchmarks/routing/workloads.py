@@ -1,4 +1,4 @@
-"""The loads of the comparison.
+"""Loads of the comparison.
 
 All are made from a seed; token ids are random numbers.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """One request. ``at`` in seconds."""
+    """One request, with its time ``at`` in seconds."""
 
     at: float
     prompt: list[int]
@@ -26,7 +26,7 @@ class Conversation(msgspec.Struct, frozen=True):
     at: float
     system: list[int]
     turns: list[tuple[list[int], int]]
-    """(new words, tokens of the answer)."""
+    """Turns: (new words, tokens of the answer)."""
     pause: float
     """Seconds between an answer and the next turn."""
     session: str
@@ -36,7 +36,7 @@ Load = Sequence[Arrival | Conversation]
 
 
 def _count(each: int, num_instances: int) -> int:
-    """Requests in all, so many for each instance.
+    """Number of requests in all, so many for each instance.
 
     Half of that for many instances, to be done sooner.
     """
@@ -48,7 +48,7 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def small_ids(load: Load) -> Load:
-    """The same with token ids of a vocabulary of 4096."""
+    """The same load with token ids of a vocabulary of 4096."""
 
     def of(ids: Sequence[int]) -> list[int]:
         return [5 + word % 4000 for word in ids]
@@ -132,4 +132,4 @@ LOADS: dict[str, Callable[[random.Random, int, float], Load]] = {
     "small caches": small_caches,
 }
 SMALLER: dict[str, dict[str, int]] = {"small caches": {"num_blocks": 600, "max_num_seqs": 32}}
-"""What instances are given under a load, where it is less than ``Machine`` says."""
+"""Resources of instances under a load that are less than those of ``Machine``."""
