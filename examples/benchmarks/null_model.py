@@ -20,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installe
 STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US", "NULL_CONTEXT_NS"
 
 MORE_BLOCKS = 3
-"""How many times as wide the tables of decode steps are as those packed, for the steps that follow."""
+"""Width of block tables in decode steps, as a multiple of that in packed steps.
+
+The further blocks are for the steps that follow.
+"""
 
 
 class NullModel:
