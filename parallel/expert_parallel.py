@@ -209,7 +209,7 @@ class ExpertParallel:
         else:
             numbers = _like(hidden, local[order])[:, None]
             outputs = self._local_experts(module, rows, numbers, rows.new_ones(len(rows), 1))
-        return outputs.index_select(0, _like(hidden, _places(order)))
+        return outputs.index_select(0, _like(hidden, _inverse(order)))
 
     def _note(self, began: float, arrived: float, done: float) -> None:
         self.times.dispatch += arrived - began
@@ -237,7 +237,7 @@ def _bring_home(
     parts = group.all_to_all_views(on_host, send, receive)
     width = computed.shape[1]
     if len(order) * width * computed.itemsize < _LARGE:
-        sorted_rows = torch.cat(list(parts)).index_select(0, torch.from_numpy(_places(order)))
+        sorted_rows = torch.cat(list(parts)).index_select(0, torch.from_numpy(_inverse(order)))
         return sorted_rows if on_host is computed else sorted_rows.to(computed.device)
     outputs = on_host.new_empty(len(order), width)
     rows, begin = _rows(outputs), 0
@@ -299,8 +299,8 @@ def _like(tensor: torch.Tensor, numbers: Ints) -> torch.Tensor:
     return torch.from_numpy(numbers).to(tensor.device)
 
 
-def _places(order: Ints) -> Ints:
+def _inverse(order: Ints) -> Ints:
     """The inverse of a permutation."""
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return places
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse

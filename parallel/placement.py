@@ -4,7 +4,7 @@ The first group of a mesh is placed by :func:`assign_experts`. Strategies have v
 each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
 first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
-A *rank* is here a member's place in its group, from 0 without gaps.
+A *rank* is here a member's index in its group, from 0 without gaps.
 """
 
 from __future__ import annotations

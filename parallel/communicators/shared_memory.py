@@ -95,7 +95,7 @@ class SharedMemoryCommunicator:
                 self._members = self._map(store, patience, own, layout, should_stop)
                 rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
-                rounds.all_gather_ints([rank])  # whoever took part has mapped everything
+                rounds.all_gather_ints([rank])  # each member that takes part has mapped everything
             finally:
                 own.conceal()
         except BaseException:
@@ -166,7 +166,7 @@ class SharedMemoryCommunicator:
     ) -> list[torch.Tensor]:
         plans, plan, given = self._start("all_to_all_views", outgoing, send_sizes, receive_sizes)
         buffer = plan.run(given)
-        if buffer == VIEWS:  # all know by now that what somebody gives is too large
+        if buffer == VIEWS:  # all know by now that the data of some member is too large
             # That takes more than one round, so who goes on to the next call has seen that all others are
             # done with what they gave.
             incoming = self.all_to_all(given, send_sizes, receive_sizes)
@@ -243,7 +243,7 @@ class SharedMemoryCommunicator:
 
     def _closed(self, call: str) -> NoReturn:
         self._health.begin(call)
-        raise AssertionError("it is open")
+        raise AssertionError("the communicator is open")
 
     # ---- for native code that exchanges by itself
 
