@@ -83,7 +83,7 @@ class AgreementChecker(Generic[Who, Position]):
         if at not in self._function:
             headers = self._headers.get(at, {})
             if set(headers) != set(members):
-                self.broken(self.ORDER, f"step {at} is decided with {sorted(headers)} of {members}")
+                self.broken(self.ORDER, f"step {at} is decided with {sorted(headers, key=str)} of {members}")
             ordered = [headers[who] for who in members if who in headers]
             self._function[at] = decide(ordered)
             self.counts[type(self._function[at]).__name__] += 1

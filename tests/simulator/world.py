@@ -25,6 +25,8 @@ class World(Schedule[Event]):
     """The instances of one schedule and what is between them."""
 
     MAX_EVENTS = 30_000
+    settings: Settings
+    checker: Checker
 
     def __init__(
         self, seed: int, lockstep: type[Lockstep] = Lockstep, ignored: Collection[Rule] = ()

@@ -69,6 +69,8 @@ class World(Schedule[Call]):
     """The mesh of one schedule: its coordinator, instances, groups and requests."""
 
     MAX_EVENTS = 60_000
+    settings: Settings
+    checker: Checker
     registry_class = Registry
     recovery_class = Recovery
     lockstep_class = Lockstep
