@@ -222,7 +222,7 @@ class Cluster:
                 known = node.core.block_events(None)
                 assert known is not None
                 assert self._pool.index.num_blocks(name) == len(known.stored) // NAME_BYTES
-                assert self._pool.index.num_promised(name) == 0
+                assert self._pool.index.num_expected(name) == 0
 
     # ---- clients
 
