@@ -29,11 +29,11 @@ APART = (
     "parallel/measure.py",
     "coordinator/settings/",
 )
-"""Where constants are sizes of computations or findings of tools: no operator meets them."""
+"""Modules whose constants are sizes of computations: no operator meets them."""
 INNER = re.compile(
     r"^(_|LOOK|POLL|RECONNECT_INTERVAL|MAX_ERROR|MAX_NAMED$|MOST_AT_ONCE|MOST_PLANS|MOST_COMPARED|MOST$)|COMPARED$"
 )
-"""Names of constants that only set how often a loop looks, or how long a message gets."""
+"""Names of constants that only pace a loop, or bound a message's length."""
 
 BOUND = re.compile(
     r"^(MAX|MOST|LARGEST|LONGEST)(_|$)|_(TIMEOUT|INTERVAL|SECONDS|MS|PATIENCE|AFTER|TRIES|GRACE)$"
@@ -82,7 +82,10 @@ class Limit(NamedTuple):
 
 
 def value_of(node: ast.expr, known: dict[str, float]) -> float | None:
-    """The number that an expression of numbers and earlier constants gives; None for anything else."""
+    """The number that an expression gives; None for other values.
+
+    ``known`` has the constants before it.
+    """
     match node:
         case ast.Constant(int() | float() as value) if not isinstance(value, bool):
             return value
@@ -96,7 +99,10 @@ def value_of(node: ast.expr, known: dict[str, float]) -> float | None:
 
 
 def meaning_of(name: str, line: str, after: ast.stmt | None) -> str:
-    """The docstring behind an assignment, else the comment on its line, else the name in words."""
+    """The docstring behind an assignment, or the comment on its line.
+
+    Without both, the name in words.
+    """
     match after:
         case ast.Expr(ast.Constant(str(text))):
             return text
@@ -105,7 +111,10 @@ def meaning_of(name: str, line: str, after: ast.stmt | None) -> str:
 
 
 def constants(source: str) -> Iterator[tuple[str, float, str]]:
-    """Name, value and docstring of each module constant that is a number, several to a statement included."""
+    """Name, value and meaning of each module constant that is a number.
+
+    A statement may assign several.
+    """
     known: dict[str, float] = {}
     lines, body = source.splitlines(), ast.parse(source).body
     for node, after in zip(body, [*body[1:], None], strict=True):
@@ -127,7 +136,7 @@ def constants(source: str) -> Iterator[tuple[str, float, str]]:
 
 
 def rules(source: str, name: str) -> Iterator[tuple[str, float, str]]:
-    """Name, default and meaning of each field of a struct of rules that is a number."""
+    """Name, default and meaning of each numeric field of a struct."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for field, after in zip(node.body, [*node.body[1:], None], strict=True):
@@ -154,7 +163,7 @@ def limits() -> list[Limit]:
 
 
 def first_sentence(text: str) -> str:
-    """What a docstring says first, on one line that a table can hold."""
+    """The first sentence of a docstring, on one line that a table can hold."""
     line = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[^.][.]) ", line)[0].replace("|", "\\|").replace("``", "`")
 
