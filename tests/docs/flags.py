@@ -1,6 +1,6 @@
-"""Writes the tables of docs/use/coming-from-vllm.md: ``python -m tests.docs.flags``.
+"""Writes the tables of flags of other systems in docs/use: ``python -m tests.docs.flags``.
 
-The tables hold every flag of :mod:`router.launcher.foreign_flags`, with the words of that module.
+The tables of both pages hold every flag of :mod:`router.launcher.foreign_flags`, with the words of that module.
 """
 
 from __future__ import annotations
@@ -10,37 +10,35 @@ from pathlib import Path
 from coordinator.settings.foreign import Foreign
 from router.launcher.foreign_flags import FOREIGN
 
-PAGE = Path(__file__).parents[2] / "docs" / "use" / "coming-from-vllm.md"
+USE = Path(__file__).parents[2] / "docs" / "use"
 MARK = "<!-- made by python -m tests.docs.flags -->"
-"""Line of the page after which this writes."""
+"""Line of each page after which this writes."""
 
 
-def tables() -> str:
-    """Three tables in Markdown: flags with another name here, flags that are refused, flags that are ignored."""
+def tables() -> dict[Path, str]:
+    """The Markdown below the mark of each page: flags with another name here, and all others."""
     named = [(flag.here, _name(flag)) for flag in FOREIGN if flag.here]
     refused = [(flag.instead, _with_harmless(flag)) for flag in FOREIGN if flag.instead]
     ignored = [(flag.why, _name(flag)) for flag in FOREIGN if flag.harmless is None]
     assert len(named) + len(refused) + len(ignored) == len(FOREIGN)
-    return "\n".join(
-        [
-            "## Flags with another name here",
-            "",
-            *_table("here", "elsewhere", named, code=True),
-            "",
-            "## Flags that are refused",
-            "",
-            "`serve` exits with status 2 and `--FLAG VALUE is not possible: REASON`. Values in parentheses change",
-            "nothing, and are ignored with a warning; so is `--no-` before a flag that takes no value.",
-            "",
-            *_table("reason", "flags", refused),
-            "",
-            "## Flags that are ignored",
-            "",
-            "`serve` logs the warning `--FLAG VALUE ignored: REASON`.",
-            "",
-            *_table("reason", "flags", ignored),
-        ]
-    ) + "\n"  # fmt: skip
+    others = [
+        "## Flags that are refused",
+        "",
+        "`serve` exits with status 2 and the error `--FLAG VALUE is not possible: REASON`. Values in parentheses",
+        "change nothing: they are ignored with a warning. So is `--no-` before a flag that takes no value.",
+        "",
+        *_table("reason", "flags", refused),
+        "",
+        "## Flags that are ignored",
+        "",
+        "`serve` logs the warning `--FLAG VALUE ignored: REASON`.",
+        "",
+        *_table("reason", "flags", ignored),
+    ]
+    return {
+        USE / "coming-from-vllm.md": "\n".join(_table("here", "elsewhere", named, code=True)) + "\n",
+        USE / "foreign-flags.md": "\n".join(others) + "\n",
+    }
 
 
 def _table(left: str, right: str, pairs: list[tuple[str, str]], *, code: bool = False) -> list[str]:
@@ -65,10 +63,12 @@ def _with_harmless(flag: Foreign) -> str:
     return f"{_name(flag)} ({', '.join(f'`{value}`' for value in values)})"
 
 
-def written(page: str) -> str:
-    """The page with new tables below its mark."""
-    return f"{page[: page.index(MARK)]}{MARK}\n\n{tables()}"
+def written(page: Path, text: str) -> str:
+    """The page with this text below its mark."""
+    before = page.read_text()
+    return f"{before[: before.index(MARK)]}{MARK}\n\n{text}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for path, below in tables().items():
+        path.write_text(written(path, below))
