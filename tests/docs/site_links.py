@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-OUTSIDE = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)*)\]\(((?:\.\./)+)([^)#]*)(?:#[^)]*)?\)")
+OUTSIDE = re.compile(r"(?<!!)\[([^\[\]]*)\]\(((?:\.\./)+)([^)#]*)(?:#[^)]*)?\)")
 """A link whose target begins with ``../``: its text, the steps up, and the rest."""
 
 
