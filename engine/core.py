@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -92,26 +92,24 @@ class EngineCore:
         self.grammars = GrammarCompiler(info)
         self._arrivals = 0
         self._tracing = tracing
-        self._unfinished: Step | None = None
-        """A step that was scheduled and did not run to its end, because the group broke or changed."""
         self._others_ran: deque[bool] = deque(maxlen=executor.in_flight)
-        """Of so many last steps, whether other instances had rows in them."""
-        self._steps: deque[tuple[Step, Agreement]] = deque()
-        """Under way in a pipeline, oldest first."""
-        self._again: deque[Step] = deque()
-        """To run in the pipeline before anything else is scheduled: they did not come to their end."""
-        self._handouts: dict[Peer, OutgoingTokens] = defaultdict(OutgoingTokens)
-        """Of steps of the pipeline that ended before one after them failed."""
+        """Whether other instances had rows in each of the last ``in_flight`` steps."""
+        self._under_way: deque[tuple[Step, Agreement]] = deque()
+        """Steps that have begun, oldest first."""
+        self._unfinished: deque[Step] = deque()
+        """Steps to run before anything else is scheduled: they did not begin, or did not end."""
+        self._handouts: dict[Peer, OutgoingTokens] = {}
+        """Tokens of steps that ended before a later one failed."""
         self._finished_at = 0.0
-        """When the newest result of the pipeline came, or its first step began."""
+        """When the newest result came, or the first step of those under way began."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
 
     @property
     def has_work(self) -> bool:
-        kept = self._unfinished is not None or self._again or self._handouts
-        return self.scheduler.has_work or bool(kept) or any(step.slots for step, _ in self._steps)
+        kept = self._unfinished or self._handouts or any(step.slots for step, _ in self._under_way)
+        return self.scheduler.has_work or bool(kept)
 
     @property
     def is_empty(self) -> bool:
@@ -175,87 +173,67 @@ class EngineCore:
         return self._executor.computes_apart and isinstance(self.pace, Alone)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
-        """Run one step, in lockstep once all agree on it; the new tokens by router.
+        """Begin steps until ``in_flight`` are under way, then finish the oldest; the new tokens by router.
 
-        Empty if nothing runs. Where it :attr:`overlaps`, ``meanwhile`` is called once workers compute it.
+        In lockstep each step begins once all agree on it. Empty if nothing runs. Where no further step
+        follows for now, all that are under way are finished. Where it :attr:`overlaps`, ``meanwhile`` is
+        called while workers compute.
 
-        A step that does not come to its end is kept and runs the next time, before anything else is
-        scheduled, also if its requests are aborted meanwhile: others may rely on the blocks that it fills.
-        So nothing has to be taken back, and nothing was handed out.
+        A step that does not come to its end is kept and runs again before anything else is scheduled, also
+        if its requests are aborted meanwhile: others may rely on the blocks that it fills. So nothing has to
+        be taken back, and nothing was handed out.
 
         Raises:
             parallel.communicators.base.CollectiveError: in lockstep, a peer is lost.
             engine.executor_contract.WorkerLost: a worker of this instance is.
         """
-        if self._executor.in_flight > 1:
-            return self._step_of_pipeline(meanwhile)
-        step = self._unfinished or self._schedule() or Step()
-        self._unfinished = step if step.slots else None
-        agreement = self._agree(step)
-        if not agreement.runs:
-            self._split.slept(agreement)
-            return {}
-        began = time.perf_counter()
-        if self.overlaps:
-            self._executor.begin(step, agreement.sizes)
-            meanwhile()
-            result = self._executor.finish()
-        else:
-            result = self._executor.execute(step, agreement.sizes)
-        self._unfinished = None
-        seconds = time.perf_counter() - began
-        self.scheduler.timed(step, seconds)
-        times = self._executor.expert_times()
-        if times is not None:
-            self._split.stepped(agreement, step.num_tokens, seconds, times)
-        return self._take_in(step, result)
-
-    def run_again(self) -> None:
-        """Another group has taken the place of the one before: what is under way in a pipeline was lost with
-        it, and is the first to run in the new one."""
-        if self._steps:
-            self._steps.clear()
-            self._again = deque(map(self._masked, self.scheduler.restart()))
-
-    def _step_of_pipeline(self, meanwhile: Callable[[], None]) -> dict[Peer, OutgoingTokens]:
-        """Fill the pipeline, then wait for the step that is furthest.
-
-        Where no further one follows for now, for all.
-        """
         try:
-            pauses = self._fill_pipeline()
+            pauses = self._begin_steps()
             if self.overlaps:
                 meanwhile()
-            for _ in range(len(self._steps) if pauses else min(1, len(self._steps))):
-                for peer, handout in self._finish_oldest().items():
-                    for delta in handout:
-                        self._handouts[peer].add(delta)
+            for _ in range(len(self._under_way) if pauses else min(1, len(self._under_way))):
+                self._keep(self._finish_oldest())
         except CollectiveError:
-            self._steps.clear()
-            self._again = deque(map(self._masked, self.scheduler.restart()))
+            self._restart()
             raise
-        handouts, self._handouts = self._handouts, defaultdict(OutgoingTokens)
+        handouts, self._handouts = self._handouts, {}
         return handouts
 
-    def _fill_pipeline(self) -> bool:
+    def run_again(self) -> None:
+        """A new group has replaced the one before: steps under way were lost with it and run first in it."""
+        if self._under_way:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._under_way.clear()
+        self._unfinished = deque(map(self._masked, self.scheduler.restart()))
+
+    def _keep(self, handouts: dict[Peer, OutgoingTokens]) -> None:
+        for peer, handout in handouts.items():
+            if peer in self._handouts:
+                for delta in handout:
+                    self._handouts[peer].add(delta)
+            else:
+                self._handouts[peer] = handout
+
+    def _begin_steps(self) -> bool:
         """Begin steps until enough are under way, or nothing more can run now.
 
-        In lockstep each once all agree on it, some without any rows of this instance. Returns whether no
-        further one follows.
+        In lockstep some are without any rows of this instance. Returns whether no further step follows.
         """
-        while len(self._steps) < self._executor.in_flight:
-            step = self._again.popleft() if self._again else self._schedule() or Step()
+        while len(self._under_way) < self._executor.in_flight:
+            step = self._unfinished.popleft() if self._unfinished else self._schedule() or Step()
             agreement = self._agree(step)
             if not agreement.runs:
                 if step.slots:
-                    self._again.appendleft(step)
-                if agreement.pauses:
+                    self._unfinished.appendleft(step)
+                if agreement.pauses or not self._under_way:
                     self._split.slept(agreement)
                 return agreement.pauses
-            if not self._steps:
+            if not self._under_way:
                 self._finished_at = time.perf_counter()
             self._executor.begin(step, agreement.sizes)
-            self._steps.append((step, agreement))
+            self._under_way.append((step, agreement))
         return False
 
     def _agree(self, step: Step) -> Agreement:
@@ -265,7 +243,7 @@ class EngineCore:
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
             longest=max(step.ends, default=0),
-            in_flight=sum(bool(under_way.slots) for under_way, _ in self._steps),
+            in_flight=sum(bool(begun.slots) for begun, _ in self._under_way),
         )
         self._others_ran.append(sum(agreement.sizes) > step.num_tokens)
         self.scheduler.others_run = any(self._others_ran)
@@ -274,7 +252,7 @@ class EngineCore:
     def _finish_oldest(self) -> dict[Peer, OutgoingTokens]:
         result = self._executor.finish()
         began, self._finished_at = self._finished_at, time.perf_counter()
-        step, agreement = self._steps.popleft()
+        step, agreement = self._under_way.popleft()
         self.scheduler.timed(step, self._finished_at - began)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:

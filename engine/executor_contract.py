@@ -72,10 +72,10 @@ class Executor(Protocol):
         """Make the KV cache: ``num_blocks`` blocks of ``block_size`` tokens."""
         ...
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """Run one step and wait for it.
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """Start to compute a step behind those that are under way, at most ``in_flight`` in all.
 
-        Running the same step again gives the same result.
+        Running the same step again gives the same result. Without workers the step is computed here and now.
 
         Args:
             sizes: with experts spread over instances, the tokens of every rank in this step; one without
@@ -87,13 +87,11 @@ class Executor(Protocol):
         """
         ...
 
-    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """Let the workers compute a step behind those that are under way, at most ``in_flight`` in all.
-        ``sizes`` as for :meth:`execute`."""
-        ...
-
     def finish(self) -> StepResult:
-        """Wait for the oldest step under way. Raises as :meth:`execute` does."""
+        """Wait for the oldest step under way.
+
+        Raises as :meth:`begin` does.
+        """
         ...
 
     def check(self) -> None:

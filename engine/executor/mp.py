@@ -195,11 +195,6 @@ class MpExecutor:
 
     # ---- steps
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See :class:`.Executor`."""
-        self.begin(step, sizes)
-        return self.finish()
-
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         """See :class:`.Executor`."""
         self._send_all(Execute(step))

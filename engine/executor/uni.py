@@ -295,8 +295,8 @@ class UniExecutor:
             capture=CudaCapture(model.device),
         )
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        """See :class:`.Executor`."""
+    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
+        """See :class:`.Executor`. The step is done when this returns: no other process computes it."""
         assert self._runner is not None, "allocate() comes first"
         assert self._model is not None
         self._untouched.note(step)
@@ -305,11 +305,7 @@ class UniExecutor:
             self._attention_before = replace(self._attention)
             if not step.slots and (self._program is None or not self._program.serve()):
                 self._pass_expert_layers(self._model)
-        return self._runner.run(step)
-
-    def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
-        """See :class:`.Executor`. Nobody else computes, so the step is done when this returns."""
-        self._results.append(self.execute(step, sizes))
+        self._results.append(self._runner.run(step))
 
     def finish(self) -> StepResult:
         """See :class:`.Executor`."""

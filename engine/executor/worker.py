@@ -227,13 +227,14 @@ class Worker:
         if spread is not None and (spread.is_broken or spread.epoch != message.epoch):
             return  # the engine knows, or is about to: this step comes again
         try:
-            result = executor.execute(message.step, message.sizes)
+            executor.begin(message.step, message.sizes)
         except CollectiveError as error:
             if spread is None or not spread.epoch:
                 raise
             suspect, evidence = spread.fail(error)
             self._send(Broken(spread.epoch, suspect, evidence, str(error)))
             return
+        result = executor.finish()
         if executor.answers:
             self._send(Computed(result, executor.expert_times() if spread is not None else None))
 
