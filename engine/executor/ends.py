@@ -8,6 +8,7 @@ pair, too, inside this process: somebody who knows the way to it (:mod:`engine.e
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -16,11 +17,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from coordinator.process import process
-from engine.executor.channel import Channel
+from engine.executor.channel import Channel, ChannelClosed
 from engine.executor.messages import FromWorker
 from engine.executor_contract import Progress
 from engine.host import forked
@@ -205,6 +206,29 @@ class RelayedWorker(WorkerEnd):
 
     def end(self, deadline: float) -> None:
         """Its crew sees to that."""
+
+    def forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
+        """Pass what the executor sends to ``send``, in the loop's thread, until the executor hangs up.
+
+        ``send`` returns whether it took the message; what follows one that it did not take is left.
+        """
+        loop.add_reader(self.relay.fileno(), self._forward, loop, send)
+
+    def _forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
+        try:
+            while (payload := self.relay.take()) is not None:
+                if not send(payload):
+                    return
+        except ChannelClosed:
+            loop.remove_reader(self.relay.fileno())
+
+    def deliver(self, payload: bytes) -> bool:
+        """Pass a message of the worker to the executor; False once the executor has hung up."""
+        try:
+            self.relay.send(payload)
+        except ChannelClosed:
+            return False
+        return True
 
     def forget(self) -> None:
         """Nobody relays any more."""
