@@ -97,7 +97,7 @@ class EngineCore:
         self._under_way: deque[tuple[Step, Agreement]] = deque()
         """Steps that have begun, oldest first."""
         self._unfinished: deque[Step] = deque()
-        """Steps to run before anything else is scheduled: they did not begin, or did not end."""
+        """Steps to run before others are scheduled: they did not begin, or did not end."""
         self._handouts: dict[Peer, OutgoingTokens] = {}
         """Tokens of steps that ended before a later one failed."""
         self._finished_at = 0.0
@@ -156,7 +156,7 @@ class EngineCore:
             self._handouts[peer] = kept
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
-        """Forget those of these requests that have not begun; returns them."""
+        """Forget those of these requests that have not begun, and return their numbers."""
         keys = ((peer, number) for number in numbers)
         return [key[1] for key in keys if self.grammars.forget(key) or self.scheduler.recall(key)]
 
@@ -173,11 +173,11 @@ class EngineCore:
         return self._executor.computes_apart and isinstance(self.pace, Alone)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
-        """Begin steps until ``in_flight`` are under way, then finish the oldest; the new tokens by router.
+        """Begin steps until ``in_flight`` are under way, then finish the oldest.
 
-        In lockstep each step begins once all agree on it. Empty if nothing runs. Where no further step
-        follows for now, all that are under way are finished. Where it :attr:`overlaps`, ``meanwhile`` is
-        called while workers compute.
+        Returns the new tokens by router, none if nothing runs. In lockstep each step begins once all agree on
+        it. Where no further step follows for now, all that are under way are finished. Where it
+        :attr:`overlaps`, ``meanwhile`` is called while workers compute.
 
         A step that does not come to its end is kept and runs again before anything else is scheduled, also
         if its requests are aborted meanwhile: others may rely on the blocks that it fills. So nothing has to
@@ -200,7 +200,7 @@ class EngineCore:
         return handouts
 
     def run_again(self) -> None:
-        """A new group has replaced the one before: steps under way were lost with it and run first in it."""
+        """After entering a new group: steps lost with the old one run first."""
         if self._under_way:
             self._restart()
 
@@ -334,11 +334,11 @@ class EngineCore:
 
     @property
     def num_block_changes(self) -> int:
-        """Of the prefix cache so far: the number of the next one."""
+        """Number of the next change of the prefix cache."""
         return self._blocks.next
 
     def block_events(self, number: int | None) -> BlockEvents | None:
-        """What a router has to be told of the prefix cache that has all changes before ``number``."""
+        """Changes of the prefix cache from ``number`` on, for a router that has those before."""
         return self._blocks.since(number, self._pool.known)
 
     def _lockstep_counters(self) -> LockstepCounters:
@@ -353,8 +353,11 @@ class EngineCore:
         )
 
     def _is_full(self, submit: Submit) -> bool:
-        """Whether one more would wait for longer than the next step, and too many do already. Tokens are
-        counted before a request is added: a long one finds room in an empty queue."""
+        """Whether the queue is full for one more request.
+
+        It would wait for longer than the next step, and too many do already. Tokens are counted before a
+        request is added: a long one finds room in an empty queue.
+        """
         limits = self._config.scheduler
         most_tokens = limits.max_num_queued_tokens
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)

@@ -42,11 +42,14 @@ IDLE_WAIT = 0.1
 MAX_MESSAGES_PER_TURN = 1000
 """Messages taken in between two steps: a flood of them must not stop the steps."""
 ROUTER_TIMEOUT = 10.0
-"""A router that says nothing for so long (it attaches every second) is gone, and so are its requests."""
+"""Seconds without a message after which a router and its requests are dropped.
+
+A router attaches every second.
+"""
 FAREWELL, FAREWELL_INTERVAL = 1.0, 0.01
-"""Seconds that an instance which leaves waits for its routers at most, and between two looks at them."""
+"""Most seconds that a leaving instance waits for its routers, and between two looks."""
 RATE_WINDOW = 2.0
-"""Seconds over which the token rate is told."""
+"""Seconds over which the token rate is measured."""
 NOTHING = OutgoingTokens()
 
 
@@ -59,7 +62,7 @@ class _Router(msgspec.Struct):
     news: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
     wants_blocks: bool = False
     has_blocks: int | None = None
-    """The changes of the prefix cache before this one are known to it; None: nothing is."""
+    """First change of the prefix cache that it does not know; None: it knows none."""
 
 
 class Progress:
@@ -83,8 +86,10 @@ class Progress:
             self._window.pop(0)
 
     def rested(self, standing: LoadSnapshot) -> None:
-        """While there is nothing to step: what was there may have been aborted since the last step, and what
-        waits for its grammar is not late."""
+        """Called while there is nothing to step.
+
+        Requests may have been aborted since the last step, and those that wait for a grammar are not late.
+        """
         self._rested_at = time.monotonic()
         self._standing = standing
 
@@ -107,7 +112,7 @@ class Progress:
 
 
 class Server:
-    """Binds at once; :meth:`run` steps until it is told to stop and has drained."""
+    """Binds at once; :meth:`run` steps until :meth:`drain` is called and it has drained."""
 
     def __init__(self, instance: str, address: str, core: EngineCore, keys: MeshKeys | None = None) -> None:
         self._instance = instance
@@ -126,7 +131,7 @@ class Server:
         self.leaves_requests = False
         """Whether :meth:`run` ended with some that others have to finish."""
         self.turn = 0
-        """Of the step loop, for whoever watches that it goes on."""
+        """Turns of the step loop so far; the step watch compares them."""
 
     @property
     def endpoint(self) -> str:
@@ -175,9 +180,12 @@ class Server:
             self._hand_out()
 
     def await_readers(self, patience: float = FAREWELL) -> None:
-        """After :meth:`run`, and once routers can hear from the coordinator that this instance leaves: wait
-        until they have hung up, which they do when they have read all. What they have not read when the
-        connection breaks is lost to them (ZeroMQ drops it): they would have it computed again elsewhere."""
+        """Wait until routers have hung up, which they do when they have read all.
+
+        Called after :meth:`run`, once routers can hear from the coordinator that this instance leaves. What
+        they have not read when the connection breaks is lost to them, since ZeroMQ drops it. They would have
+        it computed again elsewhere.
+        """
         until = time.monotonic() + patience
         while time.monotonic() < until and any(self._listener.send(peer, Tokens()) for peer in self._routers):
             time.sleep(FAREWELL_INTERVAL)
@@ -258,8 +266,8 @@ class Server:
     def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection.
 
-        A new one is told so: what its router had here before, over a connection that broke, is lost to it.
-        None if that cannot be told: then nothing is taken from it.
+        A new one is sent :class:`Attached`: what its router had here before, over a connection that broke, is
+        lost to it. None if that cannot be sent: then nothing is taken from it.
         """
         router = self._routers.get(peer)
         if router is None:
@@ -288,9 +296,9 @@ class Server:
             self._tell(peer, Attached(self._instance, self._core.capacity))
 
     def _tell(self, peer: Peer, message: Attached | Recalled | RequestRefused) -> None:
-        """A router that this does not reach would wait for it for ever.
+        """Send a message to a router, and forget the router if it cannot be reached.
 
-        It is forgotten like one that tokens do not reach, and hears so when it attaches again.
+        It would wait for the message for ever. It is sent :class:`Attached` when it attaches again.
         """
         if not self._listener.send(peer, message) and peer in self._routers:
             self._forget(peer)
@@ -339,7 +347,10 @@ class Server:
             router.news.told(report, time.monotonic())
 
     def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
-        """In one message, nearly always: log-probabilities of many long prompts may be too much for one."""
+        """Send in one message, or in halves if that is too large.
+
+        Log-probabilities of many long prompts may be.
+        """
         try:
             return self._listener.send(peer, tokens)
         except TooLarge as error:
@@ -352,9 +363,9 @@ class Server:
         return all(self._send_in_parts(peer, part) for part in halves(tokens))
 
     def _report_changes(self, *, at_rest: bool = False) -> None:
-        """To those who were told nothing lately.
+        """Send reports to routers that got none lately.
 
-        At rest at once, as nothing may change for long.
+        At rest they are sent at once, as nothing may change for long.
         """
         now = time.monotonic()
         for peer, router in list(self._routers.items()):

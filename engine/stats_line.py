@@ -1,4 +1,4 @@
-"""A line of the log about what an instance does, every ten seconds while it does something (pure)."""
+"""Log line about the throughput and load of an instance, every ten seconds (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL = 10.0
 
 
 class StatsLine:
-    """In the words of vLLM's, for whoever reads or parses those."""
+    """Same wording as vLLM's line, for people and programs that read it."""
 
     def __init__(self, num_blocks: int, now: float) -> None:
         self._num_blocks = num_blocks
@@ -25,7 +25,7 @@ class StatsLine:
         return now - self._at >= INTERVAL
 
     def line(self, counters: Counters, standing: LoadSnapshot, now: float) -> str | None:
-        """What was done since the last time; None if that was nothing, and the time before it, too."""
+        """Line for the time since the last call; None if twice nothing was done."""
         before, seconds = self._told, now - self._at
         self._told, self._at = counters, now
         is_busy = counters.steps > before.steps or standing.running + standing.waiting > 0

@@ -2,7 +2,7 @@
 
 To the executor a worker is the other end of a channel, and a descriptor that becomes readable when the
 worker has ended. A worker on this host is a child process at a socket pair. One elsewhere has a socket
-pair, too, inside this process: somebody who knows the way to it (:mod:`engine.executor.nodes.driver`,
+pair, too, inside this process: a relay (:mod:`engine.executor.nodes.driver`,
 :mod:`engine.executor.cluster.crew`) holds its other end, and passes messages on.
 """
 
@@ -49,7 +49,7 @@ class WorkerEnd(ABC):
         self.address = address
         self.number = number
         self.inbox: deque[FromWorker] = deque()
-        """What it has said and nobody has asked for yet."""
+        """Messages received and not taken yet."""
         self.spoke_at = time.monotonic()
         """When it last said something, or was started."""
 
@@ -72,7 +72,7 @@ class WorkerEnd(ABC):
 
 
 class Crew(Protocol):
-    """Whoever starts the workers of an instance."""
+    """Starts the workers of an instance."""
 
     def start(self, workers: list[WorkerEnd], progress: Progress) -> None:
         """Start all workers, and append them to ``workers`` by stage, then rank.
@@ -89,7 +89,7 @@ class Crew(Protocol):
     def close(self, problem: str) -> None:
         """After the workers: let go of what was needed to reach them.
 
-        ``problem``: why the instance ends, if it does not end as it was told to.
+        ``problem``: why the instance ends; empty where it was asked to end.
         """
         ...
 
@@ -159,7 +159,7 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
         try:
             return forked.inherited.fork("engine.executor.worker:main", arguments, environment, descriptors)
         except Unforked as problem:
-            logger.warning("%s; a worker is started the plain way", problem)
+            logger.warning("%s; falling back to a normal process start", problem)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.executor.worker", *arguments],
         pass_fds=descriptors,
@@ -172,7 +172,7 @@ def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
 class RelayedWorker(WorkerEnd):
     """A worker elsewhere.
 
-    Who relays uses ``relay`` and tells of the worker's end, from another thread.
+    Its relay uses :meth:`forward`, :meth:`deliver` and :meth:`gone`, from another thread.
     """
 
     def __init__(self, name: str, where: str, host: str, address: str, number: int) -> None:
@@ -193,7 +193,7 @@ class RelayedWorker(WorkerEnd):
         return self._status
 
     def gone(self, how: str, status: int | None = None) -> None:
-        """The worker has ended; only the first word counts. By whoever relays."""
+        """Called by the relay when the worker has ended; only the first call counts."""
         if self._how is None:
             self._how, self._status = how, status
             os.eventfd_write(self.ended, 1)
@@ -202,10 +202,10 @@ class RelayedWorker(WorkerEnd):
         return self._how or "closed its channel"
 
     def kill(self) -> None:
-        """What ends it is the end of the relay, which is told by its crew."""
+        """Does nothing: the crew ends the worker by ending the relay."""
 
     def end(self, deadline: float) -> None:
-        """Its crew sees to that."""
+        """Does nothing: the crew ends the worker."""
 
     def forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
         """Pass what the executor sends to ``send``, in the loop's thread, until the executor hangs up.

@@ -1,11 +1,11 @@
-"""``python -m engine.executor.worker FD [FD]``: one shard of a model in a process of its own.
+"""``python -m engine.executor.worker FD [FD]``: process that computes one shard of a model.
 
 It is at the end of a channel. Where experts are spread, a second channel is for the groups of an epoch
 (:mod:`engine.executor.worker_groups`).
 
-Started by :mod:`engine.executor.mp`, never by hand. The worker does what it is told, in order, and knows
-nothing of requests. It ends with its engine: the kernel kills it when the engine dies (PR_SET_PDEATHSIG),
-and the channel's end tells it that nobody is there any more.
+Started by :mod:`engine.executor.mp`, never by hand. The worker carries out its messages, in order, and
+knows nothing of requests. It ends with its engine: the kernel kills it when the engine dies
+(PR_SET_PDEATHSIG), and the channel's end shows it that the engine is gone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("engine.executor.worker")
 
 LOOK_SECONDS = 1e-3
-"""How long a worker looks for the next step before it sleeps: about the time between two steps."""
+"""Seconds that a worker polls for the next step: about the time between steps."""
 
 
 class Worker:
@@ -136,7 +136,7 @@ class Worker:
         return place * ranks + begin.rank, size * ranks
 
     def _meet(self, begin: Begin) -> Shard:
-        """Form this worker's two groups: the ranks of its stage, and the stages of its rank."""
+        """Form this worker's two groups: ranks of its stage, stages of its rank."""
         from engine.model.shard import Shard
         from parallel import groups
 
@@ -220,7 +220,7 @@ class Worker:
                 pin(cores)
                 executor.set_threads(threads)
             case _:
-                raise AssertionError(f"{begin.name} was told {message!r} while it serves")
+                raise AssertionError(f"{begin.name} got {message!r} while it serves")
 
     def _execute(self, executor: UniExecutor, message: Execute) -> None:
         spread = self._spread
@@ -246,7 +246,7 @@ class Worker:
 
 
 def choose_transport(hosts: Sequence[str]) -> Backend:
-    """Of a group whose members run on these hosts: shared memory where it can be had."""
+    """Transport of a group on these hosts: shared memory where it can be had."""
     has_order = platform.machine() in ("x86_64", "AMD64")
     return "shared_memory" if has_order and len(set(hosts)) == 1 else "gloo"
 

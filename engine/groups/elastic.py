@@ -1,9 +1,9 @@
-"""The pace of an instance whose experts are spread: one group after another, as members come, go and die.
+"""Stepping of an instance with spread experts, through one group after another.
 
 :class:`engine.groups.recovery.Recovery` decides; this class is the threads around it. The step loop calls it
 as its :class:`engine.groups.stepping.Stepping`. The membership's thread brings Forms, background threads
-prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Whoever finds
-the group broken aborts it, so that the step loop comes out of a collective at once.
+prepare them (:mod:`engine.groups.preparation`), one more watches the processes of the others. Each thread
+that finds the group broken aborts it, so that the step loop comes out of a collective at once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PENDING_PAUSE = 0.003
-"""Seconds between two steps in which nobody has tokens, while not all are ready for a change."""
+"""Seconds between two steps without tokens, while not all are ready for a change."""
 WATCH_INTERVAL = 1.0
 """Seconds after which the watch of the others' processes looks whether it is still wanted."""
 
 
 class Mesh(Protocol):
-    """What is told to the coordinator."""
+    """Messages to the coordinator."""
 
     def report(self, lost: Lost) -> None: ...
 
@@ -251,7 +251,10 @@ class Elastic:
     # ---- losses
 
     def _watch(self, preparation: Preparation[Communicator], group: Communicator) -> None:
-        """Until the group is replaced: notice at once when a process of it ends, also while all sleep."""
+        """Watch the group's processes until it is replaced.
+
+        The end of one is noticed at once, also while all sleep.
+        """
         group.on_broken = lambda error: self._lost(
             preparation, [error.rank], error.evidence, "a connection", str(error)
         )

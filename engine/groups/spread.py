@@ -1,5 +1,8 @@
-"""An instance whose experts are spread over the mesh, as the coordinator sees it: what it holds, in which
-group it steps, what it waits for. Between the membership and :class:`engine.groups.elastic.Elastic`."""
+"""The coordinator's view of an instance whose experts are spread over the mesh.
+
+It holds which experts the instance has, in which group it steps, and what it waits for. It stands between the
+membership and :class:`engine.groups.elastic.Elastic`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The workers of an instance as Ray actors: finds them room, starts them, relays (no torch).
+"""Workers of an instance as Ray actors: reserves room, starts them, relays (no torch).
 
-A thread with an event loop holds the calls. One call is always under way that waits for a worker to say
-something; should the actor die, that call fails, which is how its end is noticed at once.
+A thread with an event loop holds the calls. One call that waits for a worker's message is always under way;
+should the actor die, that call fails, which is how its end is noticed at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine.host.versions import other_versions
 logger = logging.getLogger(__name__)
 
 GROUP_VARIABLE = "LOCKSTEP_PLACEMENT_GROUP"
-"""Name of a placement group that the launcher of this instance has made for its workers."""
+"""Name of the placement group that the launcher made for this instance's workers."""
 END_TIMEOUT = 5.0
 
 

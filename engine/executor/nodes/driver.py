@@ -1,9 +1,9 @@
-"""The engine's side of an instance on several hosts: waits for the hosts, then relays (no torch).
+"""The engine's side of an instance on several hosts: waits, then relays (no torch).
 
 A thread with an event loop owns the socket. Each worker elsewhere is an
 :class:`engine.executor.ends.RelayedWorker`, so the executor sees no difference. A host that does not come
-is named when the time is over; one that is refused is told why. A host that goes takes its workers along:
-that is noticed when its connection is gone, or when it says nothing any more.
+is named when the time is over; one that is refused is sent the reason. A host that goes takes its workers
+along: that is noticed when its connection is gone, or when it is silent.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class NodeCrew:
         return None if isinstance(worker, LocalWorker) else 1
 
     def close(self, problem: str) -> None:
-        """See ``Crew``. The other hosts are told."""
+        """See ``Crew``. The other hosts are sent the end."""
         if self._thread.is_alive() and self._listens.wait(END_TIMEOUT) and self._loop is not None:
             self._call(lambda: self._close(problem))
         if self._thread.ident is not None:
@@ -359,7 +359,7 @@ class NodeCrew:
         return False
 
     def _lose(self, node: _Node, how: str, *, hears: bool = False) -> None:
-        """``hears``: it can still be told of the end, and may say that it was."""
+        """``hears``: the host still gets messages, and may confirm the end."""
         node.left = node.left or not hears
         self._leaving.set()
         for worker in node.workers.values():
@@ -374,5 +374,5 @@ class NodeCrew:
         """Tell all hosts to end, then stop."""
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
-            self._listener.send(node.peer, NodeEnd(status, problem or "it was told to"))
+            self._listener.send(node.peer, NodeEnd(status, problem or "it was asked to"))
         self._closing.set()
