@@ -51,7 +51,7 @@ class EngineCore:
         config: EngineConfig,
         info: ModelInfo,
         executor: Executor,
-        pace: Stepping | None = None,
+        stepping: Stepping | None = None,
         *,
         num_blocks: int,
         max_model_len: int,
@@ -68,8 +68,8 @@ class EngineCore:
         self._executor = executor
         self._max_model_len = max_model_len
         self._at_once = at_once
-        self.pace: Stepping = pace or Alone()
-        self._split = StepProfile()
+        self.stepping: Stepping = stepping or Alone()
+        self._profile = StepProfile()
         self._blocks = BlockLog()
         self._pool = BlockPool(
             num_blocks, enable_prefix_caching=config.cache.enable_prefix_caching, observer=self._blocks
@@ -98,7 +98,7 @@ class EngineCore:
         """Steps that have begun, oldest first."""
         self._unfinished: deque[Step] = deque()
         """Steps to run before others are scheduled: they did not begin, or did not end."""
-        self._handouts: dict[Peer, OutgoingTokens] = {}
+        self._outgoing: dict[Peer, OutgoingTokens] = {}
         """Tokens of steps that ended before a later one failed."""
         self._finished_at = 0.0
         """When the newest result came, or the first step of those under way began."""
@@ -108,7 +108,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        kept = self._unfinished or self._handouts or any(step.slots for step, _ in self._under_way)
+        kept = self._unfinished or self._outgoing or any(step.slots for step, _ in self._under_way)
         return self.scheduler.has_work or bool(kept)
 
     @property
@@ -152,8 +152,8 @@ class EngineCore:
         for number in numbers:
             if not self.grammars.forget((peer, number)):
                 self.scheduler.abort((peer, number))
-        if (handout := self._handouts.pop(peer, None)) and (kept := handout.without(numbers)):
-            self._handouts[peer] = kept
+        if (tokens := self._outgoing.pop(peer, None)) and (kept := tokens.without(numbers)):
+            self._outgoing[peer] = kept
 
     def recall(self, peer: Peer, numbers: list[int]) -> list[int]:
         """Forget those of these requests that have not begun, and return their numbers."""
@@ -170,7 +170,7 @@ class EngineCore:
     @property
     def overlaps(self) -> bool:
         """Whether :meth:`step` has time for something else: others compute, and no instance is waited for."""
-        return self._executor.computes_apart and isinstance(self.pace, Alone)
+        return self._executor.computes_apart and isinstance(self.stepping, Alone)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> dict[Peer, OutgoingTokens]:
         """Begin steps until ``in_flight`` are under way, then finish the oldest.
@@ -196,8 +196,8 @@ class EngineCore:
         except CollectiveError:
             self._restart()
             raise
-        handouts, self._handouts = self._handouts, {}
-        return handouts
+        outgoing, self._outgoing = self._outgoing, {}
+        return outgoing
 
     def run_again(self) -> None:
         """After entering a new group: steps lost with the old one run first."""
@@ -208,13 +208,13 @@ class EngineCore:
         self._under_way.clear()
         self._unfinished = deque(map(self._masked, self.scheduler.restart()))
 
-    def _keep(self, handouts: dict[Peer, OutgoingTokens]) -> None:
-        for peer, handout in handouts.items():
-            if peer in self._handouts:
-                for delta in handout:
-                    self._handouts[peer].add(delta)
+    def _keep(self, outgoing: dict[Peer, OutgoingTokens]) -> None:
+        for peer, tokens in outgoing.items():
+            if peer in self._outgoing:
+                for delta in tokens:
+                    self._outgoing[peer].add(delta)
             else:
-                self._handouts[peer] = handout
+                self._outgoing[peer] = tokens
 
     def _begin_steps(self) -> bool:
         """Begin steps until enough are under way, or nothing more can run now.
@@ -228,7 +228,7 @@ class EngineCore:
                 if step.slots:
                     self._unfinished.appendleft(step)
                 if agreement.pauses or not self._under_way:
-                    self._split.slept(agreement)
+                    self._profile.slept(agreement)
                 return agreement.pauses
             if not self._under_way:
                 self._finished_at = time.perf_counter()
@@ -237,9 +237,9 @@ class EngineCore:
         return False
 
     def _agree(self, step: Step) -> Agreement:
-        if isinstance(self.pace, Alone):
+        if isinstance(self.stepping, Alone):
             return Agreement(runs=bool(step.slots))  # nobody wants to know the rest
-        agreement = self.pace.agree(
+        agreement = self.stepping.agree(
             step.num_tokens,
             queued_prefill=self.scheduler.num_waiting_tokens,
             longest=max(step.ends, default=0),
@@ -256,7 +256,7 @@ class EngineCore:
         self.scheduler.timed(step, self._finished_at - began)
         times = self._executor.expert_times()
         if times is not None and agreement.sizes:
-            self._split.stepped(agreement, step.num_tokens, self._finished_at - began, times)
+            self._profile.stepped(agreement, step.num_tokens, self._finished_at - began, times)
         return self._take_in(step, result)
 
     def _schedule(self) -> Step | None:
@@ -288,7 +288,7 @@ class EngineCore:
         return handouts_of(self.scheduler.update(step, result), self._tracing)
 
     @property
-    def standing(self) -> LoadSnapshot:
+    def snapshot(self) -> LoadSnapshot:
         """The state after the last step, in short."""
         waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
         return LoadSnapshot(
@@ -304,18 +304,18 @@ class EngineCore:
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
         """The same in full."""
-        standing = self.standing
+        snapshot = self.snapshot
         return InstanceReport(
             last_dispatch=last_dispatch,
-            running=standing.running,
-            waiting=standing.waiting,
-            waiting_tokens=standing.waiting_tokens,
-            blocks_used=standing.blocks_used,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            waiting_tokens=snapshot.waiting_tokens,
+            blocks_used=snapshot.blocks_used,
             blocks_total=self._pool.num_blocks,
             counters=msgspec.structs.replace(self.scheduler.counters(), bad_messages=bad_messages),
-            lockstep=None if isinstance(self.pace, Alone) else self._lockstep_counters(),
-            uncached_tokens=standing.uncached_tokens,
-            queued=standing.queued,
+            lockstep=None if isinstance(self.stepping, Alone) else self._lockstep_counters(),
+            uncached_tokens=snapshot.uncached_tokens,
+            queued=snapshot.queued,
         )
 
     @property
@@ -342,8 +342,8 @@ class EngineCore:
         return self._blocks.since(number, self._pool.known)
 
     def _lockstep_counters(self) -> LockstepCounters:
-        counters = self._split.counters(self._executor.tokens_per_expert())
-        times = self.pace.times
+        counters = self._profile.counters(self._executor.tokens_per_expert())
+        times = self.stepping.times
         return msgspec.structs.replace(
             counters,
             epoch=times.epoch,

@@ -207,7 +207,7 @@ class Instance:
                 logger.info("ready on %s after %.1f s", self._server.endpoint, time.monotonic() - began)
             else:
                 self._spread = self._spread_experts(membership, executor, self._server)
-                core.pace = self._spread.pace
+                core.stepping = self._spread.stepping
                 logger.info("loaded after %.1f s", time.monotonic() - began)
             if not executor.computes_apart:
                 device = self._config.device
@@ -275,7 +275,7 @@ class Instance:
         """Between two steps: handle signals and messages of the coordinator."""
         self._share_cores(membership)
         if self._stats is not None and self._stats.is_due(now := time.monotonic()):
-            line = self._stats.line(core.scheduler.counters(), core.standing, now)
+            line = self._stats.line(core.scheduler.counters(), core.snapshot, now)
             if line is not None:
                 logger.info("%s", line)
         if self._spread is not None:

@@ -59,7 +59,7 @@ class _Router(msgspec.Struct):
     name: str
     heard_at: float
     last_dispatch: int = 0
-    news: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
+    report_policy: ReportPolicy = msgspec.field(default_factory=ReportPolicy)
     wants_blocks: bool = False
     has_blocks: int | None = None
     """First change of the prefix cache that it does not know; None: it knows none."""
@@ -72,41 +72,41 @@ class Progress:
         self._blocks_total = blocks_total
         self._stepped_at = self._rested_at = time.monotonic()
         self._window: list[tuple[float, int]] = [(self._stepped_at, 0)]
-        self._standing: LoadSnapshot | None = None
+        self._snapshot: LoadSnapshot | None = None
 
-    def stepped(self, standing: LoadSnapshot) -> None:
+    def stepped(self, snapshot: LoadSnapshot) -> None:
         """After each step, and when work arrives at an idle instance."""
         idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
         if idle_for > RATE_WINDOW:  # a pause is no part of the rate
             self._window = [(self._stepped_at, self._window[-1][1])]
-        self._standing = standing
-        self._window.append((self._stepped_at, standing.generation_tokens))
+        self._snapshot = snapshot
+        self._window.append((self._stepped_at, snapshot.generation_tokens))
         while len(self._window) > 2 and self._window[1][0] < self._stepped_at - RATE_WINDOW:
             self._window.pop(0)
 
-    def rested(self, standing: LoadSnapshot) -> None:
+    def rested(self, snapshot: LoadSnapshot) -> None:
         """Called while there is nothing to step.
 
         Requests may have been aborted since the last step, and those that wait for a grammar are not late.
         """
         self._rested_at = time.monotonic()
-        self._standing = standing
+        self._snapshot = snapshot
 
     def load(self) -> Load:
-        standing, now = self._standing, time.monotonic()
-        if standing is None:
+        snapshot, now = self._snapshot, time.monotonic()
+        if snapshot is None:
             return Load(blocks_total=self._blocks_total)
-        busy = standing.running + standing.waiting > 0
+        busy = snapshot.running + snapshot.waiting > 0
         (began, before), (ended, after) = self._window[0], self._window[-1]
         fresh = now - ended < RATE_WINDOW and after > before
         return Load(
-            running=standing.running,
-            waiting=standing.waiting,
-            blocks_used=standing.blocks_used,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
+            blocks_used=snapshot.blocks_used,
             blocks_total=self._blocks_total,
             tokens_per_second=(after - before) / max(now - began, 1e-3) if fresh else 0.0,
-            steps=standing.steps,
+            steps=snapshot.steps,
             stalled_for=now - max(self._stepped_at, self._rested_at) if busy else 0.0,
         )
 
@@ -122,7 +122,7 @@ class Server:
             self._context, address, ToInstance, name="instance", keys=keys
         )
         self._routers: dict[Peer, _Router] = {}
-        self._held: dict[Peer, OutgoingTokens] = {}
+        self._outgoing: dict[Peer, OutgoingTokens] = {}
         """Tokens of the last step, which are handed out while workers compute the next one."""
         self._draining = threading.Event()
         self._drain_until = 0.0
@@ -160,7 +160,7 @@ class Server:
                 self.turn += 1
                 between_steps()
                 self._take_in()  # 1. requests and aborts that came meanwhile
-                turn = self._core.pace.turn()  # 2. is there a group to step in?
+                turn = self._core.stepping.turn()  # 2. is there a group to step in?
                 if isinstance(turn, LeaveMesh):
                     break
                 if isinstance(turn, Enter):
@@ -168,11 +168,11 @@ class Server:
                 steps = not isinstance(turn, AwaitGroup) and self._wants_step()
                 if steps:
                     self._step()  # 3. one forward pass; tokens, one message per router
-                if self._draining.is_set() and self._drained() and self._core.pace.drained():
+                if self._draining.is_set() and self._drained() and self._core.stepping.drained():
                     break
                 if not steps:
                     if not self._core.has_work:
-                        self.progress.rested(self._core.standing)
+                        self.progress.rested(self._core.snapshot)
                     self._hand_out()
                     self._report_changes(at_rest=True)  # 4. tell what changed, sleep until a message
                     self._listener.wait(IDLE_WAIT)
@@ -206,27 +206,27 @@ class Server:
 
     def _wants_step(self) -> bool:
         if self._core.has_work:
-            self._core.pace.notice_work()
-        return self._core.has_work or self._core.pace.must_step
+            self._core.stepping.notice_work()
+        return self._core.has_work or self._core.stepping.must_step
 
     def _step(self) -> None:
         try:
-            handouts = self._core.step(self._hand_out)
+            outgoing = self._core.step(self._hand_out)
         except CollectiveError as error:
-            self._core.pace.failed(error)
+            self._core.stepping.failed(error)
             return
         finally:
             self._hand_out()  # if no other step was begun
-        self._held, standing = handouts, self._core.standing
+        self._outgoing, snapshot = outgoing, self._core.snapshot
         if not (self._core.overlaps and self._core.has_work):
-            self._hand_out(standing)
+            self._hand_out(snapshot)
         self._report_changes()
-        self.progress.stepped(standing)
+        self.progress.stepped(snapshot)
 
     # ---- in
 
     def _take_in(self) -> None:
-        if self._core.pace.is_fenced():
+        if self._core.stepping.is_fenced():
             self._drop_everything()
         had_work = self._core.has_work
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -235,7 +235,7 @@ class Server:
                 break
             peer, message = received
             if isinstance(message, Wake):
-                self._core.pace.on_wake(message)
+                self._core.stepping.on_wake(message)
                 continue
             is_new = peer not in self._routers
             router = self._router(peer)
@@ -261,7 +261,7 @@ class Server:
             self._tell(peer, refused)
         self._forget_silent_routers()
         if self._core.has_work and not had_work:
-            self.progress.stepped(self._core.standing)
+            self.progress.stepped(self._core.snapshot)
 
     def _router(self, peer: Peer) -> _Router | None:
         """The record of a connection.
@@ -316,35 +316,35 @@ class Server:
 
     # ---- out
 
-    def _hand_out(self, standing: LoadSnapshot | None = None) -> None:
-        """Send the tokens that are held.
+    def _hand_out(self, snapshot: LoadSnapshot | None = None) -> None:
+        """Send the outgoing tokens.
 
         They wait for the next step to begin, if that is at once.
         """
-        if self._held:
-            held, self._held = self._held, {}
-            standing, now = standing or self._core.standing, time.monotonic()
-            for peer, handout in held.items():
+        if self._outgoing:
+            outgoing, self._outgoing = self._outgoing, {}
+            snapshot, now = snapshot or self._core.snapshot, time.monotonic()
+            for peer, tokens in outgoing.items():
                 router = self._routers.get(peer)  # None: it is gone since
                 if router is not None:
-                    tells = router.news.go_along(standing, router.last_dispatch, now)
-                    self._send(peer, handout, self._report(router) if tells else None)
+                    tells = router.report_policy.go_along(snapshot, router.last_dispatch, now)
+                    self._send(peer, tokens, self._report(router) if tells else None)
 
     def _report(self, router: _Router) -> InstanceReport:
         return self._core.report(router.last_dispatch, self._listener.bad_messages)
 
-    def _send(self, peer: Peer, handout: OutgoingTokens, report: InstanceReport | None) -> None:
+    def _send(self, peer: Peer, tokens: OutgoingTokens, report: InstanceReport | None) -> None:
         router = self._routers[peer]
         blocks = None
         if report is not None and router.wants_blocks:
             blocks = self._core.block_events(router.has_blocks)
-        if not self._send_in_parts(peer, Tokens(handout.deltas, report, blocks, handout.singles)):
+        if not self._send_in_parts(peer, Tokens(tokens.deltas, report, blocks, tokens.singles)):
             self._forget(peer)
             return
         if blocks is not None:
             router.has_blocks = blocks.next
         if report is not None:
-            router.news.told(report, time.monotonic())
+            router.report_policy.told(report, time.monotonic())
 
     def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
         """Send in one message, or in halves if that is too large.
@@ -369,13 +369,13 @@ class Server:
         """
         now = time.monotonic()
         for peer, router in list(self._routers.items()):
-            if (at_rest or router.news.may_go_alone(now)) and self._has_news(router):
+            if (at_rest or router.report_policy.may_go_alone(now)) and self._has_news(router):
                 self._send(peer, NOTHING, self._report(router))
 
     def _has_news(self, router: _Router) -> bool:
         if router.wants_blocks and router.has_blocks != self._core.num_block_changes:
             return True
-        return router.news.are_in(self._report(router))
+        return router.report_policy.are_in(self._report(router))
 
     # ---- the end
 

@@ -147,7 +147,7 @@ class Worker:
         store = groups.open_store(meet.address, meet.port or None, is_host=not meet.port, timeout=forming)
         if not meet.port:
             self._send(Hosting(store.port))
-        self._hosted = store  # whoever hosts it keeps it while others may still ask
+        self._hosted = store  # its host keeps it while others may still ask
         formed: dict[str, Communicator | None] = {"tp": None, "pp": None}
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         for axis, rank, size, other, hosts in (
