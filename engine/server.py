@@ -344,7 +344,7 @@ class Server:
         if blocks is not None:
             router.has_blocks = blocks.next
         if report is not None:
-            router.report_policy.told(report, time.monotonic())
+            router.report_policy.sent(report, time.monotonic())
 
     def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
         """Send in one message, or in halves if that is too large.

@@ -147,19 +147,8 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
             lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
         )
     directory = config.counts_directory
-    shelf = SharedCounts(Path(directory), f"router-{config.front_end}") if directory is not None else None
-    metrics = Metrics(
-        mesh,
-        reports=mesh.reports,
-        epoch=mesh.epoch,
-        instances=mesh.instances_by_state,
-        refused_peers=mesh.refused_peers,
-        block_size=mesh.block_size,
-        choices=lambda: {**mesh.choices, "moves": mesh.num_moves},
-        faults=mesh.faults,
-        shelf=shelf,
-        alone=config.front_ends == 1,
-    )
+    shared = SharedCounts(Path(directory), f"router-{config.front_end}") if directory is not None else None
+    metrics = Metrics(mesh, faults=mesh.faults, shared=shared, alone=config.front_ends == 1)
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
@@ -179,8 +168,8 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     server = _Server(settings, _tally(config), feed, mesh, http.shutdown_timeout)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
-    if shelf is not None:
-        beside.append(asyncio.create_task(shelf.keep(metrics.snapshot)))
+    if shared is not None:
+        beside.append(asyncio.create_task(shared.keep(metrics.snapshot)))
     try:
         if any(map(_had_others, listeners)):
             await _find_the_world(mesh, following)

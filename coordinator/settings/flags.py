@@ -8,6 +8,7 @@ command line, then the YAML file of ``--config`` (keys are long flag names), the
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import types
 import typing
@@ -103,14 +104,19 @@ class Field(msgspec.Struct, frozen=True):
         return (self.key, *others)
 
 
-def fields_of(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Field]:
-    """All settings of a config, nested structs included."""
+@functools.cache
+def fields_of(config: type[msgspec.Struct]) -> tuple[Field, ...]:
+    """All settings of a config, nested structs included; kept, since hints take long to resolve."""
+    return tuple(_fields(config, ()))
+
+
+def _fields(config: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Field]:
     hints = typing.get_type_hints(config, include_extras=True)
     group = (config.__doc__ or "").strip().splitlines()[0].rstrip(".")
     for item in msgspec.structs.fields(config):
         hint, metas = _unwrap(hints[item.name])
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from fields_of(hint, (*path, item.name))
+            yield from _fields(hint, (*path, item.name))
             continue
         extra: dict[str, Any] = {}
         description = ""
@@ -254,7 +260,7 @@ def from_flat(
     """
     given = dict(given)
     file = given.pop("config", None)
-    fields = list(fields_of(config))
+    fields = fields_of(config)
     by_key = {field.key: field for field in fields}
     if file is not None:
         # In a file of several commands another name of ours may be a setting of theirs (`model`).
