@@ -91,6 +91,7 @@ class NullExecutor:
         self._runner = ModelRunner(model, None, block_size, null)
         self._vocabulary = vocabulary
         self._step_seconds = step_seconds
+        self._result: Any = None
         self.decode_steps: list[tuple[float, float]] = []
         """CPU seconds of the loop's thread and the process at each decode step's start."""
 
@@ -110,13 +111,15 @@ class NullExecutor:
     def free_kv_memory(self) -> int:
         return 1 << 22
 
-    def execute(self, step: Any, _sizes: Any = ()) -> Any:
+    def begin(self, step: Any, _sizes: Any = ()) -> None:
         if all(count == 1 for count in step.counts):
             self.decode_steps.append((time.thread_time(), time.process_time()))
         end = time.perf_counter() + self._step_seconds(step)
-        result = self._runner.run(step)
+        self._result = self._runner.run(step)
         time.sleep(max(0.0, end - time.perf_counter()))
-        return result
+
+    def finish(self) -> Any:
+        return self._result
 
     def expert_times(self) -> None:
         return None

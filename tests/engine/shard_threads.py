@@ -55,6 +55,11 @@ class _Worker(threading.Thread):
         return result
 
 
+def _run(executor: UniExecutor, step: Step, sizes: Sequence[int]) -> StepResult:
+    executor.begin(step, sizes)
+    return executor.finish()
+
+
 class ThreadedShards:
     """Implements ``engine.executor_contract.Executor``."""
 
@@ -136,13 +141,9 @@ class ThreadedShards:
     def allocate(self, num_blocks: int) -> None:
         self._all(lambda executor: executor.allocate(num_blocks))
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        self.begin(step, sizes)
-        return self.finish()
-
     def begin(self, step: Step, sizes: Sequence[int] = ()) -> None:
         for worker in self.workers:
-            worker.begin(lambda executor=worker.executor: executor.execute(step, sizes))  # type: ignore[misc]
+            worker.begin(lambda executor=worker.executor: _run(executor, step, sizes))  # type: ignore[misc]
 
     def finish(self) -> StepResult:
         results = [worker.finish() for worker in self.workers]

@@ -96,8 +96,8 @@ def test_a_null_model_stands_in_for_a_real_one() -> None:
     kinds = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logprobs=1), SamplingParams()]
     for params in kinds:  # what the native list chooses itself, what it does not
         admit = Admit(slot=0, token_ids=[1, 2, 3], num_prompt=3, params=params, seed=0, barred_ids=())
-        result = executor.execute(Step([admit], [0], [0], [3], {0: [0]}))
-        token = result.tokens[0]
+        executor.begin(Step([admit], [0], [0], [3], {0: [0]}))
+        token = executor.finish().tokens[0]
         assert token is not None
         assert 0 <= token < 50
 

@@ -66,12 +66,17 @@ class Clocked:
 
     def __init__(self, time: StepTime) -> None:
         self._time = time
+        self._step = Step()
         self.seconds = 0.0
         self.computed = 0
 
-    def execute(self, step: Step, sizes: object = ()) -> StepResult:
+    def begin(self, step: Step, sizes: object = ()) -> None:
         self.seconds = self._time.of(step)
         self.computed += step.num_tokens
+        self._step = step
+
+    def finish(self) -> StepResult:
+        step = self._step
         return StepResult([None if row in step.partial else 7 for row in range(len(step.slots))])
 
     def expert_times(self) -> None:

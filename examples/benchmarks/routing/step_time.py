@@ -38,7 +38,8 @@ def measure(model: str, threads: int = 1) -> StepTime:
         taken = []
         for _ in range(REPEATS + 1):
             began = time.perf_counter()
-            executor.execute(step, ())
+            executor.begin(step)
+            executor.finish()
             taken.append(time.perf_counter() - began)
         sizes.append((1.0, rows * count, rows * (start + count)))
         seconds.append(min(taken[1:]))

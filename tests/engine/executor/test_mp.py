@@ -302,8 +302,9 @@ def test_a_first_rank_that_is_stopped_when_the_others_need_nothing_of_it(
     executor.load(lambda _phase: None)
     executor.allocate(4)
     os.kill(pids()["Worker_8_PP0_TP0"], signal.SIGSTOP)
+    executor.begin(Step([], []))
     with pytest.raises(WorkerLost, match=r"Worker_8_PP0_TP0 \(pid \d+\) does not answer: it is stopped"):
-        executor.execute(Step([], []))
+        executor.finish()
     executor.close()
     assert not pids()
 

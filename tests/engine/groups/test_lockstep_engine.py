@@ -258,8 +258,8 @@ def _loop(
                 inbox.remove((due, submit))
                 assert core.submit(ROUTER, submit) is None
         if core.has_work:
-            core.pace.notice_work()
-        if core.has_work or core.pace.must_step:
+            core.stepping.notice_work()
+        if core.has_work or core.stepping.must_step:
             for delta in core.step().get(ROUTER, []):
                 outputs[delta.request] += delta.token_ids
         else:

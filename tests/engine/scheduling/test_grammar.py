@@ -30,7 +30,7 @@ from engine.model.checkpoint import ModelInfo, find_model, read_model_info
 from engine.sampling import SamplingParams
 from engine.scheduling.grammar import Grammar, GrammarError, Vocabulary, compile_grammar, load_vocabulary
 from engine.scheduling.grammar_compiler import Cached, GrammarCache
-from engine.step import Step, StepResult
+from engine.step import StepResult
 from parallel.communicators.base import CollectiveError
 from router.structured_config import StructuredOutputsConfig
 from router.turns.structured import ANSWER, json_body, text_of
@@ -223,8 +223,8 @@ class Troubled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def execute(self, step: Step, sizes: Sequence[int] = ()) -> StepResult:
-        result = self._executor.execute(step, sizes)
+    def finish(self) -> StepResult:
+        result = self._executor.finish()
         if self._rng.random() < 0.4:
             self.failures += 1
             raise CollectiveError("a peer is lost")
