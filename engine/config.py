@@ -96,7 +96,7 @@ Far more than pays anywhere: each has a token in every step, and a step must sta
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes into one step."""
+    """Settings of the scheduler: what goes into one step."""
 
     max_num_batched_tokens: Annotated[
         Size | None,
@@ -328,7 +328,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def lockstep_timeout(self) -> float:
-        """The same of one that may wait for other instances.
+        """Seconds that a step may take that waits for other instances.
 
         Who waits must find them lost first, or all end because one hangs.
         """
@@ -383,7 +383,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of one instance."""
+    """All settings of one instance."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
