@@ -87,9 +87,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
-"""Fewest prompt tokens that a step with decode rows computes on CPUs."""
+"""Smallest limit of prompt tokens in a step with decode rows on CPUs."""
 MOST_SEQUENCES = 65536
-"""In a step.
+"""Most requests in a step.
 
 Far more than pays anywhere: each has a token in every step, and a step must stay short.
 """

@@ -26,7 +26,10 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """One end of a channel. Used from one thread, or from one that sends and one that receives."""
+    """One end of a channel.
+
+    Used from one thread, or from one that sends and one that receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)

@@ -23,7 +23,10 @@ class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class AbandonGroups(msgspec.Struct, frozen=True, tag="abandon"):
-    """Order to stop preparing this epoch and close its groups. Nothing happens if it has been entered."""
+    """Order to stop preparing this epoch and close its groups.
+
+    Nothing happens if the epoch has been entered.
+    """
 
     epoch: int
 
