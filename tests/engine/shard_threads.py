@@ -1,4 +1,4 @@
-"""An executor whose workers are threads of this process: real shards, real layers, another transport.
+"""An executor whose workers are threads: real shards and layers, another transport.
 
 Starting processes takes seconds for imports alone; with threads a table of many families and layouts is
 affordable. What only processes can show is tested with processes (test_mp.py).
@@ -25,7 +25,7 @@ TIMEOUT = 60.0
 
 
 class _Worker(threading.Thread):
-    """Runs calls in the order in which they come."""
+    """A thread that runs calls in the order in which they come."""
 
     def __init__(self, executor: UniExecutor) -> None:
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class _Worker(threading.Thread):
         self._calls.put(call)
 
     def result(self) -> Any:
-        """What a call gave, or the error that it raised."""
+        """Result of a call, or the error that it raised."""
         return self._results.get(timeout=TIMEOUT)
 
     def finish(self) -> Any:

@@ -68,6 +68,24 @@ def test_an_example_imports_what_exists(path: Path) -> None:
             assert not missing, f"{node.module} has no {', '.join(sorted(missing))}"
 
 
+COMMANDS = [path for path in EXAMPLES if '__name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_a_command_finds_other_examples_from_any_directory(path: Path) -> None:
+    """Python looks for modules beside the command only; the repository's root has to be added."""
+    body = ast.parse(path.read_text()).body
+    imports = [
+        number
+        for number, node in enumerate(body)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("examples.")
+    ]
+    added = [
+        number for number, node in enumerate(body) if ast.unparse(node).startswith("sys.path.insert(0, ")
+    ]
+    assert not imports or (added and added[0] < imports[0]), "sys.path lacks the repository's root"
+
+
 def test_a_null_model_stands_in_for_a_real_one() -> None:
     """Benchmarks of everything around a model run on it."""
     from engine.sampling import SamplingParams

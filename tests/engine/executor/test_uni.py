@@ -79,7 +79,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Stop(Exception):
-    """The model is about to be read."""
+    """Raised when the model is about to be read."""
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,11 @@ def vocabulary(directory: Path) -> Vocabulary:
 
 
 def requests() -> list[Submit]:
-    """Grammars of every kind beside requests without; greedy, sampled, truncated, penalised, with
-    log-probabilities; some want more tokens than their grammar has."""
+    """Grammars of every kind beside requests without.
+
+    Requests are greedy, sampled, truncated, penalised, or with log-probabilities; some want more tokens than
+    their grammar has.
+    """
     kinds: list[dict[str, Any]] = [
         {"grammar": JSON},
         {"grammar": JSON, "top_k": 7, "logprobs": 2},
@@ -136,7 +139,7 @@ def core_of(executor: Any, directory: Path, *, num_blocks: int = 400, budget: in
 
 
 def run(core: EngineCore, submits: Sequence[Submit]) -> dict[int, list[int]]:
-    """Output ids of all; each must end by itself."""
+    """Output ids of all requests, each of which must end by itself."""
     outputs: dict[int, list[int]] = {submit.request: list(submit.output_ids) for submit in submits}
     reasons = {}
     for submit in submits:
@@ -210,7 +213,7 @@ def test_resumed_anywhere_is_undisturbed(
 
 
 class Troubled:
-    """Now and then loses its peers when a step is all but done."""
+    """Stepping that now and then loses its peers when a step is all but done."""
 
     def __init__(self, executor: UniExecutor) -> None:
         self._executor = executor

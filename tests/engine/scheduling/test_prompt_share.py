@@ -1,4 +1,4 @@
-"""How many tokens of prompts go beside those that decode."""
+"""Number of prompt tokens that run beside decode rows."""
 
 from __future__ import annotations
 
