@@ -87,16 +87,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 CPU_TOKENS, GPU_TOKENS = 512, 2048
 """Default token budget of a step, on CPUs and on GPUs."""
 CPU_TOKENS_BESIDE_DECODES = 128
-"""Fewest prompt tokens that a step with decode rows computes on CPUs."""
+"""Smallest limit of prompt tokens in a step with decode rows on CPUs."""
 MOST_SEQUENCES = 65536
-"""In a step.
+"""Most requests in a step.
 
 Far more than pays anywhere: each has a token in every step, and a step must stay short.
 """
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes into one step."""
+    """Settings of the scheduler: what goes into one step."""
 
     max_num_batched_tokens: Annotated[
         Size | None,
@@ -328,7 +328,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def lockstep_timeout(self) -> float:
-        """The same of one that may wait for other instances.
+        """Seconds that a step may take that waits for other instances.
 
         Who waits must find them lost first, or all end because one hangs.
         """
@@ -383,7 +383,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of one instance."""
+    """All settings of one instance."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

@@ -40,11 +40,11 @@ from parallel.communicators.base import CollectiveError
 Peer = bytes
 
 BESIDE_LOGPROBS = 1 << 16
-"""Bytes of a message with log-probabilities of a prompt that may be for other things."""
+"""Bytes of a message beside the log-probabilities of a prompt."""
 
 
 class EngineCore:
-    """Requests of all routers, in one batch."""
+    """Schedules the requests of all routers in one batch, and runs its steps."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class EngineCore:
         self._outgoing: dict[Peer, OutgoingTokens] = {}
         """Tokens of steps that ended before a later one failed."""
         self._finished_at = 0.0
-        """When the newest result came, or the first step of those under way began."""
+        """Time of the newest result, or of the first step under way if later."""
 
     def __repr__(self) -> str:
         return f"<EngineCore {self.scheduler!r}>"
@@ -113,11 +113,11 @@ class EngineCore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is here, not even requests that wait for their grammar."""
+        """Whether there are no requests, not even ones that wait for their grammar."""
         return not self.has_work and not self.grammars
 
     def submit(self, peer: Peer, submit: Submit) -> RequestRefused | None:
-        """Queue a request of a router, or say why not."""
+        """Queue a request of a router, or return its refusal."""
         if self._is_full(submit) and not (submit.owed or submit.output_ids):
             return RequestRefused(submit.request, "the instance's queue is full", retry=True)
         problem = self._problem_with(submit)
@@ -136,7 +136,7 @@ class EngineCore:
         return None
 
     def take_compiled(self) -> list[tuple[Peer, RequestRefused]]:
-        """Queue the requests whose grammars are ready; those that never will be, for their routers."""
+        """Queue requests whose grammars are ready; returns refusals of failed ones."""
         refused = []
         for compiled in self.grammars.take():
             peer, number = compiled.request.key
@@ -289,7 +289,7 @@ class EngineCore:
 
     @property
     def snapshot(self) -> LoadSnapshot:
-        """The state after the last step, in short."""
+        """Load after the last step, in short."""
         waiting_tokens, uncached_tokens = self.scheduler.num_tokens_ahead
         return LoadSnapshot(
             running=self.scheduler.num_running,
@@ -303,7 +303,7 @@ class EngineCore:
         )
 
     def report(self, last_dispatch: int, bad_messages: int) -> InstanceReport:
-        """The same in full."""
+        """Full report of the instance, for one router."""
         snapshot = self.snapshot
         return InstanceReport(
             last_dispatch=last_dispatch,

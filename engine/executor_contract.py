@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 """Called with a phrase for each phase of loading, as a sign of progress."""
 STARTUP_TIMEOUT = 600.0
-"""Seconds."""
+"""Default seconds without progress after which loading counts as hanging."""
 
 
 class ExpertTimes(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ended(BaseException):
-    """The instance ends early; carries the exit status.
+    """Raised to end the instance early; carries the exit status.
 
     A signal raises it wherever the code happens to be, and nobody on the way may take it for an error of
     their own, as libraries do with any Exception.
@@ -82,7 +82,7 @@ class Instance:
         self._share = Share()
         self._stop_signals = 0
         self._told_to_drain = False
-        """By an operator, not by a signal."""
+        """Whether an operator asked to drain, rather than a signal."""
         self._announced_draining = False
 
     def run(self) -> None:
@@ -335,7 +335,7 @@ class Instance:
         return address
 
     def _load(self) -> Load:
-        """For each sign of life; called by the membership's thread."""
+        """Load for each sign of life; called by the membership's thread."""
         if self._server is None:
             return Load()
         if self._watch is not None:

@@ -1,4 +1,4 @@
-"""What routers and instances say to each other.
+"""Messages between routers and instances.
 
 The instance binds the socket, so it owns the words.
 
@@ -30,13 +30,13 @@ class FinishReason(enum.StrEnum):
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach", omit_defaults=True):
-    """First message of a router, repeated as a sign of life: who it is."""
+    """First message of a router, repeated as a sign of life; has its name."""
 
     router: str
     wants_blocks: bool = False
-    """Tell it what the prefix cache comes to know and forgets."""
+    """Whether to send it changes of the prefix cache."""
     missed_blocks: bool = False
-    """It lacks some of that: tell it everything anew."""
+    """Whether it missed some changes, so that all blocks are sent again."""
     unanswered: bool = False
     """Set while the router waits for :class:`Attached`, or lost it with a broken connection."""
 
@@ -116,7 +116,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache (meaningful in the first delta)."""
     error: str = ""
-    """With finish_reason ``error``: what to tell the client."""
+    """Error message for the client, with finish_reason ``error``."""
     times: tuple[float, float] | None = None
     """Seconds in the queue, then to this token; only with an instance's first delta.
 
@@ -193,12 +193,12 @@ class LockstepCounters(msgspec.Struct, frozen=True, array_like=True):
     step_counts: list[int] = []
     """Steps and sleeps by duration: up to each of ``STEP_BOUNDS``, then the longer ones."""
     all_steps_seconds: float = 0.0
-    """Their durations in all, from giving the header to having the result."""
+    """Total duration of steps and sleeps, from header to result."""
     longest_step_seconds: float = 0.0
     epoch: int = 0
     """Epoch of the group that it stepped in last."""
     changes: int = 0
-    """Groups that followed another by agreement: somebody came or left."""
+    """Groups that followed another by agreement: a member joined or left."""
     recoveries: int = 0
     """Groups that followed another after a loss."""
     recovery_seconds: dict[str, float] = {}
@@ -242,10 +242,10 @@ class InstanceReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    """All that a step has for one router, in one message; or a report alone."""
+    """Tokens of a step for one router, in one message; or a report alone."""
 
     deltas: list[Delta] = []
-    """Those that are no ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
+    """Deltas other than ``singles``, which come before them: :mod:`engine.scheduling.outgoing_tokens`."""
     report: InstanceReport | None = None
     """None: the last one says what a choice hangs on (:mod:`engine.scheduling.report_policy`)."""
     blocks: BlockEvents | None = None
@@ -262,7 +262,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request was not taken. ``retry`` says that another instance may take it."""
+    """Refusal of a request. ``retry`` says that another instance may take it."""
 
     request: int
     reason: str
@@ -272,7 +272,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
-    """Requests that were given back, and are forgotten here."""
+    """Numbers of requests that were given back and forgotten."""
 
     requests: list[int]
 
@@ -293,7 +293,7 @@ class Capacity(msgspec.Struct, frozen=True):
     None: it computes on devices of its own.
     """
     caches_prefixes: bool = True
-    """Whether it spares prompts what it has computed for others."""
+    """Whether prefix caching is on."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

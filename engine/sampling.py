@@ -47,7 +47,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     None: it begins inside.
     """
     end: tuple[int, ...]
-    """What ends it."""
+    """Token ids that end the reasoning."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

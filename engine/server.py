@@ -75,7 +75,7 @@ class Progress:
         self._snapshot: LoadSnapshot | None = None
 
     def stepped(self, snapshot: LoadSnapshot) -> None:
-        """After each step, and when work arrives at an idle instance."""
+        """Note a step, or that work arrives at an idle instance."""
         idle_for = time.monotonic() - self._stepped_at
         self._stepped_at = time.monotonic()
         if idle_for > RATE_WINDOW:  # a pause is no part of the rate
@@ -129,7 +129,7 @@ class Server:
         core.grammars.on_done = self._listener.interrupt
         self.progress = Progress(core.capacity.num_blocks)
         self.leaves_requests = False
-        """Whether :meth:`run` ended with some that others have to finish."""
+        """Whether :meth:`run` ended with requests that other instances have to finish."""
         self.turn = 0
         """Turns of the step loop so far; the step watch compares them."""
 
@@ -150,7 +150,7 @@ class Server:
 
     @property
     def drain_time_left(self) -> float:
-        """Seconds."""
+        """Seconds until the drain deadline."""
         return max(0.0, self._drain_until - time.monotonic())
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
@@ -191,7 +191,7 @@ class Server:
             time.sleep(FAREWELL_INTERVAL)
 
     def close(self) -> None:
-        """Hang up. Routers take a broken connection for what it is, at once."""
+        """Close the socket. Routers notice the broken connection at once."""
         self._listener.close()
         self._context.term()
 
@@ -287,7 +287,7 @@ class Server:
             self._tell(peer, refused)
 
     def _drop_everything(self) -> None:
-        """The others went on without this instance, and routers have had its requests resumed elsewhere.
+        """Abort all requests: the group went on without this instance.
 
         What they have not, they do when they hear that it is lost here.
         """

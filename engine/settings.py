@@ -65,7 +65,7 @@ def resolve(config: EngineConfig, size: int | None = None) -> tuple[ModelInfo, S
 
 
 def _find(config: EngineConfig) -> ModelInfo:
-    """The model's facts.
+    """Facts of the model that settings depend on.
 
     What config.json rules out is refused before any weights are fetched or read.
 
@@ -203,7 +203,7 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
 
 
 def _why_whole(config: EngineConfig, info: ModelInfo) -> str:
-    """Why experts are not spread unless that is asked for; empty if they are."""
+    """Reason for which experts are not spread by default; empty if they are."""
     device = config.device
     if config.model.load_format == "dummy":
         return "random weights are not spread"

@@ -13,7 +13,7 @@ METHODS = ("ngram", "[ngram]")
 The second is its older one.
 """
 MOST_DRAFTED = 64
-"""Tokens of a draft: long before, it costs more than it can spare."""
+"""Largest draft; far below, it already costs more than it can spare."""
 LONGEST_MATCH = 64
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers to compute, and what they answer (no torch).
+"""Steps from the scheduler to the workers, and their results (no torch).
 
 Workers keep the state of the running requests in numbered slots (token ids, block table, sampling
 parameters), so a step carries only what changed. All structs are plain msgspec: an executor may send
@@ -13,7 +13,7 @@ from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 
 CRUMBS = 16
-"""Divisor of the budget for the last tokens of a prompt, which may exceed the budget.
+"""Divisor of the budget: prompt tails up to that size may exceed it.
 
 In a step of their own they would keep the first token back for as long as a whole step.
 """
@@ -46,7 +46,7 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Masks(msgspec.Struct, frozen=True):
-    """Which tokens some rows may sample.
+    """Grammar masks: which tokens some rows may sample.
 
     A part of the step, so that the step run again has the same ones.
     """
@@ -113,7 +113,7 @@ class Further(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What the rows of a step gave, in the same order."""
+    """Results of the rows of a step, in the same order."""
 
     tokens: list[int | None]
     """None of rows that did not sample."""
@@ -127,7 +127,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class KVSpec(msgspec.Struct, frozen=True):
-    """What one token of context costs, found by running the loaded model once."""
+    """KV cache cost of one token, found by running the loaded model once."""
 
     num_layers: int
     bytes_per_token: int
@@ -135,7 +135,7 @@ class KVSpec(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What is known of a model once it is loaded."""
+    """Facts of a loaded model."""
 
     architecture: str
     num_parameters: int

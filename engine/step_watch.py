@@ -24,7 +24,7 @@ NUM_FRAMES = 3
 
 
 class StepWatch:
-    """Looked at from one thread."""
+    """Watches the turns of a step loop; used from one thread."""
 
     def __init__(self, limit: float, early_limit: float) -> None:
         """Seconds that a turn may take; ``early_limit``: in the first ``EARLY_STEPS`` steps."""

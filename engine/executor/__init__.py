@@ -28,7 +28,7 @@ def make_executor(
     startup_timeout: float = STARTUP_TIMEOUT,
     keys: MeshKeys | None = None,
 ) -> Executor:
-    """The executor that the settings ask for.
+    """Make the executor that the settings ask for.
 
     Computing in this process loads torch, so call it in the one that computes.
 

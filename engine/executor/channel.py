@@ -22,11 +22,14 @@ SEND_TIMEOUT = 60.0
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """Raised when the other side is gone."""
 
 
 class Channel:
-    """One end. Used from one thread, or from one that sends and one that receives."""
+    """One end of a channel.
+
+    Used from one thread, or from one that sends and one that receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -57,7 +60,7 @@ class Channel:
                 raise ChannelClosed(f"the other side took nothing for {self.send_timeout:g} s")
 
     def offer(self, payload: bytes) -> int:
-        """Send of one message what there is room for; returns the bytes left for :meth:`flush`.
+        """Send one message as far as there is room; returns the bytes left for :meth:`flush`.
 
         Raises:
             ChannelClosed: the other side is gone.
@@ -67,7 +70,7 @@ class Channel:
         return self.flush()
 
     def flush(self) -> int:
-        """Send what there is room for now of messages that were offered.
+        """Send offered messages as far as there is room now.
 
         Returns the bytes left.
 

@@ -51,16 +51,16 @@ class WorkerEnd(ABC):
         self.inbox: deque[FromWorker] = deque()
         """Messages received and not taken yet."""
         self.spoke_at = time.monotonic()
-        """When it last said something, or was started."""
+        """Time of its last message, or of its start."""
 
     @property
     @abstractmethod
     def status(self) -> int | None:
-        """How it ended, as subprocess has it; None: it runs, or that is not known."""
+        """Exit status as subprocess has it; None: it runs, or that is unknown."""
 
     @abstractmethod
     def how_it_ended(self) -> str:
-        """For messages; the worker has ended or closed its channel."""
+        """Text for messages on how the worker ended or closed its channel."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -153,7 +153,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _start(descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """A worker that inherits these; forked, where this process can have that."""
+    """Start a worker that inherits these; forked, where this process can."""
     arguments = [str(descriptor) for descriptor in descriptors]
     if forked.inherited is not None:
         try:
@@ -208,7 +208,7 @@ class RelayedWorker(WorkerEnd):
         """Does nothing: the crew ends the worker."""
 
     def forward(self, loop: asyncio.AbstractEventLoop, send: Callable[[bytes], bool]) -> None:
-        """Pass what the executor sends to ``send``, in the loop's thread, until the executor hangs up.
+        """Pass the executor's messages to ``send``, in the loop's thread, until it hangs up.
 
         ``send`` returns whether it took the message; what follows one that it did not take is left.
         """
@@ -223,7 +223,7 @@ class RelayedWorker(WorkerEnd):
             loop.remove_reader(self.relay.fileno())
 
     def deliver(self, payload: bytes) -> bool:
-        """Pass a message of the worker to the executor; False once the executor has hung up."""
+        """Pass a worker's message to the executor; False once that has hung up."""
         try:
             self.relay.send(payload)
         except ChannelClosed:
@@ -231,7 +231,7 @@ class RelayedWorker(WorkerEnd):
         return True
 
     def forget(self) -> None:
-        """Nobody relays any more."""
+        """Close the relay, which is not used any more."""
         self.relay.close()
         os.close(self.ended)
 
@@ -257,4 +257,4 @@ class LocalCrew:
         return None
 
     def close(self, problem: str) -> None:
-        """There is nothing beside the workers."""
+        """Does nothing: there is nothing beside the workers."""

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 COUNTS_INTERVAL = 1.0
 """Seconds between two questions for counts, while steps are computed."""
 LOOK_INTERVAL = 0.05
-"""Seconds after which somebody who waits for workers looks whether it is still wanted."""
+"""Seconds between two checks whether a waiting caller should stop."""
 SILENCE_TIMEOUT = 20.0
 """Seconds after which a worker that does not answer a plain question is lost.
 
@@ -48,7 +48,7 @@ Answer = TypeVar("Answer", ExpertsRead, GroupsFormed)
 
 
 class GroupControl:
-    """Tells all workers of an instance, and collects what they answer."""
+    """Sends orders to all workers of an instance, and collects answers."""
 
     def __init__(self, channels: Sequence[Channel], on_silence: Callable[[], None] = lambda: None) -> None:
         """``on_silence`` is called, in a thread of this object, when :attr:`silent` is set."""
@@ -59,11 +59,11 @@ class GroupControl:
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, list[FromGroups]]] = {}
-        """By epoch and worker."""
+        """Answers by epoch and worker."""
         self._ended = False
         self._asks = False
         self.counts: list[Counts | None] = [None] * len(self._channels)
-        """The newest of each worker."""
+        """Newest counts of each worker."""
         self._asked_at = 0.0
         """Time of the oldest question without all answers, or of the newest answered one."""
         self._heard_at = [0.0] * len(self._channels)
@@ -105,11 +105,11 @@ class GroupControl:
             raise
 
     def ask_counts(self) -> None:
-        """Have :attr:`counts` renewed soon."""
+        """Ask workers for new :attr:`counts`."""
         self._asks = True
 
     def ask_who_lives(self) -> None:
-        """Who has not said anything ``SILENCE_TIMEOUT`` later is lost."""
+        """Ask for a sign of life; a worker silent for ``SILENCE_TIMEOUT`` is lost."""
         with self._changed:
             if self._who_owes_an_answer() is None:
                 self._asked_at = time.monotonic()
@@ -212,7 +212,7 @@ def _of_kind(answers: dict[int, list[FromGroups]], kind: type[Kind]) -> dict[int
 
 
 def _error(failed: NotPrepared) -> Exception:
-    """What a worker ran into, for the thread that waits for it."""
+    """Error of a worker, for the thread that waits for its answer."""
     match failed.kind:
         case "CheckpointError":
             return CheckpointError(failed.text)

@@ -23,19 +23,22 @@ class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class AbandonGroups(msgspec.Struct, frozen=True, tag="abandon"):
-    """Stop preparing this epoch, close what is formed. Nothing happens if it has been entered."""
+    """Order to stop preparing this epoch and close its groups.
+
+    Nothing happens if the epoch has been entered.
+    """
 
     epoch: int
 
 
 class AbortGroups(msgspec.Struct, frozen=True, tag="abort"):
-    """Come out of the groups of this epoch, wherever you wait in them."""
+    """Order to abort the groups of this epoch, wherever the worker waits in them."""
 
     epoch: int
 
 
 class TellCounts(msgspec.Struct, frozen=True, tag="tell_counts"):
-    """Say how busy your experts were, and how much memory is free."""
+    """Question for the load of experts and free memory."""
 
 
 ToGroups = PrepareGroups | AbandonGroups | AbortGroups | TellCounts
@@ -60,7 +63,7 @@ class NotPrepared(msgspec.Struct, frozen=True, tag="not_prepared"):
     """Name of the exception's class."""
     text: str
     suspect: int | None = None
-    """The place of the instance that is to blame, where one is."""
+    """Index of the instance at fault, if any."""
     evidence: str = "closed"
 
 

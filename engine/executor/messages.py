@@ -1,4 +1,4 @@
-"""What an engine and its worker processes say to each other (no torch).
+"""Messages between an engine and its worker processes (no torch).
 
 The engine speaks first.
 """
@@ -60,7 +60,7 @@ class FirstRun(msgspec.Struct, frozen=True, tag="first_run"):
 
 
 class FreeMemory(msgspec.Struct, frozen=True, tag="free_memory"):
-    """Say how much the KV cache may take."""
+    """Question for the bytes that the KV cache may take."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
@@ -93,7 +93,7 @@ class SetThreads(msgspec.Struct, frozen=True, tag="set_threads"):
 
 
 class TellSpans(msgspec.Struct, frozen=True, tag="tell_spans"):
-    """Say when you computed."""
+    """Question for the spans in which the worker computed."""
 
 
 ToWorker = Begin | Meet | FirstRun | FreeMemory | Allocate | Execute | Join | SetThreads | TellSpans
@@ -108,7 +108,7 @@ class Hosting(msgspec.Struct, frozen=True, tag="hosting"):
 
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
-    """How far loading is."""
+    """Progress of loading."""
 
     text: str
 
@@ -148,7 +148,7 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
 
     result: StepResult
     times: ExpertTimes | None = None
-    """Where experts are spread: how long their part took on this worker."""
+    """Times of the expert layers on this worker, where experts are spread."""
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
@@ -159,13 +159,13 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
     epoch: int
     suspect: int | None
-    """The place of the instance that is to blame, where one is."""
+    """Index of the instance at fault, if any."""
     evidence: str
     text: str
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """What this worker says from now on is of this epoch."""
+    """Later messages of this worker belong to this epoch."""
 
     epoch: int
 
@@ -177,7 +177,7 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker ends."""
+    """The worker has failed and ends."""
 
     kind: str
     """Name of the exception's class."""

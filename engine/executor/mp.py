@@ -272,9 +272,10 @@ class MpExecutor:
         self._send_bytes(worker, self._encoder.encode(message))
 
     def _send_bytes(self, worker: WorkerEnd, payload: bytes) -> None:
-        """Send bytes to a worker; while it has no room, messages of all workers are taken in.
+        """Send bytes to a worker.
 
-        A worker that waits to send takes nothing, and lets no other worker continue.
+        While it has no room, messages of all workers are taken in. A worker that waits to send takes nothing,
+        and lets no other worker continue.
         """
         try:
             left = worker.channel.offer(payload)

@@ -45,7 +45,7 @@ ANSWER_GRACE = 30.0
 READING_TIMEOUT = 600.0
 """Seconds in which a worker must have read the experts that it gets."""
 ASK_SECONDS = 1.0
-"""Seconds in a step after which its workers are asked for a sign of life again."""
+"""Seconds in a step between two requests for a sign of life of its workers."""
 
 
 class InstanceGroup(RenewableCommunicator):

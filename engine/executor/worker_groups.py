@@ -99,7 +99,7 @@ class WorkerGroups:
         self._current = EpochGroups(None, 0)
         self._current.inside = {axis: group.group for axis, group in inside.items()}
         self.is_broken = False
-        """The current groups are of no use any more."""
+        """Whether the current groups are broken."""
         self._executor: UniExecutor | None = None
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class WorkerGroups:
         return self._current.form.epoch if self._current.form is not None else 0
 
     def serve(self, executor: UniExecutor) -> None:
-        """From now on, do in a thread of its own what the engine says."""
+        """Carry out the engine's orders in a thread of its own from now on."""
         self._executor = executor
         threading.Thread(target=self._run, name="groups", daemon=True).start()
 
@@ -138,7 +138,7 @@ class WorkerGroups:
         return True
 
     def fail(self, error: CollectiveError) -> tuple[int | None, str]:
-        """A step did not come to its end.
+        """Handle the error of a step.
 
         The place of the instance to blame, if any, and how that is known. Makes the other workers of this
         instance come out, too.
@@ -255,7 +255,7 @@ class WorkerGroups:
     # ----
 
     def _suspect(self, error: CollectiveError, form: GroupPlan | None, place: int) -> int | None:
-        """The instance whose worker is to blame, if it is another one."""
+        """Index of the instance whose worker is at fault, if it is another one."""
         if form is None or error.rank is None:
             return None
         suspect = error.rank // form.ranks

@@ -65,7 +65,7 @@ class Mesh(Protocol):
         ...
 
     def waits(self) -> None:
-        """There is no group to step in now."""
+        """Called when there is no group to step in."""
         ...
 
     def drained(self) -> None: ...
@@ -123,7 +123,7 @@ class Elastic:
     # ---- in the membership's thread
 
     def on_form(self, form: GroupPlan) -> None:
-        """The coordinator wants the group of a new epoch."""
+        """Handle the coordinator's Form of a new epoch."""
         with self._lock:
             instructions = self._recovery.on_form(form)
             if any(isinstance(each, AbortGroup) for each in instructions):
@@ -340,7 +340,7 @@ class Elastic:
         self._wake_loop()
 
     def _on_not_prepared(self, preparation: Preparation[Communicator], error: Exception) -> None:
-        """Report it.
+        """Report a loss to the coordinator.
 
         An instance that has no group yet ends if it can be in none; the others try again, as often as the
         coordinator says.

@@ -10,7 +10,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 PARTS = ("form", "experts", "group", "step")
-"""Parts of a change: each lasts until its event.
+"""Parts of a change, from the loss noticed on; each lasts until its event.
 
 The events are the Form received, experts read, the group formed and the first step.
 """

@@ -25,7 +25,7 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """host:port, for others."""
+        """Address of the store for the others, host:port."""
         return f"{self._host}:{self._stores[-1].port}"
 
     def renew(self) -> None:

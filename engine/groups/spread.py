@@ -61,7 +61,7 @@ class Spread:
         self._began = self._complained_at = time.monotonic()
         self._was_ready = False
         self.drains = False
-        """Takes nothing new: not to be called ready any more."""
+        """Whether it drains; it is then no longer reported as ready."""
         self._meeting = Rendezvous(host, device)
         self.stepping = Elastic(
             name,
@@ -83,7 +83,7 @@ class Spread:
         )
 
     def _connect(self, form: GroupPlan, should_stop: Callable[[], bool]) -> Communicator:
-        """First the instances, then what else the workers need."""
+        """Form the group of the instances, then the other groups of the workers."""
         group = self._meeting.connect(form, self._name, should_stop)
         return self._executor.connect(form, group, should_stop)
 

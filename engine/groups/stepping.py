@@ -37,7 +37,7 @@ The sender may have woken this instance alone.
 
 
 class NoGroup(Exception):
-    """This instance can be in no group of the mesh; says why."""
+    """Raised when this instance can be in no group of the mesh, with the reason."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Stepping(Protocol):
     """Decides when one instance steps."""
 
     times: RecoveryTimes
-    """How its changes of the group went."""
+    """Durations of its group changes."""
 
     @property
     def must_step(self) -> bool:
@@ -80,7 +80,7 @@ class Stepping(Protocol):
         ...
 
     def on_wake(self, wake: Wake) -> None:
-        """A peer wants a step."""
+        """Handle the wake of a peer."""
         ...
 
     def agree(self, num_tokens: int, queued_prefill: int, longest: int, in_flight: int = 0) -> Agreement:

@@ -109,7 +109,7 @@ def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilizat
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes for people."""
+    """Readable number of bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

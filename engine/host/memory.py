@@ -56,7 +56,7 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def turn(patience: float = TURN_TIMEOUT) -> Iterator[None]:
-    """Lock of this host under which one process at a time measures free memory and takes it.
+    """Lock of this host for measuring free memory and taking it, one process a time.
 
     Instances that start together would see the same memory. After ``patience`` seconds a process goes on
     without the lock.
@@ -99,7 +99,7 @@ class Untouched:
         return f"<Untouched {self._num_blocks - self._num_used} of {self._num_blocks} blocks>"
 
     def note(self, step: Step) -> None:
-        """A step is computed."""
+        """Note which blocks a step writes to."""
         for blocks in step.new_blocks.values():
             self._num_used = max(self._num_used, max(blocks, default=-1) + 1)
 
@@ -117,5 +117,5 @@ def spare_memory(cache: Untouched) -> int:
 
 
 def most_memory() -> int:
-    """Bytes that there are in all, free or not."""
+    """Total bytes of memory, free or not."""
     return min([int(psutil.virtual_memory().total), *(limit.most for limit in memory_limits())])

@@ -36,7 +36,7 @@ from parallel.communicators.segments import this_host
 logger = logging.getLogger("engine.executor.cluster")
 
 ANSWER_SECONDS = 30.0
-"""In which an actor that runs answers."""
+"""Seconds in which a running actor answers."""
 
 
 class Shadow:
@@ -49,7 +49,7 @@ class Shadow:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """Until the instance ends; its exit status.
+        """Run until the instance ends; returns its exit status.
 
         Raises:
             CannotStart: there is no cluster, or no room in it.

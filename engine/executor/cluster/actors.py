@@ -1,4 +1,4 @@
-"""Actors for a worker, in a thread of its own, and for an instance, a child process.
+"""Ray actors: of a worker, in a thread, and of an instance, a child process.
 
 Calls carry bytes only. An actor lives and dies with what it is for, and with the program that made it (Ray
 ends the actors of a program that ends).
@@ -29,7 +29,7 @@ from parallel.communicators.segments import this_host
 LISTEN_SECONDS = 1.0
 """Seconds that a call waits for a message."""
 LAST_LINES_SECONDS = 0.5
-"""For what an instance that has ended had printed."""
+"""Seconds to read the last output of an instance that has ended."""
 MOST_LINES = 10_000
 """Most lines of an instance's output that are kept until they are fetched."""
 
@@ -86,7 +86,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
     def begin(self, payload: bytes) -> None:
-        """The worker's first message; what is this node's own is put in."""
+        """Send the worker its first message, with this node's own facts put in."""
         begin = msgspec.msgpack.decode(payload, type=ToWorker)
         assert isinstance(begin, Begin)
         assert self._info is not None

@@ -133,7 +133,7 @@ class RayCrew:
         return worker_actor(**options).remote()
 
     def _look(self, deadline: float) -> list[Place]:
-        """Where the actors are, and that what they have is what the engine has.
+        """Places of the actors, checked to have the engine's versions and model.
 
         Raises:
             CannotStart: an actor does not start, or has something else.

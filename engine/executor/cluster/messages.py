@@ -8,7 +8,7 @@ from engine.config import ModelConfig
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Say where you are. A model: find it there."""
+    """Question for an actor's place; a model is looked up there."""
 
     model: ModelConfig | None = None
 
@@ -26,7 +26,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     fingerprint: str = ""
     problem: str = ""
-    """Why the model cannot be had there."""
+    """Reason for which the model cannot be read there."""
 
 
 class StartInstance(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ LAST_WORDS = 0.2
 
 
 class Over(Exception):
-    """The host's part is over; carries the exit status."""
+    """Raised when the host's part is over; carries the exit status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class Over(Exception):
 
 
 class Node:
-    """One host of one instance, from its first word to the end of its workers."""
+    """One host of an instance, from joining to the end of its workers."""
 
     def __init__(self, config: InstanceConfig, keys: MeshKeys | None = None) -> None:
         self._mesh = config.mesh
@@ -91,7 +91,7 @@ class Node:
         self._over: asyncio.Future[None]
 
     async def run(self) -> None:
-        """Until the instance ends.
+        """Run until the instance ends.
 
         Raises:
             Over: how it did.
@@ -294,7 +294,7 @@ class Node:
             asyncio.get_running_loop().remove_reader(worker.channel.fileno())
 
     def _ended(self, number: int) -> None:
-        """Tell the engine at once.
+        """Send the engine a message at once.
 
         It then ends the instance, and with it this host's part.
         """

@@ -58,9 +58,9 @@ A send to a host whose connection is gone fails.
 SILENCE = 10.0
 """Seconds without any sign after which the other side is gone, though the connection stands."""
 SAY_INTERVAL = 5.0
-"""Seconds between two lines about who is waited for."""
+"""Seconds between two log lines about missing hosts."""
 LEAVE_SECONDS = 0.5
-"""For the other hosts to say that they know of the end."""
+"""Seconds for the other hosts to confirm the end."""
 END_TIMEOUT = 5.0
 
 
@@ -105,15 +105,15 @@ class NodeCrew:
         self._nodes: dict[int, _Node] = {}
         self._numbers: dict[RelayedWorker, int] = {}
         self._changed = threading.Event()
-        """A host came, or has started its workers, or the thread has failed."""
+        """Set when a host joined or started its workers, or the thread failed."""
         self._failure: Exception | None = None
         self._hired = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
         self._leaving = asyncio.Event()
-        """A host has gone."""
+        """Set when a host has left."""
         self._listens = threading.Event()
-        """The thread has come as far as that, or has failed."""
+        """Set when the thread listens, or has failed."""
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
 
     def __repr__(self) -> str:
@@ -371,7 +371,7 @@ class NodeCrew:
         self._changed.set()
 
     def _close(self, problem: str) -> None:
-        """Tell all hosts to end, then stop."""
+        """Send all hosts the end, then stop."""
         for node in self._nodes.values():
             status = EXIT_WORKER_LOST if problem else 0
             self._listener.send(node.peer, NodeEnd(status, problem or "it was asked to"))

@@ -20,7 +20,7 @@ class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     node_rank: int
     nnodes: int
     host: str
-    """Its name, for people."""
+    """Host name for messages."""
     address: str
     """Where its workers reach and are reached by those of other hosts."""
     versions: dict[str, str]
@@ -29,7 +29,7 @@ class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Hired(msgspec.Struct, frozen=True, tag="hired"):
-    """The workers run. Process ids by number."""
+    """The workers run; process ids by worker number."""
 
     pids: dict[int, int]
 
@@ -50,7 +50,7 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The host goes, and its workers with it."""
+    """The host leaves, and its workers with it."""
 
     reason: str
 
@@ -77,7 +77,7 @@ class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Hire(msgspec.Struct, frozen=True, tag="hire"):
-    """All hosts are here: start these workers. Names by number."""
+    """All hosts have joined: start these workers. Names by worker number."""
 
     names: dict[int, str]
     model: ModelConfig
@@ -99,7 +99,7 @@ class NodeEnd(msgspec.Struct, frozen=True, tag="end"):
     """The instance ends: end its workers."""
 
     status: int
-    """The exit status that tells it best."""
+    """Exit status for the host's process."""
     reason: str
 
 
