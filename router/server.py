@@ -132,43 +132,24 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     http = config.http
     if config.front_ends > 1:
         process.set_up(f"Router_{config.front_end}", config.log_level)
+    PatientProtocol.head_timeout = http.request_timeout
+    _quiet_uvicorn(http)
+    try:
+        tracing = _tracing(config)
+    except TracingMissing as error:
+        logger.error("%s", error)
+        return process.EXIT_USAGE
     mesh = MeshClient(
         config.mesh.coordinator_endpoint,
         tokenizer=http.tokenizer,
         keys=keys,
         policy=Policy(http.load_balancing_policy),
     )
-    PatientProtocol.head_timeout = http.request_timeout
-    uvicorn_log = logging.getLogger("uvicorn.error")
-    uvicorn_log.setLevel(logging.WARNING)  # its start and end are said here
-    uvicorn_log.addFilter(lambda record: not _was_cut_off(record))  # it says how many in a line of its own
-    if unlogged := http.disable_access_log_for_endpoints.split(","):
-        logging.getLogger("uvicorn.access").addFilter(
-            lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
-        )
-    directory = config.counts_directory
-    shelf = SharedCounts(Path(directory), f"router-{config.front_end}") if directory is not None else None
-    metrics = Metrics(
-        mesh,
-        reports=mesh.reports,
-        epoch=mesh.epoch,
-        instances=mesh.instances_by_state,
-        refused_peers=mesh.refused_peers,
-        block_size=mesh.block_size,
-        choices=lambda: {**mesh.choices, "moves": mesh.num_moves},
-        faults=mesh.faults,
-        shelf=shelf,
-        alone=config.front_ends == 1,
-    )
+    counts = _shared_counts(config)
+    metrics = _metrics(config, mesh, counts)
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
-    wanted = config.mesh.observability.otlp_traces_endpoint
-    try:
-        tracing = None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
-    except TracingMissing as error:
-        logger.error("%s", error)
-        return process.EXIT_USAGE
     settings = _settings(_app(config, mesh, metrics, dashboard, tracing, listeners, keys), http)
     try:
         settings.load()
@@ -179,15 +160,10 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
     server = _Server(settings, _tally(config), feed, mesh, http.shutdown_timeout)
     following = asyncio.create_task(_follow(mesh, server))
     beside = [following]
-    if shelf is not None:
-        beside.append(asyncio.create_task(shelf.keep(metrics.snapshot)))
+    if counts is not None:
+        beside.append(asyncio.create_task(counts.keep(metrics.snapshot)))
     try:
-        if any(map(_had_others, listeners)):
-            await _find_the_world(mesh, following)
-        for listener in listeners:
-            let_successors_in(listener)
-            listener.listen(BACKLOG)  # as is said now: whoever reads it may connect at once
-            logger.info("listening on %s", name_of(listener, http.scheme))
+        await _listen(listeners, http, mesh, following)
         gc.freeze()  # what is there by now stays: collections need not look through it
         await server.serve(sockets=listeners)
     finally:
@@ -198,6 +174,60 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         await asyncio.to_thread(tracing.close)
     logger.info("ends")
     return process.EXIT_REFUSED if following.done() and not following.cancelled() else 0
+
+
+def _quiet_uvicorn(http: HttpConfig) -> None:
+    """Keep out of uvicorn's logs its start and end, requests that it cuts off, and paths not to be logged."""
+    errors = logging.getLogger("uvicorn.error")
+    errors.setLevel(logging.WARNING)  # its start and end are logged here
+    errors.addFilter(lambda record: not _was_cut_off(record))  # uvicorn logs their number in another line
+    if unlogged := http.disable_access_log_for_endpoints.split(","):
+        logging.getLogger("uvicorn.access").addFilter(
+            lambda record: without_prefix(_path_of(record), http.root_path) not in unlogged
+        )
+
+
+def _tracing(config: RouterConfig) -> Tracing | None:
+    """The sender of traces, if --otlp-traces-endpoint is given.
+
+    Raises:
+        TracingMissing: the extra is not installed.
+    """
+    wanted = config.mesh.observability.otlp_traces_endpoint
+    return None if wanted is None else Tracing(wanted, f"router-{config.front_end}")
+
+
+def _shared_counts(config: RouterConfig) -> SharedCounts | None:
+    """This router's counts, in the directory of its launcher; None without one."""
+    directory = config.counts_directory
+    return None if directory is None else SharedCounts(Path(directory), f"router-{config.front_end}")
+
+
+def _metrics(config: RouterConfig, mesh: MeshClient, counts: SharedCounts | None) -> Metrics:
+    return Metrics(
+        mesh,
+        reports=mesh.reports,
+        epoch=mesh.epoch,
+        instances=mesh.instances_by_state,
+        refused_peers=mesh.refused_peers,
+        block_size=mesh.block_size,
+        choices=lambda: {**mesh.choices, "moves": mesh.num_moves},
+        faults=mesh.faults,
+        shelf=counts,
+        alone=config.front_ends == 1,
+    )
+
+
+async def _listen(
+    listeners: list[socket.socket], http: HttpConfig, mesh: MeshClient, following: asyncio.Task[None]
+) -> None:
+    """Open the sockets; the successor of a router that died waits for its first view of the mesh before."""
+    if any(map(_had_others, listeners)):
+        await _find_the_world(mesh, following)
+    for listener in listeners:
+        let_successors_in(listener)
+        listener.listen(BACKLOG)  # before the line is logged: a client that reads it may connect at once
+        logger.info("listening on %s", name_of(listener, http.scheme))
 
 
 def _had_others(listener: socket.socket) -> bool:
