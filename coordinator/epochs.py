@@ -22,7 +22,7 @@ from collections.abc import Collection
 from coordinator.messages import GroupPlan, Settings, State
 from coordinator.reach import Reachability
 from coordinator.records import Record, Records, Rules
-from parallel.placement import Placement, cover, place
+from parallel.placement import Placement, assign_experts, cover
 
 BACK_OFF = 0.1
 MAX_BACK_OFF = 5.0
@@ -325,7 +325,7 @@ class Epochs:
         room = [member.max_experts for member in members for _ in range(ranks)]
         if self.form is None and settings.num_experts >= len(room):
             dealt = settings.expert_placement_strategy == "round_robin"
-            first = place(settings.num_experts, len(room), "round_robin" if dealt else "linear")
+            first = assign_experts(settings.num_experts, len(room), "round_robin" if dealt else "linear")
             if all(not limit or len(first.experts_of(rank)) <= limit for rank, limit in enumerate(room)):
                 return first
         held = [of_rank for member in members for of_rank in [*member.experts, *[()] * ranks][:ranks]]

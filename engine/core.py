@@ -28,7 +28,7 @@ from engine.sampling import BadParameter
 from engine.scheduling.block_log import BlockLog
 from engine.scheduling.blocks import BlockPool
 from engine.scheduling.grammar_compiler import GrammarCompiler
-from engine.scheduling.outcomes import handouts_of
+from engine.scheduling.outcomes import outgoing_tokens_of
 from engine.scheduling.outgoing_tokens import OutgoingTokens
 from engine.scheduling.report_policy import LoadSnapshot
 from engine.scheduling.request import Request, from_submit
@@ -307,7 +307,7 @@ class EngineCore:
         return msgspec.structs.replace(step, masks=Masks(rows, b"".join(bits))) if rows else step
 
     def _take_in(self, step: Step, result: StepResult) -> dict[Peer, OutgoingTokens]:
-        return handouts_of(self.scheduler.update(step, result), self._tracing)
+        return outgoing_tokens_of(self.scheduler.update(step, result), self._tracing)
 
     @property
     def standing(self) -> LoadSnapshot:

@@ -336,7 +336,7 @@ class Server:
         if blocks is not None:
             router.has_blocks = blocks.next
         if report is not None:
-            router.news.told(report, time.monotonic())
+            router.news.sent(report, time.monotonic())
 
     def _send_in_parts(self, peer: Peer, tokens: Tokens) -> bool:
         """In one message, nearly always: log-probabilities of many long prompts may be too much for one."""

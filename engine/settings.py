@@ -23,7 +23,7 @@ from engine.model.checkpoint import (
     why_experts_stay_whole,
 )
 from parallel.pipeline_parallel import check_split
-from parallel.placement import place
+from parallel.placement import assign_experts
 from parallel.topology import kv_heads_of
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _spreads(config: EngineConfig, info: ModelInfo, size: int) -> bool:
             logger.warning("-ep ignored: %s", why)
         return False
     try:
-        place(info.num_experts, size * device.tensor_parallel_size, device.expert_placement_strategy)
+        assign_experts(info.num_experts, size * device.tensor_parallel_size, device.expert_placement_strategy)
     except ValueError as error:
         if asked:
             raise CheckpointError(str(error)) from error

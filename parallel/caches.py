@@ -10,7 +10,9 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_directory(name: str) -> Path:
-    """Of this user, for one kind of files; it may not be there yet.
+    """Directory of this user's cache for one kind of files.
+
+    It may not exist yet.
 
     Raises:
         OSError: this user has no home.

@@ -1,6 +1,8 @@
-"""Compiles C++ files of Lockstep at first use and keeps the results in a cache (loads no torch).
+"""Compiles C++ files of Lockstep at first use and caches the results.
 
-Nothing that is compiled is needed to serve: whoever asks has another way, and says why it is taken.
+This module loads no torch.
+
+Nothing that is compiled is needed to serve: each caller has another way, and logs why it is taken.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def _can_be_loaded(path: Path, symbols: Sequence[str]) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file goes as far as its ELF header says: the table of sections, which comes last."""
+    """Whether a file reaches the end of its section table, which comes last in ELF."""
     with path.open("rb") as file:
         header = file.read(ELF_HEADER)
     if len(header) < ELF_HEADER:
@@ -134,7 +136,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compiler() -> list[str]:
-    """The command of a C++ compiler: what CXX says, which may have arguments, else g++ or clang++.
+    """The command of a C++ compiler: CXX (with arguments, if any), else g++ or clang++.
 
     Raises:
         OSError: there is none.

@@ -1,4 +1,6 @@
-"""What the control groups of this process allow it: memory and time on cores (Linux; loads no torch).
+"""Memory and core-time limits that the control groups of this process set (Linux).
+
+This module loads no torch.
 
 A container sees its own group as the root of the tree; a unit of systemd, a job of Slurm or a process of a
 container without a namespace of its own lies somewhere below it, and each group above it limits it, too.
@@ -17,17 +19,19 @@ OWN = Path("/proc/self/cgroup")
 
 
 class MemoryLimit(NamedTuple):
-    """Of one group, in bytes."""
+    """Memory limit and use of one control group, in bytes."""
 
     most: int
     used: int
     files: int
-    """Of the used ones those of file pages, which can be dropped: weights that are mapped, above all, however
-    lately they were read."""
+    """Used bytes of file pages, which can be dropped.
+
+    These are mapped weights, above all, however lately they were read.
+    """
 
 
 def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
-    """The limits of this process's group and of those above it, as far as they have any."""
+    """The limits of this process's control group and of those above it, where set."""
     found = []
     for group in _groups(root, own, ""):
         found.append(_limit(group, "memory.max", "memory.current", ""))
@@ -73,7 +77,10 @@ def _limit(group: Path, most: str, used: str, prefix: str) -> MemoryLimit | None
 
 
 def _quota(words: list[str]) -> float | None:
-    """Of a quota and a period; ``max`` or a negative quota means none."""
+    """Cores that a quota and a period allow.
+
+    ``max`` or a negative quota means no limit.
+    """
     if len(words) != 2 or not all(word.isdecimal() for word in words):
         return None
     quota, period = map(int, words)
@@ -81,7 +88,7 @@ def _quota(words: list[str]) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no such file, or no number (``max``: no limit)."""
+    """The number in a file; None without such a file or number (``max``: no limit)."""
     words = _words(path)
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
 

@@ -11,7 +11,7 @@ Two ways of dispatch, both with the row counts of all ranks known from the step'
   experts, and sends each result home. Every pair is computed once, so the reduction over ranks has one
   term per row, and both sides know the sizes: two collectives per layer.
 - ``all_to_all``: only the pairs of a rank's experts are sent to it. Less data with many ranks, but the
-  counts have to be told first: three collectives per layer.
+  counts have to be exchanged first: three collectives per layer.
 
 The way in is transformers' experts interface: :func:`expert_forward` is registered under one name and
 finds its :class:`ExpertParallel` on the module.
@@ -38,7 +38,10 @@ ATTRIBUTE = "lockstep_experts"
 """Attribute of an experts module that holds its :class:`ExpertParallel`."""
 
 _LARGE = 256 << 10
-"""Bytes of results from which on moving them once instead of twice is worth the calls that it takes."""
+"""Bytes of results from which on a single move is worth its extra calls.
+
+Smaller results are moved twice.
+"""
 
 LocalExperts = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(experts module, hidden [n, H], expert numbers [n, 1], weights [n, 1]) -> [n, H]"""
@@ -84,7 +87,7 @@ class ExpertParallel:
         self._dispatch = dispatch
         self._local_experts = local_experts
         self._products: Products = ExpertProducts()
-        self._place(placement, rank)
+        self._set_placement(placement, rank)
         self._group: Communicator | None = None
         self.sizes: Sequence[int] = ()
         """Tokens of each rank in this step."""
@@ -96,14 +99,17 @@ class ExpertParallel:
         return f"<ExpertParallel rank {self.rank} of {self.placement.num_ranks}, {self._dispatch}>"
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on, use this group, in which the experts are placed like this; the group before
-        is left to its owner. The modules must hold the experts of this rank in it by then."""
+        """Use this group and expert placement from the next step on.
+
+        The group before is left to its owner. The modules must hold the experts of this rank in the group by
+        then.
+        """
         if placement.num_ranks != group.size or len(placement.owners) != len(self.placement.owners):
             raise ValueError(f"{placement} does not fit {group!r}")
-        self._place(placement, group.rank)
+        self._set_placement(placement, group.rank)
         self._group = group
 
-    def _place(self, placement: Placement, rank: int) -> None:
+    def _set_placement(self, placement: Placement, rank: int) -> None:
         self.placement = placement
         self.rank = rank
         self._owners = np.array(placement.owners)
@@ -242,14 +248,17 @@ def _bring_home(
 
 
 def _rows(tensor: torch.Tensor) -> npt.NDArray[np.void]:
-    """Its rows [n] as pieces of memory, whatever they hold, which numpy moves about faster than torch."""
+    """The rows [n] as opaque pieces of memory, which numpy moves faster than torch."""
     row_bytes = tensor.shape[1] * tensor.itemsize
     rows: npt.NDArray[np.void] = tensor.view(torch.uint8).numpy().view(f"V{row_bytes}")[:, 0]
     return rows
 
 
 def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """outputs [tokens * k, H] weighted by [tokens, k] and summed over k, in order, in one type."""
+    """outputs [tokens * k, H], weighted by [tokens, k] and summed over k.
+
+    The sum is taken in order, in one type.
+    """
     by_choice = outputs.view(*weights.shape, outputs.shape[-1]) * weights[:, :, None]
     total, *others = by_choice.unbind(1)
     for one in others:
@@ -258,13 +267,18 @@ def _sum_at_home(outputs: torch.Tensor, weights: torch.Tensor, hidden: torch.Ten
 
 
 def _pack(hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    """Hidden state, then expert ids (int32) as numbers of the same type: one collective instead of two."""
+    """Hidden state, then expert ids (int32) as numbers of the same type.
+
+    Packed so, they take one collective instead of two.
+    """
     return torch.cat([hidden, expert_ids.to(torch.int32).contiguous().view(hidden.dtype)], dim=1)
 
 
 def _unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Ints]:
-    """The inverse of :func:`_pack`, of what a communicator gave: hidden [n, H] on the device of ``like`` (a
-    view on the CPU), ids [n, k] on the host."""
+    """The inverse of :func:`_pack`, for rows that a communicator returned.
+
+    Hidden [n, H] is on the device of ``like`` (a view on the CPU), ids [n, k] on the host.
+    """
     width = like.shape[1]
     hidden = packed[:, :width] if like.is_cpu else packed[:, :width].to(like.device)
     return hidden, _to_host(packed[:, width:].contiguous().view(torch.int32))

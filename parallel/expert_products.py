@@ -1,6 +1,8 @@
-"""The products of the experts that one rank holds: rows sorted by expert, one product for each that has any.
+"""Products of the experts that one rank holds, over rows sorted by expert.
 
-What an expert computes is told by transformers' experts modules: fused ``gate_up_proj`` [E, 2I, H] (or
+There is one product for each expert that has any rows.
+
+What an expert computes is defined by transformers' experts modules: fused ``gate_up_proj`` [E, 2I, H] (or
 ``up_proj``), ``down_proj`` [E, H, I], the flags that their ``use_experts_implementation`` sets, and
 ``_apply_gate``. transformers' own grouped function sorts, counts and puts back in order by itself; here
 that was done for all ranks' rows already.
@@ -20,11 +22,13 @@ class ExpertProducts:
 
     def __init__(self) -> None:
         self._weights: WeakKeyDictionary[Any, dict[str, list[torch.Tensor]]] = WeakKeyDictionary()
-        """By module, name and expert, [in, out]: making views costs as much as a small product."""
+        """Views by module, name and expert, [in, out]: making one costs a small product."""
 
     def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Outputs [n, H] of rows [n, H], of which the first ``counts[0]`` go through the module's expert 0,
-        and so on."""
+        """Outputs [n, H] of rows [n, H] that are sorted by expert.
+
+        The first ``counts[0]`` rows go through the module's expert 0, and so on.
+        """
         first = "gate_up_proj" if module.has_gate else "up_proj"
         inner = self._linear(module, first, rows, counts)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

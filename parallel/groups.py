@@ -1,6 +1,8 @@
-"""Forming the groups of an epoch: a store to meet at, then one communicator per group (loads torch late).
+"""Forming the groups of an epoch: a rendezvous store, then one communicator per group.
 
-The store is needed only until a group is formed; whoever hosts it keeps it that long, and no group suffers
+Torch is loaded late.
+
+The store is needed only until a group is formed; its host keeps it that long, and no group suffers
 when it goes away afterwards. Each epoch has names of its own in it, so several can share one.
 """
 
@@ -78,8 +80,9 @@ def _see_that_it_listens(host: str, port: int, timeout: float, may_be_early: boo
 
 
 def choose_backend(asked: str, hosts: Sequence[str]) -> Backend:
-    """The transport for an ``--all2all-backend``: shared memory where it is asked for, or where the choice is
-    free and all members are on one host.
+    """The transport for an ``--all2all-backend``.
+
+    Shared memory is used where it is asked for, or where the choice is free and all members are on one host.
 
     Raises:
         ValueError: shared memory is asked for, but there are several hosts.

@@ -1,14 +1,14 @@
 """The agreement: what all instances do at step k of an epoch (pure).
 
-Before each step every instance tells all others one :class:`Header`; :func:`decide` turns the headers
+Before each step every instance sends all others one :class:`Header`; :func:`decide` turns the headers
 into what happens. It is a pure function of what everybody has, so nobody can disagree, and nobody is
 asked: there is no leader, no wave and no dummy batch. An instance without tokens takes part in the
 step with zero rows. When all headers say "no work", all sleep.
 
-Who gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the (epoch, step)
-that it wants begun. So a stale one is ignored, and an early one is remembered until its step comes. One for a
-step beyond the next but one is ignored. A repeated one is harmless; the waker repeats it until the step has
-begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock.
+An instance that gets work while asleep sends a :class:`Wake` to all peers and wakes itself. A wake names the
+(epoch, step) that it wants begun. So a stale one is ignored, and an early one is remembered until its step
+comes. One for a step beyond the next but one is ignored. A repeated one is harmless; the waker repeats it
+until the step has begun. :class:`Lockstep` is the state of one instance; it knows no sockets and no clock.
 docs/design/agreement.md has the proof obligations.
 """
 
@@ -17,9 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-
-HEADER_INTS = 7
-"""Width of a header as it is exchanged: one collective of fixed size per step."""
 
 EARLIEST = 1
 """Steps by which a wake can be early.
@@ -33,12 +30,12 @@ class LockstepError(RuntimeError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What one instance tells the others before a step."""
+    """Message of one instance to all others before a step."""
 
     epoch: int
     step: int
     num_tokens: int
-    """Tokens that it has scheduled for this step: the rows it will dispatch in every layer."""
+    """Tokens scheduled for this step: the rows that the instance dispatches in every layer."""
     queued_prefill: int = 0
     """Prompt tokens that wait there."""
     longest: int = 0
@@ -49,10 +46,10 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     Its current one when none is pending.
     """
     in_flight: int = 0
-    """Its earlier steps, with tokens, that are still under way: more may come of them at any moment."""
+    """Earlier steps with tokens that are under way: more work may follow from them."""
 
     def ints(self) -> tuple[int, ...]:
-        """The header as ``HEADER_INTS`` integers."""
+        """The header as integers, one a field: as it is exchanged."""
         return msgspec.structs.astuple(self)
 
     @classmethod
@@ -68,7 +65,10 @@ class RunStep(msgspec.Struct, frozen=True):
 
 
 class Sleep(msgspec.Struct, frozen=True):
-    """Nobody has work, nor any under way: the step is empty, and nobody begins the next one before a wake."""
+    """No work anywhere, nor any under way.
+
+    The step is empty, and no instance begins the next one before a wake.
+    """
 
 
 class Switch(msgspec.Struct, frozen=True):
@@ -81,14 +81,14 @@ Decision = RunStep | Sleep | Switch
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Begin this step: somebody has work for it."""
+    """Request to begin a step, for which an instance has work."""
 
     epoch: int
     step: int
 
 
 def decide(headers: Sequence[Header]) -> Decision:
-    """What happens at the step that all these headers (one per rank, in rank order) name.
+    """The decision at the step that all these headers (one per rank, in order) name.
 
     A pending change of epoch counts as work: while some are ready and others are not, empty steps go on.
     So do tokens under way in a pipeline, of which more will come: the steps until then are empty, too.
@@ -109,7 +109,7 @@ def decide(headers: Sequence[Header]) -> Decision:
 
 
 class Lockstep:
-    """Where one instance stands in the agreement.
+    """One instance's state in the agreement.
 
     The loop around it: while :attr:`awake`, exchange :meth:`header` with all peers, :meth:`advance` with
     what came back, and do what it says. While asleep, wait for :meth:`on_wake` or call :meth:`wake` when
@@ -143,7 +143,7 @@ class Lockstep:
         ready_epoch: int | None = None,
         in_flight: int = 0,
     ) -> Header:
-        """What to tell the others for the next step."""
+        """This instance's header for the next step."""
         assert self.awake, "a sleeping instance begins no step"
         return Header(
             epoch=self.epoch,
@@ -156,7 +156,7 @@ class Lockstep:
         )
 
     def advance(self, headers: Sequence[Header]) -> Decision:
-        """All headers of the next step are here: the step is decided, and the one after it comes next.
+        """Decide the next step by all members' headers, and go on to the one after.
 
         Raises:
             LockstepError: they are not the headers of this step and world.
@@ -177,7 +177,7 @@ class Lockstep:
         return decision
 
     def on_wake(self, wake: Wake) -> None:
-        """Somebody wants a step begun.
+        """Take a peer's request to begin a step.
 
         A wake for a step beyond the next but one comes from no member.
         """
@@ -188,9 +188,9 @@ class Lockstep:
             self.awake = True
 
     def wake(self) -> Wake | None:
-        """There is work here.
+        """Wake up for work that came here.
 
-        If all sleep, wake up and return what to tell every peer.
+        Returns the wake to send to every peer; None if this instance is awake.
         """
         if self.awake:
             return None

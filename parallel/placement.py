@@ -1,7 +1,7 @@
 """Which instance holds which expert (pure).
 
-The first group of a mesh is placed by :func:`place`. Strategies have vLLM's names: ``linear`` gives each
-rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
+The first group of a mesh is placed by :func:`assign_experts`. Strategies have vLLM's names: ``linear`` gives
+each rank a run of neighbours, ``round_robin`` deals them out like cards. Numbers that do not divide give the
 first ranks one expert more. Later groups are placed by :func:`cover`, which moves as little as it can.
 
 A *rank* is here a member's place in its group, from 0 without gaps.
@@ -17,7 +17,7 @@ import msgspec
 Strategy = Literal["linear", "round_robin"]
 
 _LONGEST_CHAIN = 100
-"""Members that hand an expert on to one another, at most, so that one more can stay where it is."""
+"""Most members in a chain that hands experts on to keep one in place."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Placement(msgspec.Struct, frozen=True):
         return numbers
 
 
-def place(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Placement:
+def assign_experts(num_experts: int, num_ranks: int, strategy: Strategy = "linear") -> Placement:
     """Spread the experts of a layer over the ranks.
 
     Raises:
@@ -103,12 +103,15 @@ def _quotas(num_experts: int, limits: Sequence[int], holdings: Sequence[int]) ->
 
 
 def _keep(num_experts: int, holdings: Sequence[Collection[int]], quotas: Sequence[int]) -> list[int | None]:
-    """An owner for as many experts as possible among those who hold them: a matching by augmenting paths."""
+    """Owners for as many experts as possible among their holders.
+
+    The matching is found by augmenting paths.
+    """
     owners: list[int | None] = [None] * num_experts
     owned: list[list[int]] = [[] for _ in quotas]
 
     def give(expert: int, tried: set[int]) -> bool:
-        """To a holder who may own one more, or can hand another one over to make place."""
+        """Give an expert to a holder with room, or make room by handing another on."""
         for rank, holding in enumerate(holdings):
             if expert not in holding or rank in tried or len(tried) == _LONGEST_CHAIN:
                 continue

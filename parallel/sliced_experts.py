@@ -43,8 +43,10 @@ class SlicedExpertParallel(ExpertParallel):
     def forward(
         self, module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """One layer: hidden [tokens, H], expert_ids and weights [tokens, k], the same on all ranks of the
-        instance -> [tokens, H], the same on all of them."""
+        """One layer of experts, with the same arguments and result on all ranks.
+
+        Hidden [tokens, H], expert_ids and weights [tokens, k] -> [tokens, H].
+        """
         if self._group is None:  # being loaded: what this instance holds counts, wherever a token stands
             return self._ranks.all_reduce(super().forward(module, hidden, expert_ids, weights))
         sizes = even_sizes(len(hidden), self._ranks.size)

@@ -1,4 +1,6 @@
-"""The ranks of a tensor-parallel group, and layers that are cut over them (Megatron-LM, Shoeybi et al. 2019).
+"""Ranks of a tensor-parallel group, and layers that are cut over them.
+
+The way of cutting is that of Megatron-LM (Shoeybi et al. 2019).
 
 Some outputs of a linear layer are a plain linear layer; one that has the matching inputs gives partial sums,
 which the ranks add up. :mod:`parallel.tensor_plan` decides which layer of a model becomes which of these.
@@ -70,7 +72,10 @@ class TensorRank:
 
 
 class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
-    """A linear layer that has some of its inputs: partial sums, added up over the ranks, then the bias."""
+    """Linear layer with some of its inputs.
+
+    Partial sums are added up over the ranks, then the bias is added.
+    """
 
     def __init__(
         self, whole: torch.nn.Linear, ranks: TensorRank, start: int, stop: int, *, split_input: bool
@@ -88,7 +93,7 @@ class RowParallelLinear(torch.nn.Module):  # type: ignore[misc]
         return self._input is not None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., inputs of this rank, or all of them if it takes its own] -> [..., outputs]."""
+        """[..., inputs of this rank, or all if it selects its own] -> [..., outputs]."""
         if self._input is not None:
             inputs = inputs[..., self._input]
         total = self._ranks.all_reduce(F.linear(inputs, self.weight))
@@ -113,7 +118,10 @@ class GatheredLinear(torch.nn.Module):  # type: ignore[misc]
 
 
 class ParallelRMSNorm(torch.nn.Module):  # type: ignore[misc]
-    """Root-mean-square norm over a width of which this rank has a part: the squares are added up."""
+    """Root-mean-square norm over a width of which this rank has a part.
+
+    The squares are added up over the ranks.
+    """
 
     def __init__(self, whole: Any, ranks: TensorRank, size: int, copies: int) -> None:
         """``copies``: on how many ranks each element stands."""
@@ -133,7 +141,10 @@ class ParallelRMSNorm(torch.nn.Module):  # type: ignore[misc]
 
 
 class VocabularyParallel:
-    """Mixed into an embedding that has some of its rows: a token's vector comes from the rank that has it."""
+    """Mixin for an embedding with some of the rows.
+
+    A token's vector comes from the rank that has its row.
+    """
 
     _ranks: TensorRank
     first: int
@@ -157,7 +168,10 @@ class SummedExperts:
 
 
 class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
-    """An identity among modules whose outputs are summed over ranks: only the first rank adds it."""
+    """Identity whose output only the first rank adds.
+
+    It stands among modules whose outputs are summed over ranks.
+    """
 
     def __init__(self, ranks: TensorRank) -> None:
         super().__init__()
@@ -169,12 +183,12 @@ class FirstRankOnly(torch.nn.Module):  # type: ignore[misc]
 
 
 def mix_in(mixin: type, module: Any, ranks: TensorRank) -> None:
-    """Let a module go through ``mixin`` first: otherwise it stays of its own class, with all it does."""
+    """Put ``mixin`` before a module's class; the module keeps all it does otherwise."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
     module._ranks = ranks
 
 
 def empty_parameter(like: torch.Tensor, shape: tuple[int, ...]) -> torch.nn.Parameter:
-    """Of another shape, to be filled later."""
+    """An empty parameter of another shape, to be filled later."""
     return torch.nn.Parameter(like.new_empty(shape), requires_grad=False)

@@ -5,8 +5,8 @@ one after it the matching inputs, and one all-reduce after the pair adds up. Sty
 transformers' ``base_model_tp_plan``. Attention is cut by heads; KV heads fewer than ranks are held by
 several. The embedding and the output layer are cut by the vocabulary.
 
-:func:`cut_model` changes a model in place (made on the meta device, so that nothing is allocated), and says
-what of each parameter remains, so that whoever fills them reads no more than that. The layers that it puts in
+:func:`cut_model` changes a model in place (made on the meta device, so that nothing is allocated), and
+returns what of each parameter remains, so that a loader reads no more than that. The layers that it puts in
 are those of :mod:`parallel.tensor_parallel`.
 """
 
@@ -33,7 +33,10 @@ from parallel.tensor_parallel import (
 from parallel.topology import CannotCut, kv_heads_of
 
 QUERY_LIKE = {"q_proj", "q_b_proj", "kv_b_proj"}
-"""Children of attention modules that give something per query head (latent ones: keys and values, too)."""
+"""Children of attention modules with outputs per query head.
+
+Those of latent attention include keys and values.
+"""
 KEY_LIKE = {"k_proj", "v_proj"}
 """Children that give something per KV head."""
 REPLICATED = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -45,18 +48,24 @@ class Cut:
     """What one rank keeps of a parameter: ranges along one dimension."""
 
     dim: int
-    """Counted from the end if negative: checkpoints may hold a stacked parameter's experts one by one."""
+    """Cut dimension, counted from the end if negative.
+
+    Checkpoints may hold a stacked parameter's experts one by one.
+    """
     total: int
     """Size of the whole parameter along it."""
     ranges: tuple[tuple[int, int], ...]
-    """Several for a parameter packed from equal parts, as gate and up: the same range of each."""
+    """Ranges to keep.
+
+    A parameter packed from equal parts, as gate and up, has several: the same range of each part.
+    """
 
     @property
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
     def take(self, source: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """The rank's part of a tensor, or of anything that is sliced like one, of ``shape``.
+        """The rank's part of a tensor of ``shape``, or of an object sliced like one.
 
         A part of a packed parameter may come alone, as it stands in checkpoints that hold gate and up apart.
         """
@@ -79,7 +88,7 @@ class CutModel:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """By the name of the parameter; all others are whole."""
     whole_experts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By the path of an experts module that holds some experts whole: their numbers [first, stop)."""
+    """Experts [first, stop) held whole, by the path of their experts module."""
 
 
 def cut_model(model: Any, plan: Mapping[str, str], ranks: TensorRank) -> CutModel:
@@ -123,7 +132,7 @@ class _Cutter:
         """Patterns of the plan that were followed, or ask for nothing."""
 
     def named_by_plan(self) -> set[str]:
-        """Patterns of the plan that name a module or parameter of the model as it is."""
+        """Patterns of the plan that name an existing module or parameter of the model."""
         paths = [path for path, _ in self._model.named_modules()]
         paths += [path for path, _ in self._model.named_parameters()]
         return {pattern for path in paths if (pattern := _pattern(path)) in self._plan}

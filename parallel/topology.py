@@ -1,4 +1,4 @@
-"""Which worker stands where, which heads and how many cores it gets (pure: no torch, no sockets).
+"""Ranks, devices, attention heads and cores of each worker (pure: no torch, no sockets).
 
 World rank order is (dp, pp, tp) with tp fastest, so the workers of one instance are neighbours and
 the tensor-parallel group, which talks most, is the closest of all.
@@ -23,15 +23,19 @@ class CannotCut(ValueError):
 
 
 def workers_of_node(workers: int, node: int, nnodes: int) -> range:
-    """The workers of an instance that run on a host, by their numbers (stage, then rank: neighbours stay
-    together). ``nnodes`` divides ``workers``."""
+    """The numbers of an instance's workers that run on one host.
+
+    Workers are numbered by stage, then rank, so neighbours stay together. ``nnodes`` divides ``workers``.
+    """
     each = workers // nnodes
     return range(node * each, (node + 1) * each)
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (affinity and cpusets included), or of whose time its control groups
-    let it use so much: threads beyond a quota would be stopped in the middle of steps."""
+    """Cores that this process may use: affinity, cpusets and control-group quotas.
+
+    Threads beyond a quota would be stopped in the middle of steps.
+    """
     quota = _quota()
     cores = len(os.sched_getaffinity(0))
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -62,8 +66,9 @@ def visible_cuda_devices() -> int:
 def devices_of_instance(
     devices: Sequence[str], number: int, workers: int | None, neighbours: int
 ) -> tuple[str, ...]:
-    """CUDA devices that the instance with this number among those of a host sees, in the order in which its
-    workers take them; none if it sees them as they are. Where instances have more workers than there are
+    """CUDA devices that one of a host's instances sees, in its workers' order.
+
+    None are listed if the instance sees them as they are. Where instances have more workers than there are
     devices, they share them.
 
     Args:
@@ -77,7 +82,7 @@ def devices_of_instance(
         return ()
     count = total if workers is None else workers
     first = number * (max(1, total // neighbours) if workers is None else workers)
-    seen = tuple(devices[place % total] for place in range(first, first + count))
+    seen = tuple(devices[index % total] for index in range(first, first + count))
     return () if seen == tuple(devices) else seen
 
 

@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
 
-from engine.messages import Delta
+from engine.messages import Delta, InstanceReport
 from engine.sampling import SamplingParams
-
-Take = Callable[[Delta], bool]
-"""Whether it dealt with a delta."""
-TakeSingle = Callable[[int, float], bool]
-"""The same for a delta that is a single token, given the token and the time (of ``time.perf_counter``)."""
 
 
 class MeshError(Exception):
@@ -72,6 +67,25 @@ class Prompt(msgspec.Struct, frozen=True):
     """W3C Trace Context that the instance is told; empty for none."""
 
 
+class TokenSink(Protocol):
+    """Consumer of one sample's tokens that needs no task: it writes or keeps them at once.
+
+    :class:`router.dispatch.delivery.Delivery` and :class:`router.dispatch.stream.Stream` call it in the event
+    loop, as soon as the message of an instance is there. :mod:`router.api.shortcut` has the real ones.
+    """
+
+    def take(self, delta: Delta) -> bool:
+        """Consume a delta; False leaves it to the reader of the generation, as an exception does."""
+        ...
+
+    def take_token(self, token_id: int, now: float) -> bool:
+        """The same for a delta that holds one token and nothing else, which is nearly every one.
+
+        ``now`` is the time of ``time.perf_counter``.
+        """
+        ...
+
+
 class Generation(Protocol):
     """One sample in flight. Iterating ends after the delta that has a finish_reason."""
 
@@ -82,11 +96,12 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
-        """Offer each delta that comes while the reader waits for it to ``take`` first, which may deal with it
-        at once in the reader's place: then the reader sleeps on. What ``take`` refuses (False) is the
-        reader's, as is an exception that it raises. Deltas that are single tokens may go to ``take_single``
-        instead, which costs less."""
+    def hand_over(self, sink: TokenSink) -> None:
+        """Offer each delta to ``sink`` first while the reader waits.
+
+        The reader sleeps on if the sink consumes the delta. A delta that the sink refuses goes to the reader;
+        an exception of the sink is raised in the reader.
+        """
         ...
 
     def close(self) -> None:
@@ -94,13 +109,44 @@ class Generation(Protocol):
         ...
 
 
-class Mesh(Protocol):
-    """The instances, seen as one."""
+class MeshFacts(Protocol):
+    """State of the mesh at the moment of the call, for metrics and load reports."""
 
     @property
     def model(self) -> ServedModel | None:
         """None until the first instance has registered."""
         ...
+
+    def reports(self) -> Mapping[int, InstanceReport]:
+        """The newest report of each instance, by rank."""
+        ...
+
+    def epoch(self) -> int | None:
+        """Epoch of the newest view; None before the first view."""
+        ...
+
+    def block_size(self) -> int | None:
+        """Tokens of a KV block; None while the mesh's settings are unknown."""
+        ...
+
+    def instances_by_state(self) -> Mapping[str, int]:
+        """Number of instances in each state (loading, ready, draining ...)."""
+        ...
+
+    def refused_peers(self) -> Mapping[str, int]:
+        """Connections without the mesh's key, by the process that refused them.
+
+        The keys are ``coordinator`` and the ranks of instances.
+        """
+        ...
+
+    def choices(self) -> Mapping[str, int]:
+        """Outcomes of routing so far, by the names of :data:`router.metrics.choice_counts.OUTCOMES`."""
+        ...
+
+
+class Mesh(MeshFacts, Protocol):
+    """The instances, seen as one."""
 
     @property
     def healthy(self) -> bool:

@@ -146,7 +146,7 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
         policy=Policy(http.load_balancing_policy),
     )
     counts = _shared_counts(config)
-    metrics = _metrics(config, mesh, counts)
+    metrics = Metrics(mesh, faults=mesh.faults, shared=counts, alone=config.front_ends == 1)
     dashboard = None
     if http.dashboard:
         dashboard = Dashboard(mesh, metrics.faults_of_all, metrics.in_flight_of_all, config.front_end)
@@ -201,21 +201,6 @@ def _shared_counts(config: RouterConfig) -> SharedCounts | None:
     """This router's counts, in the directory of its launcher; None without one."""
     directory = config.counts_directory
     return None if directory is None else SharedCounts(Path(directory), f"router-{config.front_end}")
-
-
-def _metrics(config: RouterConfig, mesh: MeshClient, counts: SharedCounts | None) -> Metrics:
-    return Metrics(
-        mesh,
-        reports=mesh.reports,
-        epoch=mesh.epoch,
-        instances=mesh.instances_by_state,
-        refused_peers=mesh.refused_peers,
-        block_size=mesh.block_size,
-        choices=lambda: {**mesh.choices, "moves": mesh.num_moves},
-        faults=mesh.faults,
-        shelf=counts,
-        alone=config.front_ends == 1,
-    )
 
 
 async def _listen(

@@ -19,7 +19,10 @@ Backend = Literal["TORCH_SDPA", "TRITON_ATTN"]
 """Gathered contexts on any device, or blocks read where they are; the names are vLLM's."""
 
 INTERPRET = "TRITON_INTERPRET"
-"""Set to 1, Triton runs kernels on the CPU, number by number: far too slow to serve, good for tests."""
+"""Environment variable that makes Triton run kernels on the CPU if it is 1.
+
+It goes number by number: far too slow to serve, good for tests.
+"""
 
 
 def make_attention(
@@ -32,8 +35,10 @@ def make_attention(
     backend: Backend = "TORCH_SDPA",
     programs: int | None = None,
 ) -> PagedAttention:
-    """The KV cache of a model and its attention, on ``device``, by a backend that can run there.
-    ``programs``: how many of them keep the device busy, for TRITON_ATTN; None: what suits it."""
+    """The KV cache of a model and its attention on ``device``, by a suitable backend.
+
+    ``programs``: how many of them keep the device busy, for TRITON_ATTN; None: chosen for the device.
+    """
     if backend == "TRITON_ATTN":
         from engine.attention.triton_paged import TritonPagedAttention
 

@@ -40,7 +40,10 @@ class LayerShape:
     key_dim: int
     value_dim: int
     window: int | None
-    """A query at position q sees keys k with q - window < k <= q; None: all k <= q."""
+    """Window of a layer; None: a query sees all keys up to its position.
+
+    A query at position q sees keys k with q - window < k <= q.
+    """
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
@@ -48,7 +51,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of one step, in the order in which their tokens are packed (host arrays)."""
+    """The rows of one step, in packing order (host arrays)."""
 
     starts: Int64s
     """[rows] position of each row's first token."""
@@ -69,14 +72,14 @@ class AttentionUse:
     calls: int = 0
     """Layers of steps."""
     seconds: float = 0.0
-    """On a device that computes while the host goes on, the host's share only."""
+    """Seconds in attention; on an asynchronous device, the host's share only."""
 
 
 class AttentionPlan(Protocol):
     """One step's view of the cache: built once, used by every layer."""
 
     use: AttentionUse
-    """Of the cache that it belongs to."""
+    """Use of the cache that this plan belongs to."""
 
     def attend(
         self,
@@ -120,17 +123,17 @@ class PagedAttention(Protocol):
 
 
 class DecodeBuffers(Protocol):
-    """A step of one token per row, at addresses on the device that stay: what a captured graph reads."""
+    """Buffers of a decode step at fixed device addresses, which captured graphs read."""
 
     def fill(self, rows: PackedRows, size: int) -> None:
-        """The next step has these rows, each of one token.
+        """Fill in the rows of the next step, each of one token.
 
-        Those up to ``size`` are filled up with rows that write and read what belongs to nobody.
+        Rows after them, up to ``size``, write and read a block that belongs to no request.
         """
         ...
 
     def plan(self, size: int) -> AttentionPlan:
-        """For the first ``size`` rows, whatever they are when the plan is used.
+        """A plan of the first ``size`` rows, whatever they are when it is used.
 
         It does nothing that depends on numbers on the device, so it can be captured.
         """
@@ -138,10 +141,13 @@ class DecodeBuffers(Protocol):
 
 
 class CapturableAttention(PagedAttention, Protocol):
-    """One whose steps can be captured."""
+    """Paged attention whose decode steps can be captured."""
 
     def decode_buffers(self, max_rows: int, max_tokens: int) -> DecodeBuffers:
-        """For steps of up to so many rows, none of whose contexts has more than ``max_tokens`` tokens."""
+        """Buffers for up to ``max_rows`` rows.
+
+        None of their contexts has more than ``max_tokens`` tokens.
+        """
         ...
 
 
@@ -157,10 +163,11 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers' models call: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out.
+    """Attention function that transformers' models call.
 
-    Windows and causality come from the plan. transformers builds no mask for an implementation that
-    has no mask builder of the same name, so none is expected.
+    It takes [1, heads, tokens, dim] and returns [1, tokens, heads, dim]. Windows and causality come from the
+    plan. transformers builds no mask for an implementation that has no mask builder of the same name, so none
+    is expected.
     """
     assert attention_mask is None, "transformers built a mask for the paged attention"
     plan: AttentionPlan = kwargs[PLAN_KEYWORD]

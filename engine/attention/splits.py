@@ -1,16 +1,20 @@
-"""Into how many parts the contexts of a decode step are cut, each for a program of its own (pure)."""
+"""Number of parts of each context in a decode step, one program each (pure)."""
 
 from __future__ import annotations
 
 SPLIT_KEYS = 256
-"""A part has at least so many keys of the longest context."""
+"""Least keys of a part of the longest context."""
 PART_KEYS = 2048
-"""And not many more than these, where the device is busy anyway: who waits for a step waits for its longest
-context."""
+"""Most keys of a part, roughly, even where the device is busy anyway.
+
+A step lasts as long as its longest context.
+"""
 MOST_SPLITS = 32
 MOST_ROUNDS = 8
-"""Times as many programs as keep the device busy, at most: those of shorter contexts find nothing to do, but
-they are launched, and all of them have room for results."""
+"""Most programs, as a multiple of those that keep the device busy.
+
+Programs of shorter contexts find nothing to do, but they are launched, and all of them have room for results.
+"""
 
 
 def num_splits(lines: int, seen: int, programs: int) -> int:

@@ -25,7 +25,7 @@ from engine.attention.transfer import upload
 MASK_ELEMENTS = 1 << 22
 """Largest mask of a tile; longer rows are cut into more tiles."""
 SCORE_ELEMENTS = 1 << 24
-"""Largest product of queries and keys held at once where no fused kernel does the work."""
+"""Largest product of queries and keys held at once without a fused kernel."""
 MIN_TILE = 64
 GROUP_BLOCKS = 32
 """Padding (in blocks) that is worth another kernel call to avoid."""
@@ -36,7 +36,7 @@ class _Singles:
     """Some of the one-token rows, of similar length, as one padded batch."""
 
     rows: torch.Tensor | None
-    """[batch] their places in the step; None: the first ``batch`` rows."""
+    """[batch] their indices in the step; None: the first ``batch`` rows."""
     batch: int
     blocks: torch.Tensor
     """[batch * blocks per row] what to gather."""
@@ -46,12 +46,12 @@ class _Singles:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries of one long row and the part of its gathered context that they can see."""
+    """Queries of one long row, and the gathered keys that they can see."""
 
     queries: slice
     keys: slice
     mask: torch.Tensor | None
-    """[queries, keys], 0 or -inf; None: plain causal, queries and keys being the same positions."""
+    """[queries, keys], 0 or -inf; None: plain causal over the same positions."""
 
 
 @dataclass(frozen=True)
@@ -390,8 +390,11 @@ class _Attention:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN. On CPU the pages come
-    from calloc, so that a large cache costs neither time nor memory until it is written."""
+    """Zeroed memory, since masked values are still multiplied by 0.
+
+    0 * NaN is NaN. On CPU the pages come from calloc, so that a large cache costs neither time nor memory
+    until it is written.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Between host and device, without waiting where there is nothing to wait for.
+"""Copies between host and device, without waiting where there is nothing to wait for.
 
 A plain copy to a CUDA device waits until all that was launched before is done. From page-locked memory it
 need not, and torch's allocator of such memory hands it out again only when the copy is over. So a step waits
@@ -23,6 +23,6 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's numbers on the host: waits until the device has computed them."""
+    """The tensor's numbers on the host, once the device has computed them."""
     found: npt.NDArray[Any] = tensor.cpu().numpy()
     return found

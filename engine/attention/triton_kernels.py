@@ -1,4 +1,4 @@
-"""The kernels of ``triton_paged``: write keys and values to their slots, attend over blocks, merge splits.
+"""Triton kernels of paged attention: write keys and values, attend over blocks, merge splits.
 
 A tile is a few consecutive queries of one row. One program computes a tile for one KV head: the heads that
 share it stand under each other, so that each key is read once for all of them. Softmax is computed online
@@ -10,8 +10,8 @@ Numbers are added up in float32, and products of float32 are not rounded to TF32
 float32 whatever the type: Triton's interpreter, which runs these kernels without a GPU, has no bfloat16.
 
 Triton compiles a kernel anew for arguments that are 1, or that begin to be multiples of 16 (addresses of 16
-bytes). Where that changes from step to step and gains nothing, it is told not to: nothing is to be compiled
-while an instance serves.
+bytes). Where that changes from step to step and gains nothing, the kernel's arguments are marked so that
+Triton does not: nothing is to be compiled while an instance serves.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ def store(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (token, kv_head): key and value [kv_heads, tokens, dim] (strides given, last one 1) to
-    ``slots[token]`` of keys and values [slots, kv_heads, dim]."""
+    """Program (token, kv_head): write the keys and values of a token.
+
+    key and value [kv_heads, tokens, dim] (strides given, last one 1) go to ``slots[token]`` of keys and
+    values [slots, kv_heads, dim].
+    """
     token, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
+    cell = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
     new_key = tl.load(key + head * key_head + token * key_token + k, mask=in_key)
     new_value = tl.load(value + head * value_head + token * value_token + v, mask=in_value)
-    tl.store(keys + place * KEY_DIM + k, new_key, mask=in_key)
-    tl.store(values + place * VALUE_DIM + v, new_value, mask=in_value)
+    tl.store(keys + cell * KEY_DIM + k, new_key, mask=in_key)
+    tl.store(values + cell * VALUE_DIM + v, new_value, mask=in_value)
 
 
 STEP_SIZES = ["splits", "table_width"]
@@ -56,7 +59,10 @@ TILE_ADDRESSES = ["tile_rows", "tile_tokens", "tile_counts", "tile_positions"]
 
 @triton.jit
 def keys_per_part(length, splits, BLOCK_N: tl.constexpr):
-    """Of a context of ``length`` keys that is cut into so many parts, the last of which may be empty."""
+    """Keys of one part, a multiple of ``BLOCK_N``, of a context of ``length``.
+
+    The context is cut into ``splits`` parts, the last of which may be empty.
+    """
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
@@ -142,9 +148,9 @@ def attend(
         key_position = start + n
         inside = key_position < end
         block = tl.load(tables + row * table_width + key_position // block_size, mask=inside, other=0)
-        place = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
+        cell = (block.to(tl.int64) * block_size + key_position % block_size) * KV_HEADS + kv_head
         key = tl.load(
-            keys + place[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
+            keys + cell[None, :] * KEY_DIM + k[:, None], mask=inside[None, :] & in_key[:, None], other=0.0
         )
         if WIDEN:
             key = key.to(tl.float32)
@@ -160,7 +166,7 @@ def attend(
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(peak - base)
         value = tl.load(
-            values + place[:, None] * VALUE_DIM + v[None, :],
+            values + cell[:, None] * VALUE_DIM + v[None, :],
             mask=inside[:, None] & in_value[None, :],
             other=0.0,
         )
@@ -214,8 +220,10 @@ def merge(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Program (tile, head): the parts of a context, as :func:`attend` left them, become one line of
-    attended [tokens, heads, value_dim]."""
+    """Program (tile, head): merge the parts of a context that :func:`attend` left.
+
+    They become one line of attended [tokens, heads, value_dim].
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tile_tokens + tile).to(tl.int32)
     v = tl.arange(0, BLOCK_V)

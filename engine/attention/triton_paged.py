@@ -2,7 +2,7 @@
 
 Needs a CUDA device, or Triton's interpreter.
 
-The cache is laid out as in ``torch_paged``, with one block more, which belongs to nobody: lines that only
+The cache is laid out as in ``torch_paged``, with one block more, which belongs to no request: rows that only
 fill up a step of fixed size write there. Rows of one token are tiles of one query, whose contexts may be cut
 over several programs; longer rows are cut into tiles of a few queries. What a step needs on the device are
 the slots to write, the block tables and four numbers per tile; no mask, and nothing is gathered.
@@ -25,7 +25,7 @@ from engine.attention.transfer import upload
 SMALLEST_PRODUCT = 16
 """Tensor cores multiply matrices with at least so many rows and columns."""
 TILE_BYTES = 16 << 10
-"""Of the keys that a program looks at together."""
+"""Bytes of the keys that a program looks at together."""
 MOST_KEYS = 64
 QUERY_LINES = 64
 """Queries times heads of a tile of a longer row."""
@@ -41,7 +41,7 @@ class Tiles:
     counts: torch.Tensor
     positions: torch.Tensor
     longest: int
-    """No context of them has more tokens."""
+    """Most tokens of a context among them."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -92,7 +92,7 @@ class TritonPagedAttention:
         )
 
     def slots(self, blocks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], positions: Int64s) -> Int64s:
-        """Where the tokens at these positions, in these blocks, are kept."""
+        """Cache slots of the tokens at these positions, in these blocks."""
         return blocks.astype(np.int64) * self.block_size + positions % self.block_size
 
     def tiles(self, rows: Int64s, tokens: Int64s, counts: Int64s, positions: Int64s) -> Tiles:
@@ -106,7 +106,7 @@ class TritonPagedAttention:
         return TritonDecodeBuffers(self, max_rows, max_tokens)
 
     def splits(self, num_tiles: int, layer: LayerShape, longest: int) -> int:
-        """Into how many parts the context of each of so many queries is cut."""
+        """Number of parts into which the context of each query is cut."""
         seen = longest if layer.window is None else min(longest, layer.window)
         return num_splits(num_tiles * layer.kv_heads, seen, self.programs)
 

@@ -1,9 +1,9 @@
-"""Decode steps as graphs: captured for a few numbers of rows, replayed with other numbers in the same memory.
+"""Decode steps as captured graphs, for some numbers of rows, replayed in the same memory.
 
 A step whose rows have one token each is padded to the next captured size. The rows that fill it up read and
-write a KV block that belongs to nobody, and their logits are cut off. Everything else is launched kernel by
-kernel. What captures is an argument: :class:`CudaCapture` on a GPU; in tests, a function that only computes
-again, so that all but the capture itself is tested without a GPU.
+write a KV block that belongs to no request, and their logits are cut off. Everything else is launched kernel
+by kernel. What captures is an argument: :class:`CudaCapture` on a GPU; in tests, a function that only
+computes again, so that all but the capture itself is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ from engine.model.weights import LoadedModel
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Relative difference of a row's logits from those of the same step without a graph, median over the rows of
-a size: where rounding gives a token to another expert, its row may differ by a few tenths."""
+"""Largest relative difference of a row's logits with and without a graph.
+
+It is the median over the rows of a size: where rounding gives a token to another expert, its row may differ
+by a few tenths.
+"""
 CHECKED_TOKENS = 600
-"""Of the contexts of the check: enough for several parts where contexts are cut."""
+"""Tokens of the contexts of the check, enough for several parts where contexts are cut."""
 CHECKED_ROWS = 16
-"""Of each size at least, in as many steps as it takes: the median of one or two rows would be a bad one."""
+"""Least rows checked of each size, in as many steps as it takes.
+
+The median of one or two rows would be a bad one.
+"""
 
 Compute = Callable[[], torch.Tensor]
 
 
 class Capture(Protocol):
-    """How a computation becomes one that can be repeated."""
+    """Way to make a computation repeatable."""
 
     def __call__(self, compute: Compute) -> Compute:
-        """Gives a function that does the same again: it reads the same memory, whatever stands there by then,
-        and writes to the same memory."""
+        """A function that repeats the computation in the same memory.
+
+        It reads what stands there by then, and writes to the same memory.
+        """
         ...
 
 
@@ -107,7 +115,7 @@ class DecodeGraphs:
         return f"DecodeGraphs({', '.join(map(str, self._replays))})"
 
     def capture(self, capture: Capture) -> None:
-        """All sizes, the largest first: the smaller ones fit into its memory."""
+        """Capture all sizes, the largest first: the smaller ones fit into its memory."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
                 self._replays[size] = capture(partial(self._compute, size))
@@ -127,7 +135,7 @@ class DecodeGraphs:
         return self._logits[:size].copy_(logits)
 
     def forward(self, packed: PackedRows, input_ids: Int64s) -> torch.Tensor | None:
-        """Logits [rows, vocabulary], valid until the next call; None if this is no step that was captured."""
+        """Logits [rows, vocabulary], valid until the next call; None without a captured step."""
         num_rows = len(packed.starts)
         if packed.num_single != num_rows or int(packed.starts.max()) >= self._max_tokens:
             return None
@@ -165,7 +173,7 @@ class DecodeGraphs:
         return worst
 
     def _fill(self, length: int, block_size: int, numbers: np.random.Generator) -> None:
-        """The cache's first blocks hold a prompt of so many tokens: what rows of the check have in common."""
+        """Fill the cache's first blocks with a prompt that rows of the check share."""
         positions = np.arange(length)
         table = np.arange(length // block_size, dtype=np.int32)[None]
         packed = PackedRows(np.zeros(1, dtype=np.int64), np.array([length]), table, positions, 0)
@@ -174,7 +182,10 @@ class DecodeGraphs:
     def _differences(
         self, num_rows: int, width: int, block_size: int, numbers: np.random.Generator
     ) -> torch.Tensor:
-        """[rows] of a step over contexts of ``width`` blocks, the last of which each row has for itself."""
+        """Relative differences [rows] of logits with and without graphs.
+
+        The step has contexts of ``width`` blocks, the last of which each row has for itself.
+        """
         tables = np.tile(np.arange(width, dtype=np.int32), (num_rows, 1))
         tables[:, -1] += np.arange(num_rows, dtype=np.int32)
         shared = (width - 1) * block_size
@@ -188,7 +199,7 @@ class DecodeGraphs:
         return (found.float() - expected).norm(dim=-1) / spread.clamp(min=1e-6)
 
     def _eager(self, packed: PackedRows, ids: Int64s, wanted: Int64s | None = None) -> torch.Tensor:
-        """Logits of the wanted tokens, or of all."""
+        """Logits of the wanted tokens, or of all, without graphs."""
         device = self._model.device
         keep = {} if wanted is None else {"logits_to_keep": upload(wanted, device)}
         return self._model.stage.forward(
@@ -203,8 +214,10 @@ class DecodeGraphs:
 
 
 def _checked_blocks(num_rows: int, num_blocks: int, block_size: int, max_tokens: int) -> int:
-    """Of the context of each of so many rows, all of which but the last one they share: as many as the check
-    wants, as far as the cache and the longest context allow."""
+    """Blocks of each row's context in the check; rows share all but the last one.
+
+    They are as many as the check wants, as far as the cache and the longest context allow.
+    """
     wanted, longest = -(-CHECKED_TOKENS // block_size), -(-max_tokens // block_size)
     return min(wanted, longest, num_blocks - num_rows + 1)
 
@@ -219,7 +232,7 @@ def make_graphs(
     max_tokens: int,
     capture: Capture,
 ) -> DecodeGraphs | None:
-    """Graphs that were checked, or None, with the reason in the log, where steps are computed without."""
+    """Checked graphs, or None where steps are computed without; the reason is logged."""
     if not model.stage.shard.is_whole or model.experts is not None:
         logger.info("CUDA graphs: off, since a step waits for other workers in between")
         return None

@@ -1,4 +1,4 @@
-"""For which numbers of rows decode steps are captured (pure)."""
+"""Row counts for which decode steps are captured (pure)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from collections.abc import Sequence
 SMALL = (1, 2, 4, 8)
 STRIDE = 8
 MOST_ROWS = 512
-"""Of sizes that nobody asked for: each takes time when an instance starts, and a step of more rows computes
-for so long that launching its kernels one by one costs little."""
+"""Largest size that is captured by default.
+
+Each takes time when an instance starts, and a step of more rows computes for so long that launching its
+kernels one by one costs little.
+"""
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
-    """Rising. As ``wanted`` (--cudagraph-capture-sizes), those that can occur; or, if none are, a few small
-    ones and then every eighth, so that at most 7 rows of a larger step compute for nobody."""
+    """Sizes to capture, rising.
+
+    They are those of ``wanted`` (--cudagraph-capture-sizes) that can occur. By default they are a few small
+    ones and then every eighth, so that at most 7 rows of a larger step compute for no request.
+    """
     if wanted:
         return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
     most = min(max_num_seqs, MOST_ROWS)
@@ -23,6 +29,6 @@ def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:
 
 
 def size_for(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest that so many rows fit into; None: too many, compute them without a graph."""
-    place = bisect_left(sizes, num_rows)
-    return sizes[place] if place < len(sizes) else None
+    """The smallest size for so many rows; None if they are too many."""
+    index = bisect_left(sizes, num_rows)
+    return sizes[index] if index < len(sizes) else None

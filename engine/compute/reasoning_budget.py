@@ -1,4 +1,4 @@
-"""An output's reasoning, held to a number of tokens (pure)."""
+"""Budget of reasoning tokens in an output (pure)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from engine.attention.base import Int64s
 from engine.sampling import ThinkingBudget
 
 
-def forced_token(output: Int64s, thinking: ThinkingBudget) -> int | None:
-    """The token that must come next, for the reasoning to end; None while it may go on, and after its end.
+def forced_token(output: Int64s, budget: ThinkingBudget) -> int | None:
+    """The token that must come next to end the reasoning; None if any may.
 
-    What is forced depends on nothing but the output so far: whoever goes on with a request forces the same.
+    Any token may come while the budget lasts, and after the end of the reasoning. The result depends on
+    nothing but the output so far, so an instance that resumes a request forces the same token.
     """
-    begun = _begun(output, thinking)
+    begun = _begun(output, budget)
     if begun is None:
         return None
     thought = output[begun:]
-    over, end = len(thought) - thinking.tokens, thinking.end
+    over, end = len(thought) - budget.tokens, budget.end
     if over < 0 or _has(thought, end):
         return None
     written = next((k for k in range(min(over, len(end) - 1), 0, -1) if _ends_with(thought, end[:k])), 0)
     return end[written]
 
 
-def _begun(output: Int64s, thinking: ThinkingBudget) -> int | None:
-    """Tokens before the first thought; None if there is none."""
-    if not thinking.begin:
+def _begun(output: Int64s, budget: ThinkingBudget) -> int | None:
+    """Output tokens before the reasoning begins; None if there is no reasoning."""
+    if not budget.begin:
         return 0
-    fits = (len(begin) for begin in thinking.begin if np.array_equal(output[: len(begin)], begin))
+    fits = (len(begin) for begin in budget.begin if np.array_equal(output[: len(begin)], begin))
     return next(fits, None)
 
 

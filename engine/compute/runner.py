@@ -1,14 +1,14 @@
-"""Runs steps on one device: keeps the state of the running requests, packs, computes, samples.
+"""Runs steps on one device: keeps the state of running requests, packs, computes, samples.
 
-Knows nothing of scheduling: which rows a step has and which blocks they own was decided before.
-State is set by position, never appended blindly, so that a step which was cut short can run again.
+Knows nothing of scheduling: the rows of a step and their blocks were decided before. State is set by
+position, never appended blindly, so that a step which was cut short can run again.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,8 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, Int64s, PackedRows, PagedAttention
 from engine.attention.transfer import fetch, upload
-from engine.compute.sampler import (
-    SampleRow,
-    VocabularyShard,
-    logprob_table,
-    read_logprobs,
-    sample,
-    sample_shard,
-)
+from engine.compute.logits_backend import SampleRow
+from engine.compute.sampler import Sampler, VocabularyShard, read_logprobs
 from engine.compute.token_rules import TokenRules
 from engine.compute.trace import MOST_SPANS
 from engine.kernels.logits import NO_DRAWS, Draws, draw_of, draws
@@ -37,6 +31,7 @@ from parallel.tensor_parallel import TensorRank
 
 if TYPE_CHECKING:
     from engine.compute.decode_graphs import DecodeGraphs
+    from engine.kernels.going_on import GoingOn
     from engine.kernels.program import Program
 
 MIN_TABLE_WIDTH = 16
@@ -45,7 +40,7 @@ MIN_SPARE_TOKENS = 64
 
 @dataclass
 class _Slot:
-    """What is known of the request in a slot, apart from its block table."""
+    """State of the request in a slot, apart from its block table."""
 
     admit: Admit
     token_ids: Int64s
@@ -65,7 +60,7 @@ class _Slot:
         return slot
 
     def put(self, position: int, *token_ids: int) -> None:
-        """These tokens stand there and behind."""
+        """Set the tokens from a position on."""
         end = position + len(token_ids)
         while end > len(self.token_ids):
             self.token_ids = np.concatenate([self.token_ids, np.zeros_like(self.token_ids)])
@@ -87,7 +82,10 @@ class _BlockTables:
         self._admitted.add(slot)
 
     def extend(self, step: Step) -> None:
-        """Where a row's blocks go follows from its start: a row that is run again puts them there again."""
+        """Enter a step's new blocks at chosen_rows that follow from the rows' starts.
+
+        So a row that is run again puts its blocks there again.
+        """
         for index, new_blocks in step.new_blocks.items():
             slot, start = step.slots[index], step.starts[index]
             begin = 0 if slot in self._admitted else -(-start // self._block_size)
@@ -101,58 +99,22 @@ class _BlockTables:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Which logits of a step are needed, and what for."""
+    """Logits that a step needs, and what for."""
 
     tokens: Int64s
-    """[logits] indices into the packed tokens: first those that sample, then those of prompt tokens."""
-    sampled: Sequence[int]
-    """By token that samples: its row.
+    """[logits] indices into the packed tokens.
 
-    One with a draft has one more than the draft has tokens.
+    Those that sample come first, then those of prompt tokens.
+    """
+    sampled: Sequence[int]
+    """By sampled token: its row.
+
+    A row with a draft has one more than the draft has tokens.
     """
     ends: Sequence[int]
-    """By token that samples: the position of what it samples."""
+    """By sampled token: its position."""
     prompt_rows: list[tuple[int, int, int]]
-    """(row, first prompt position predicted, how many) of rows that want prompt log-probabilities."""
-
-
-class _Continuing:
-    """Rows of one token, whose next ones the program chooses: as long as steps only take them on, nothing is
-    packed anew, and the tokens are kept here."""
-
-    MOST = 64
-    """Steps whose tokens are kept before they go to their slots."""
-
-    def __init__(self, step: Step) -> None:
-        self._slots, self._counts = step.slots, step.counts
-        self._expected = step.ends
-        """Where the rows of the next step begin."""
-        self._tokens: list[list[int]] = []
-
-    def goes_on_with(self, step: Step) -> bool:
-        """Whether this step is the next one of the same rows."""
-        return (
-            step.starts == self._expected
-            and step.slots == self._slots
-            and step.counts == self._counts
-            and not (step.admits or step.partial or step.tokens)
-            and step.masks is None
-        )
-
-    def keep(self, step: Step, tokens: list[int]) -> None:
-        """A step gave these."""
-        self._expected = step.ends
-        self._tokens.append(tokens)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) == self.MOST
-
-    def take(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(slot, position, tokens from there on) of what was kept; nothing is, then."""
-        kept, self._tokens = self._tokens, []
-        for slot, end, tokens in zip(self._slots, self._expected, zip(*kept, strict=True), strict=False):
-            yield slot, end + 1 - len(tokens), tokens
+    """(row, first prompt position predicted, how many) for prompt log-probabilities."""
 
 
 class ModelRunner:
@@ -166,21 +128,24 @@ class ModelRunner:
         program: Program | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """``program`` computes steps natively, over a cache of its own, in place of the model's modules;
-        ``graphs`` computes those that were captured, over this cache."""
+        """A runner over a cache, over captured graphs of it, or over a native program.
+
+        ``program`` computes steps natively, over a cache of its own, in place of the model's modules.
+        ``graphs`` computes the steps that were captured, over ``cache``.
+        """
         self._model = model
         self._cache = cache
         self._program = program
         self._graphs = graphs
         self._block_size = block_size
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        """When steps were computed here, waiting for other stages not included."""
+        """Times in which steps were computed here, without waits for other stages."""
         self._slots: dict[int, _Slot] = {}
         self._tables = _BlockTables(block_size)
-        self._continuing: _Continuing | None = None
-        shard = model.stage.shard
-        self._shard = shard
-        self._vocabulary = vocabulary_of(model)
+        self._going_on: GoingOn | None = None
+        """Rows of the last step, if the program chose a token for each."""
+        self._shard = model.stage.shard
+        self._sampler = sampler_of(model)
 
     def __repr__(self) -> str:
         name = type(self._model.module).__name__
@@ -210,8 +175,9 @@ class ModelRunner:
             if program is not None and draws is not None and program.can_choose(len(input_ids), draws):
                 tokens = program.choose(packed, input_ids, wanted.tokens, draws)
                 result = self._result(step, wanted, tokens, {}, {})
-                if packed.num_single == len(wanted.sampled) == len(step.slots):
-                    self._continuing = _Continuing(step)
+                self._going_on = program.going_on
+                if self._going_on is not None:
+                    self._going_on.begin(step)
             else:
                 output = self._forward(packed, input_ids, wanted.tokens, hidden)
                 result = self._finish(step, wanted, output) if self._shard.is_last else StepResult([])
@@ -221,37 +187,38 @@ class ModelRunner:
             return result
 
     def _go_on(self, step: Step) -> StepResult | None:
-        """Compute a step that only takes the rows of the last one on; None if it is not such a step."""
-        continuing = self._continuing
-        if continuing is None:
+        """Compute a consecutive decode step of the same rows; None if it is none."""
+        going_on = self._going_on
+        if going_on is None:
             return None
-        if continuing.is_full or not continuing.goes_on_with(step):
-            self._settle(continuing)
-        if continuing.goes_on_with(step):
+        follows = going_on.is_followed_by(step)
+        if going_on.is_full or not follows:
+            self._settle(going_on)
+        if follows:
             assert self._program is not None
             began = time.monotonic()
             self._tables.extend(step)
             tokens = self._program.go_on(step.new_blocks)
             if tokens is not None:
-                continuing.keep(step, tokens)
                 self.spans.append((began, time.monotonic()))
                 return StepResult([*tokens])
-            self._settle(continuing)
-        self._continuing = None
+            self._settle(going_on)
+        self._going_on = None
         return None
 
-    def _settle(self, continuing: _Continuing) -> None:
-        for slot, position, tokens in continuing.take():
+    def _settle(self, going_on: GoingOn) -> None:
+        """Put the tokens that were kept for rows into their slots."""
+        for slot, position, tokens in going_on.take():
             self._slots[slot].put(position, *tokens)
 
     def _is_plain(self, step: Step) -> bool:
-        """Whether each row's token is one among its logits as they are, and nothing is told about others."""
+        """Whether tokens are chosen from bare logits, without masks or log-probabilities."""
         return step.masks is None and all(self._slots[slot].is_plain for slot in step.slots)
 
     def _draws(self, step: Step, wanted: _Wanted) -> Draws:
-        """How each token of a plain step is chosen.
+        """How the token of each row of a plain step is drawn.
 
-        None if each is the most likely one.
+        Empty (:data:`NO_DRAWS`) if each is the most likely one.
         """
         if all(self._slots[slot].admit.params.greedy for slot in step.slots):
             return NO_DRAWS
@@ -327,7 +294,7 @@ class ModelRunner:
         )
 
     def _receive(self, num_tokens: int) -> torch.Tensor | None:
-        """What the stage before this one gives for this step."""
+        """Hidden states of the previous stage for this step; None on the first one."""
         if self._shard.is_first:
             return None
         assert self._shard.stages is not None
@@ -346,7 +313,10 @@ class ModelRunner:
             self._sample_row(step.slots[index], end, masks.get(index))
             for index, end in zip(wanted.sampled, wanted.ends, strict=True)
         ]
-        chosen = self._sample(logits[:num_sampled], sample_rows)
+        if sample_rows:
+            chosen = self._sampler.sample(logits[:num_sampled], sample_rows)
+        else:
+            chosen = logits.new_empty(0).long()
         with_logprobs = [i for i, row in enumerate(sample_rows) if row.params.logprobs is not None]
         if not with_logprobs and not wanted.prompt_rows:
             return self._result(step, wanted, fetch(chosen).tolist(), {}, {})
@@ -355,8 +325,8 @@ class ModelRunner:
         tokens = [int(token) for token in fetched[:num_sampled]]
         lines = fetched[num_sampled:].reshape(table.shape)
         logprobs = {}
-        for line, place in zip(lines, with_logprobs, strict=False):
-            logprobs[place] = read_logprobs(line, sample_rows[place].params.logprobs or 0)
+        for line, index in zip(lines, with_logprobs, strict=False):
+            logprobs[index] = read_logprobs(line, sample_rows[index].params.logprobs or 0)
         prompt_logprobs, begin = {}, len(with_logprobs)
         for index, _, count in wanted.prompt_rows:
             num_top = self._slots[step.slots[index]].admit.params.prompt_logprobs or 0
@@ -364,15 +334,8 @@ class ModelRunner:
             begin += count
         return self._result(step, wanted, tokens, logprobs, prompt_logprobs)
 
-    def _sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        if not rows:
-            return logits.new_empty(0).long()
-        if self._vocabulary is None:
-            return sample(logits, rows)
-        return sample_shard(logits, rows, self._vocabulary)
-
     def _sample_row(self, slot: int, end: int, mask: npt.NDArray[np.uint8] | None) -> SampleRow:
-        """For the token that is to stand at a position."""
+        """A row for the token at position ``end``."""
         held = self._slots[slot]
         admit = held.admit
         return SampleRow(
@@ -390,25 +353,22 @@ class ModelRunner:
         """Lines for the sampled rows that want log-probabilities, then for the prompt tokens."""
         num_sampled, device = len(wanted.sampled), logits.device
         num_top, targets = 0, []
-        for place in with_logprobs:
-            slot = self._slots[step.slots[wanted.sampled[place]]]
+        for index in with_logprobs:
+            slot = self._slots[step.slots[wanted.sampled[index]]]
             num_top = max(num_top, slot.admit.params.logprobs or 0)
         for index, first, count in wanted.prompt_rows:
             slot = self._slots[step.slots[index]]
             num_top = max(num_top, slot.admit.params.prompt_logprobs or 0)
             targets.append(slot.token_ids[first : first + count])
-        places = upload(np.array(with_logprobs, dtype=np.int64), device)
+        chosen_rows = upload(np.array(with_logprobs, dtype=np.int64), device)
         parts = []
         if with_logprobs:
-            lines = self._whole(logits.index_select(0, places))
-            parts.append(logprob_table(lines, chosen.index_select(0, places), num_top))
+            lines, own = logits.index_select(0, chosen_rows), chosen.index_select(0, chosen_rows)
+            parts.append(self._sampler.logprob_table(lines, own, num_top))
         if targets:
             expected = upload(np.concatenate(targets), device)
-            parts.append(logprob_table(self._whole(logits[num_sampled:]), expected, num_top))
+            parts.append(self._sampler.logprob_table(logits[num_sampled:], expected, num_top))
         return torch.cat(parts)
-
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
 
     def _result(
         self,
@@ -418,15 +378,18 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs],
         prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> StepResult:
-        """``logprobs`` by place among ``tokens``, which are those that were sampled."""
+        """The result of a step, whose tokens go to their slots.
+
+        ``logprobs`` are by index into ``tokens``, which are those that were sampled.
+        """
         by_row: list[int | None] = [None] * len(step.slots)
         if step.drafts:
             return self._result_with_drafts(step, wanted, tokens, logprobs, prompt_logprobs, by_row)
         for index, end, token in zip(wanted.sampled, wanted.ends, tokens, strict=True):
             by_row[index] = token
             self._slots[step.slots[index]].put(end, token)
-        told = {wanted.sampled[place]: each for place, each in logprobs.items()}
-        return StepResult(by_row, told, prompt_logprobs)
+        row_logprobs = {wanted.sampled[index]: each for index, each in logprobs.items()}
+        return StepResult(by_row, row_logprobs, prompt_logprobs)
 
     def _result_with_drafts(
         self,
@@ -437,35 +400,36 @@ class ModelRunner:
         prompt_logprobs: dict[int, list[TokenLogprobs]],
         by_row: list[int | None],
     ) -> StepResult:
-        told, further = {}, {}
-        place = 0
-        while place < len(tokens):
-            index = wanted.sampled[place]
+        row_logprobs, further = {}, {}
+        begin = 0
+        while begin < len(tokens):
+            index = wanted.sampled[begin]
             draft = step.drafts.get(index, [])
-            end = place + 1 + num_taken(draft, tokens[place : place + 1 + len(draft)])
-            by_row[index] = tokens[place]
-            self._slots[step.slots[index]].put(wanted.ends[place], *tokens[place:end])
-            if place in logprobs:
-                told[index] = logprobs[place]
-            if end > place + 1:
-                behind = range(place + 1, end)
+            end = begin + 1 + num_taken(draft, tokens[begin : begin + 1 + len(draft)])
+            by_row[index] = tokens[begin]
+            self._slots[step.slots[index]].put(wanted.ends[begin], *tokens[begin:end])
+            if begin in logprobs:
+                row_logprobs[index] = logprobs[begin]
+            if end > begin + 1:
+                behind = range(begin + 1, end)
                 further[index] = Further(
-                    tokens[place + 1 : end], [logprobs[each] for each in behind if each in logprobs]
+                    tokens[begin + 1 : end], [logprobs[each] for each in behind if each in logprobs]
                 )
-            place += len(draft) + 1
-        return StepResult(by_row, told, prompt_logprobs, further)
+            begin += len(draft) + 1
+        return StepResult(by_row, row_logprobs, prompt_logprobs, further)
 
 
-def vocabulary_of(model: LoadedModel) -> VocabularyShard | None:
-    """The tokens of a tensor-parallel rank; None if it has all."""
+def sampler_of(model: LoadedModel) -> Sampler:
+    """The sampler of a model, over the tokens of this tensor-parallel rank."""
     shard = model.stage.shard
     if shard.size == 1:
-        return None
-    return VocabularyShard(TensorRank(shard.rank, shard.size, shard.ranks), model.vocab_size)
+        return Sampler(model.device)
+    ranks = TensorRank(shard.rank, shard.size, shard.ranks)
+    return Sampler(model.device, VocabularyShard(ranks, model.vocab_size))
 
 
 def _masks_by_row(step: Step) -> dict[int, npt.NDArray[np.uint8]]:
-    """The masks of a step, by index of the row."""
+    """The masks of a step, by row."""
     if step.masks is None:
         return {}
     bits = np.frombuffer(step.masks.bits, dtype=np.uint8).reshape(len(step.masks.rows), -1)

@@ -1,7 +1,7 @@
-"""What one request says of single tokens: which may come, which may not, and which are to come more or less.
+"""Rules of one request for single tokens: allowed, forbidden, biased or barred ones.
 
-A worker keeps it with the request's slot. Made of lists in every step it could cost more than the model: as
-many tokens may be allowed as the vocabulary has.
+A worker keeps them with the request's slot. Made of lists in every step they could cost more than the model:
+as many tokens may be allowed as the vocabulary has.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from engine.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Columns:
-    """Of logits: tokens from ``first`` on, all of them or those of a tensor-parallel rank."""
+    """Columns of logits: tokens from ``first`` on, all or a tensor-parallel rank's."""
 
     first: int
     count: int
     device: torch.device
 
     def of(self, tokens: Iterable[int]) -> npt.NDArray[np.int64]:
-        """Where these tokens are, but for those that are not among them."""
-        places = np.fromiter(tokens, dtype=np.int64) - self.first
-        return places[(places >= 0) & (places < self.count)]
+        """Columns of these tokens, without tokens that have none here."""
+        found = np.fromiter(tokens, dtype=np.int64) - self.first
+        return found[(found >= 0) & (found < self.count)]
 
 
 @dataclass(frozen=True)
 class RuleTensors:
-    """The rules of a request for some columns."""
+    """The rules of a request for some columns, as tensors."""
 
     forbidden: torch.Tensor
     """[columns], whether a token can never come."""
@@ -42,7 +42,7 @@ class RuleTensors:
     """Columns with a bias."""
     biases: torch.Tensor
     barred: torch.Tensor
-    """Columns of what ends a request."""
+    """Columns of tokens that end a request."""
 
 
 class TokenRules:
@@ -56,7 +56,7 @@ class TokenRules:
         self._barred_ids = barred_ids
         self._never = [word[0] for word in params.bad_words if len(word) == 1]
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        """Of bad words: last tokens by all those before."""
+        """Last tokens of bad words, by all tokens before."""
         for word in params.bad_words:
             if len(word) > 1:
                 self._ends[word[:-1]].append(word[-1])
@@ -65,7 +65,7 @@ class TokenRules:
         """Whether some tokens can never come."""
         self.biases = bool(params.logit_bias)
         self.min_tokens = params.min_tokens if can_bar else 0
-        """Output tokens before which some are barred; something must stay possible."""
+        """Output tokens before which some are barred; 0 if nothing else would be possible."""
         self._made: tuple[Columns, RuleTensors] | None = None
 
     def __repr__(self) -> str:
@@ -73,11 +73,11 @@ class TokenRules:
 
     @property
     def has_bad_words(self) -> bool:
-        """Of more than one token: what may come depends on the output."""
+        """Whether there are bad words of several tokens, which depend on the output."""
         return bool(self._ends)
 
     def ends_of_bad_words(self, output: npt.NDArray[np.int64]) -> list[int]:
-        """Tokens that would complete a bad word, of which the output ends with all others."""
+        """Tokens that would complete a bad word whose other tokens end the output."""
         return [
             token
             for length in self._lengths
@@ -86,7 +86,7 @@ class TokenRules:
         ]
 
     def tensors(self, columns: Columns) -> RuleTensors:
-        """Made anew only for other columns than before: those of a worker are always the same."""
+        """The rules for these columns, which are always the same in one worker."""
         if self._made is None or self._made[0] != columns:
             self._made = columns, self._make(columns)
         return self._made[1]

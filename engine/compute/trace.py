@@ -1,7 +1,7 @@
-"""When workers computed (no torch): spans of time, as a Chrome trace and as shares of idle time.
+"""Spans of time in which workers computed, as a Chrome trace (no torch).
 
-Times are those of the monotonic clock, which all processes of a host share. Open the file in
-chrome://tracing or https://ui.perfetto.dev: a line per worker, a box per step.
+Shares of idle time come with it. Times are those of the monotonic clock, which all processes of a host share.
+Open the file in chrome://tracing or https://ui.perfetto.dev: a line per worker, a box per step.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import msgspec
 from engine.step import Span
 
 MOST_SPANS = 100_000
-"""Of a worker: the newest are kept."""
+"""Spans kept of a worker, the newest ones."""
 
 
 def idle_share(spans: Sequence[Span], since: float, until: float) -> float:
-    """The part of this time in which nothing was computed."""
+    """Part of this time in which nothing was computed."""
     busy = sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in spans)
     return 1.0 - busy / (until - since) if until > since else 0.0
 
 
 def write_chrome_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> str:
-    """Write the spans of each worker, and say in one line how long each was idle between the first and the
-    last of all."""
+    """Write the spans of each worker; returns a line about their idle time.
+
+    Idle time counts between the first and the last span of all workers.
+    """
     times = [time for each in spans.values() for span in each for time in span]
     since, until = min(times, default=0.0), max(times, default=0.0)
     events: list[dict[str, object]] = []

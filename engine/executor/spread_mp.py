@@ -34,8 +34,7 @@ from engine.model.checkpoint import ModelInfo
 from engine.step import ModelFacts, Step, StepResult
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.renewable import RenewableCommunicator
-from parallel.placement import owned_by_rank
-from parallel.placement import place as place_experts
+from parallel.placement import assign_experts, owned_by_rank
 
 if TYPE_CHECKING:
     from parallel.communicators.base import Communicator
@@ -114,7 +113,7 @@ class SpreadMpExecutor(MpExecutor):
         facts = super().load(progress)
         (here, size), device = self._place or (0, 1), self._config.device
         ranks = device.tensor_parallel_size
-        first = place_experts(self._info.num_experts, size * ranks, device.expert_placement_strategy)
+        first = assign_experts(self._info.num_experts, size * ranks, device.expert_placement_strategy)
         self._held = [first.experts_of(here * ranks + rank) for rank in range(ranks)]
         controls = [worker.more_channels[0] for worker in self._workers if isinstance(worker, LocalWorker)]
         self._control = GroupControl(controls, self._on_silence)

@@ -18,8 +18,7 @@ from engine.attention import Backend, make_attention
 from engine.attention.base import PLAN_KEYWORD, AttentionUse, CapturableAttention, PackedRows, PagedAttention
 from engine.compute.decode_graphs import CudaCapture, DecodeGraphs, make_graphs
 from engine.compute.graph_sizes import capture_sizes
-from engine.compute.runner import ModelRunner, vocabulary_of
-from engine.compute.sampler import rehearse
+from engine.compute.runner import ModelRunner, sampler_of
 from engine.config import EngineConfig
 from engine.executor_contract import ExpertTimes, Progress
 from engine.host import memory
@@ -37,7 +36,7 @@ from engine.model.weights import LoadedModel, load_model
 from engine.step import KVSpec, ModelFacts, Span, Step, StepResult, most_tokens
 from parallel.communicators.base import Communicator
 from parallel.expert_parallel import Dispatch
-from parallel.placement import Placement, owned_by_rank, place
+from parallel.placement import Placement, assign_experts, owned_by_rank
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class UniExecutor:
         if self._place is None:
             return None, "allgather_reducescatter"
         rank, size = self._place
-        placement = place(self._info.num_experts, size, settings.expert_placement_strategy)
+        placement = assign_experts(self._info.num_experts, size, settings.expert_placement_strategy)
         dispatch: Dispatch = (
             "all_to_all" if settings.all2all_backend == "all_to_all" else "allgather_reducescatter"
         )
@@ -228,7 +227,7 @@ class UniExecutor:
             if self._shard.is_last:
                 if len(output) < num_sampled:  # the context is shorter than that
                     output = output.new_zeros(num_sampled, output.shape[1])
-                rehearse(output, vocabulary_of(model))
+                sampler_of(model).rehearse(output)
         torch.cuda.synchronize(model.device)
 
     def _bytes_for_program(self) -> int:

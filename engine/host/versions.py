@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("lockstep", "torch", "transformers")
+from coordinator.distribution import DISTRIBUTION, NOT_INSTALLED, installed_version
+
+PACKAGES = {"lockstep": DISTRIBUTION, "torch": "torch", "transformers": "transformers"}
+"""Distributions, by the names that hosts tell each other."""
 
 
 def versions() -> dict[str, str]:
     """As installed here."""
-    return {package: _version(package) for package in PACKAGES}
+    return {package: installed_version(distribution) for package, distribution in PACKAGES.items()}
 
 
 def other_versions(theirs: Mapping[str, str]) -> list[str]:
     """In what another host differs from this one, for people."""
     ours = versions()
     return [
-        f"{package} is {theirs.get(package, NOTHING)} there, {ours[package]} here"
+        f"{package} is {theirs.get(package, NOT_INSTALLED)} there, {ours[package]} here"
         for package in PACKAGES
-        if theirs.get(package, NOTHING) != ours[package]
+        if theirs.get(package, NOT_INSTALLED) != ours[package]
     ]
-
-
-NOTHING = "not installed"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return NOTHING

@@ -1,4 +1,4 @@
-"""What the operations of a step hand on to each other, in room that grows with the steps."""
+"""Buffers between the operations of a step, which grow with the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kernels.pages import Arena
 from engine.kernels.rows import SLACK, pitch_of
 
 MIN_TOKENS = 64
-"""Room that is made at first; it doubles as steps grow."""
+"""Tokens that the first buffers have room for; the room doubles as steps grow."""
 
 _Mlp = TypeVar("_Mlp", Mlp, Moe)
 
@@ -23,21 +23,21 @@ class Room(NamedTuple):
 
     own: int = 0
     selected: int = 0
-    """Those whose logits are wanted."""
+    """Tokens whose logits are wanted."""
     total: int = 0
-    """Of all members of a group together."""
+    """Tokens of all members of a group together."""
 
     def holds(self, wanted: Room) -> bool:
         return self.own > 0 and all(want <= room for want, room in zip(wanted, self, strict=True))
 
     def grown(self, wanted: Room) -> Room:
-        """At least as much, in powers of two."""
+        """Room for at least as much, in powers of two."""
         powers = [1 << (max(want, MIN_TOKENS) - 1).bit_length() for want in wanted]
         return Room(*map(max, powers, self))
 
 
 class Buffers:
-    """Of one room. Written lists of operations point to them."""
+    """Buffers for one :class:`Room`. Written lists of operations point to them."""
 
     def __init__(self, decoder: Decoder, room: Room, exchange: Exchange | None) -> None:
         """``exchange``: of the expert layers, if there are any; its scratch is made here, too."""

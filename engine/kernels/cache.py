@@ -1,4 +1,4 @@
-"""The KV cache that ``step.cpp`` reads: 16 keys of a KV head lie together as a panel, values likewise.
+"""The KV cache that ``step.cpp`` reads, in panels of 16 keys or values.
 
 Per layer, keys are [block, kv_head, block_size / 16, dim / pack, 16] words and values [block, kv_head,
 block_size / 16, 16 / pack, dim] words, so that attention is the same inner loop as a matrix product.
@@ -19,12 +19,12 @@ from engine.kernels.pages import Arena
 QUERIES_PER_TASK = 16
 """Tokens of a prompt whose attention one thread computes at a time."""
 SPARE_BLOCKS = 16
-"""Of a step of single tokens, columns of its tables for the steps that take the same rows on."""
+"""Spare columns in the tables of a decode step, for consecutive steps."""
 
 
 @dataclass(frozen=True)
 class NativePlan:
-    """One step's places in the cache (host arrays)."""
+    """Cache slots and attention tasks of one step (host arrays)."""
 
     slots: Int64s
     """[tokens] block * block_size + offset."""
@@ -33,7 +33,7 @@ class NativePlan:
     tasks: Int32s
     """[tasks, 4] row, first query, queries, where the result of the first one goes."""
     chosen_tasks: Int32s
-    """The same for the tokens whose logits are wanted: all that the last layer computes attention for."""
+    """``tasks`` of the last layer, which computes attention for tokens with wanted logits only."""
     tables: Int32s
     """[rows, width], contiguous."""
 
@@ -53,7 +53,7 @@ class NativeCache:
         self.values = [arena.zeros(shape, dtype) for shape in shapes]
         self._numbers = np.zeros(0, dtype=np.int64)
         self._single_tasks = np.zeros((0, 4), dtype=np.int32)
-        """Of as many rows."""
+        """Tasks of so many rows of one token."""
 
     def __repr__(self) -> str:
         return f"NativeCache(layers={len(self.keys)}, blocks={self.num_blocks}, block_size={self.block_size})"
@@ -63,9 +63,9 @@ class NativeCache:
         return block_size % LANES == 0
 
     def plan(self, rows: PackedRows, wanted: Int64s) -> NativePlan:
-        """Where the tokens of a step go, and how its attention is cut into tasks.
+        """Cache slots of a step's tokens, and its attention cut into tasks.
 
-        ``wanted``: of which of its tokens logits are, each once.
+        ``wanted``: indices of the tokens whose logits are wanted, each once.
         """
         if rows.num_single == len(rows.starts):
             return self._plan_of_singles(rows, wanted)
@@ -83,7 +83,7 @@ class NativeCache:
         )
 
     def _plan_of_singles(self, rows: PackedRows, wanted: Int64s) -> NativePlan:
-        """The same where each row has one token, as in most steps."""
+        """The plan of a step whose rows have one token each, as most have."""
         number = len(rows.starts)
         if number > len(self._numbers):
             self._numbers = np.arange(2 * number)
@@ -102,13 +102,15 @@ class NativeCache:
 
 
 def _tasks(tokens: Int64s, rows: Int64s, offsets: Int64s) -> Int32s:
-    """Tasks [tasks, 4] for tokens of a step, each of which is of one of its ``rows``, that begin at
-    ``offsets``: neighbours share a task. Results lie in the order of the tokens."""
+    """Tasks [tasks, 4] for tokens of a step, some of each of its ``rows``.
+
+    Rows begin at ``offsets``; neighbours share a task. Results lie in the order of the tokens.
+    """
     numbers = np.arange(len(tokens))
     follows = np.zeros(len(tokens), dtype=bool)
     follows[1:] = (np.diff(tokens) == 1) & (np.diff(rows) == 0)
     since = numbers - np.maximum.accumulate(np.where(follows, 0, numbers))
-    places = np.flatnonzero(since % QUERIES_PER_TASK == 0)
-    queries = np.diff(places, append=len(tokens))
-    row = rows[places]
-    return np.stack([row, tokens[places] - offsets[row], queries, places], axis=1).astype(np.int32)
+    begins = np.flatnonzero(since % QUERIES_PER_TASK == 0)
+    queries = np.diff(begins, append=len(tokens))
+    row = rows[begins]
+    return np.stack([row, tokens[begins] - offsets[row], queries, begins], axis=1).astype(np.int32)

@@ -21,16 +21,16 @@ TILE_WEIGHTS = 512
 TILE_BYTES = 768
 CODES = 16
 MOST_PATCHES = 0.02
-"""Of all weights.
+"""Largest part of all weights that patches may replace.
 
-With more, they are kept as they are (a patch takes four bytes, and time).
+With more, the weights are kept as they are (a patch takes four bytes, and time).
 """
 OFF = "LOCKSTEP_COMPRESS_WEIGHTS"
 """Environment variable: 0 keeps weights as they are."""
 
 
 class Compressed:
-    """The panels of a matrix, or of some."""
+    """The panels of a matrix, or of some matrices, in 12 bits a weight."""
 
     def __init__(self, library: Library, panels: torch.Tensor, tiles: torch.Tensor, survey: Survey) -> None:
         """``tiles``: uint8 [tiles, TILE_BYTES], to be written."""
@@ -47,20 +47,20 @@ class Compressed:
         )
         arrays = [array.ctypes.data for array in (self._uppers, self._begins, self._patches)]
         self.record = np.array([tiles.data_ptr(), *arrays], dtype=np.int64)
-        """What the kernels are given."""
+        """Addresses that the kernels get."""
 
     def __repr__(self) -> str:
         return f"<Compressed {len(self.tiles)} tiles, {len(self._patches)} patches>"
 
     @property
     def num_bytes(self) -> int:
-        """Of all that a product reads."""
+        """Bytes that a product reads."""
         arrays = (self._uppers, self._begins, self._patches)
         return int(self.tiles.numel() + sum(array.nbytes for array in arrays))
 
 
 class Survey:
-    """Which upper bytes have a code, and what is left to patch."""
+    """Codes for the upper bytes of weights, and the weights left to patch."""
 
     def __init__(self, library: Library, panels: torch.Tensor) -> None:
         tiles = panels.numel() // TILE_WEIGHTS
@@ -76,13 +76,13 @@ class Survey:
 
 
 def can_compress(library: Library, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether panels of this shape [..., inputs / 2, 16, 2] are multiplied tile by tile."""
+    """Whether products read panels [..., inputs / 2, 16, 2] of this shape in tiles."""
     wanted = library.compresses and os.environ.get(OFF) != "0"
     return wanted and library.has_tiles and dtype == torch.bfloat16 and shape[-3] % TILE == 0
 
 
 def compressed(library: Library, panels: torch.Tensor, arena: Arena) -> Compressed | None:
-    """Such panels in memory of the arena; None if too many are not among the codes."""
+    """Compressed panels in memory of the arena; None if too many weights have no code."""
     survey = Survey(library, panels)
     if survey.num_patches > MOST_PATCHES * panels.numel():
         return None

@@ -23,7 +23,7 @@ from parallel.tensor_parallel import ParallelRMSNorm, RowParallelLinear, SummedE
 
 
 class NotUsual(Exception):
-    """The model does something that the kernels do not know; the message says what."""
+    """Refusal of a model that does something unknown to the kernels; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Attention:
     """The weights of an attention layer."""
 
     qkv: tuple[torch.Tensor, ...]
-    """Of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden]."""
+    """Weights of queries [heads * dim, hidden], keys and values [kv_heads * dim, hidden]."""
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
     out_bias: torch.Tensor | None
     is_partial: bool
-    """Whether what it gives, without the bias, is added up over the tensor-parallel ranks."""
+    """Whether its result, without the bias, is a sum over the tensor-parallel ranks."""
     head_norms: torch.Tensor | None
     """[2, dim], of queries and keys."""
     head_eps: float
@@ -90,9 +90,9 @@ class Embedding:
     weight: torch.Tensor
     """[tokens here, hidden]"""
     first: int
-    """Number of the first token that is here."""
+    """Number of the first token here."""
     is_partial: bool
-    """Whether other tokens are with other ranks."""
+    """Whether other ranks have other tokens."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class Output:
     first: int
     """Number of the first of them."""
     is_partial: bool
-    """Whether other tokens are with other ranks."""
+    """Whether other ranks have other tokens."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """All that a step needs."""
+    """All parts of a model that a step needs."""
 
     embedding: Embedding | None
     """None where a stage before has it."""
@@ -131,7 +131,7 @@ class Decoder:
 
     @property
     def num_sums(self) -> int:
-        """How often a step adds up over the tensor-parallel ranks."""
+        """Sums over the tensor-parallel ranks in one step."""
         partial = [part.is_partial for layer in self.layers for part in (layer.attention, layer.mlp)]
         return sum(partial) + (self.embedding is not None and self.embedding.is_partial)
 
@@ -142,7 +142,7 @@ def recognise(module: Any, shapes: Sequence[LayerShape], dtype: torch.dtype) -> 
     ``shapes``: of its layers; of a stage, those that are computed there.
 
     Raises:
-        NotUsual: it has others.
+        NotUsual: the model has other parts.
     """
     if dtype not in PACK:
         raise NotUsual(f"weights in {dtype}")
@@ -253,7 +253,7 @@ def _mlp(module: Any, hidden: int) -> Mlp | Moe:
 
 
 def _copy(vector: torch.Tensor) -> torch.Tensor:
-    """In float32, and never the model's own: that is emptied."""
+    """A copy in float32, since the model's own tensor is emptied."""
     return vector.detach().to(torch.float32, copy=True)
 
 
@@ -264,7 +264,7 @@ def _silu(module: Any) -> None:
 
 
 def _whole(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A linear layer that has all of its inputs."""
+    """Weight and bias of a linear layer that has all of its inputs."""
     weight, bias, is_partial = _linear(module)
     if is_partial:
         raise NotUsual("partial sums in the middle of a layer")
@@ -292,7 +292,7 @@ def _norm(module: Any, width: int) -> tuple[torch.Tensor, float]:
 
 
 def _only(module: Any, names: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:
-    """Neither other parts nor weights of its own."""
+    """Check that a module has no other parts, and no weights of its own."""
     if module is None:
         raise NotUsual("another structure")
     found = {name for name, _ in module.named_children()}

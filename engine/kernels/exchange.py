@@ -1,8 +1,8 @@
-"""The exchange of rows and results between the experts of a group, as ``experts.hpp`` does it inside a step.
+"""Exchange of rows and results between the experts of a group, inside a step.
 
-Every member has an arena that the others map. Whether all members of a group can exchange like this (same
-kernels, same model) is known when the first step begins: each has written its signature into its arena
-before it gave the header of that step. If one has not, all go through
+``experts.hpp`` does it. Every member has an arena that the others map. Whether all members of a group can
+exchange like this (same kernels, same model) is known when the first step begins: each has written its
+signature into its arena before it gave the header of that step. If one has not, all go through
 :class:`parallel.expert_parallel.ExpertParallel`.
 """
 
@@ -24,9 +24,12 @@ from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.placement import Placement
 
 WORDS_BYTES = 4096
-"""At the beginning of an arena."""
+"""Bytes at the beginning of an arena that hold its words."""
 _SIGNATURE = 32
-"""Which word of an arena; the first ones count layers, and the rows of one."""
+"""Index of the signature's word in an arena.
+
+The first words count layers, and the rows of one.
+"""
 _ALIGNMENT = 64
 
 
@@ -40,7 +43,10 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How an arena for so many rows, over all members, is cut; in bytes."""
+    """Offsets in bytes of the parts of an arena.
+
+    The arena is for so many rows of all members.
+    """
 
     rows_at: int
     ids_at: int
@@ -59,14 +65,14 @@ class Layout(NamedTuple):
 
     @classmethod
     def room(cls, shape: Shape, num_bytes: int) -> int:
-        """Rows that fit."""
+        """Rows that fit into an arena."""
         each = cls.of(shape, 1 << 20).num_bytes / (1 << 20)
         rows = int((num_bytes - 2 * WORDS_BYTES) / each) - 2 * SLACK
         return max(0, rows)
 
 
 class Exchange:
-    """The expert layers of a group of one, or the part that groups have in common."""
+    """The expert layers of one instance, or what groups have in common."""
 
     def __init__(self, shape: Shape, rows: int, num_local: int | None = None) -> None:
         """``rows``: of all members, at most, in a step. ``num_local``: experts computed here."""
@@ -74,7 +80,7 @@ class Exchange:
         self.layout = Layout.of(shape, rows)
         self.num_local = shape.num_experts if num_local is None else num_local
         self.record = np.zeros((), dtype=EXCHANGE)
-        """What the kernels are given; all that it points to is kept here."""
+        """Addresses that the kernels get; all that they point to is kept here."""
         self._kept: dict[str, Any] = {}
         self.begins = self.keep("begins", np.zeros(self.num_local + 1, dtype=np.int64))
         self.record["top_k"], self.record["hidden"] = shape.top_k, shape.hidden
@@ -101,7 +107,7 @@ class Exchange:
         return gathered
 
     def begin(self) -> None:
-        """A step comes."""
+        """Prepare for a step."""
 
     @property
     def own(self) -> int:
@@ -118,7 +124,7 @@ class Exchange:
 
 
 class Alone(Exchange):
-    """All experts are here, and nobody else's rows."""
+    """Exchange of one instance that has all experts."""
 
     def __init__(self, shape: Shape, rows: int) -> None:
         super().__init__(shape, rows)
@@ -163,7 +169,10 @@ class Joined(Exchange):
         return f"<Joined rank {self._group.rank} of {self._group.size}, up to {self.rows} rows>"
 
     def can(self, sizes: Sequence[int]) -> bool:
-        """Whether a step with these sizes goes this way: known after its headers, and the same to all."""
+        """Whether a step with these sizes is exchanged here.
+
+        That is known after the step's headers, and the same at all members.
+        """
         if self._agreed is None:
             self._agreed = all(
                 self._signature_of(rank).value == self._signature for rank in range(self._group.size)

@@ -1,4 +1,4 @@
-"""The expert layers of a spread model: rows that came from anywhere, through the experts held here."""
+"""Expert layers of a spread model: rows from any member through the experts here."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class PackedExperts:
         return cls(up, packer.panels(down, multiple=32), count, hidden, width)
 
     def write(self, operations: Operations, rows: Any, middle: Any, out: Any, begins: Any) -> None:
-        """Add the two products to a list: rows [n, hidden], sorted by expert of which number i has those from
-        ``begins[i]`` on, through ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as
-        :mod:`engine.kernels.rows` says; rows and middle can be read ``SLACK`` rows beyond."""
+        """Add the two products to a list of operations.
+
+        Rows [n, hidden] are sorted by expert: number i has those from ``begins[i]`` on. They go through
+        ``middle`` [n, width] to ``out`` [n, hidden]. All three lie as :mod:`engine.kernels.rows` describes;
+        rows and middle can be read ``SLACK`` rows beyond.
+        """
         shared = {"extra": begins, "a": self.count}
         operations.add(
             OperationKind.EXPERTS_UP,
@@ -59,7 +62,7 @@ class PackedExperts:
 
 
 class NativeExperts:
-    """In place of :class:`parallel.expert_products.ExpertProducts`."""
+    """Native replacement of :class:`parallel.expert_products.ExpertProducts`."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -77,8 +80,10 @@ class NativeExperts:
         return packed
 
     def compute(self, module: Any, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Outputs [n, H] of rows [n, H], of which the first ``counts[0]`` go through the module's expert 0,
-        and so on."""
+        """Outputs [n, H] of rows [n, H] that are sorted by expert.
+
+        The first ``counts[0]`` rows go through the module's expert 0, and so on.
+        """
         packed = self.packed(module)
         number = len(rows)
         begins = np.zeros(packed.count + 1, dtype=np.int64)

@@ -1,6 +1,6 @@
 """Compiles ``step.cpp`` at first use, keeps the result in a cache, and loads it.
 
-Nothing here is needed to serve: without a compiler or the instructions, :func:`load` says why and returns
+Nothing here is needed to serve: without a compiler or the instructions, :func:`load` logs why and returns
 None, and the model runs on torch's own operators.
 """
 
@@ -22,10 +22,10 @@ SOURCE = Path(__file__).with_name("step.cpp")
 NEEDED_FLAGS = {"avx2", "fma"}
 FLAGS = (
     *("-fopenmp", "-mprefer-vector-width=512"),
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # said of gcc's own intrinsics
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # warnings about gcc's own intrinsics
 )
 OFF = "LOCKSTEP_NATIVE_KERNELS"
-"""Environment variable: 0 keeps to torch's own operators, avx512 does without AMX, avx2 without both."""
+"""Environment variable: 0 turns native kernels off, avx512 turns AMX off, avx2 both."""
 BEYOND_AVX2 = {"avx512f": "-mno-avx512f", "amx_tile": "-mno-amx-tile", "amx_bf16": "-mno-amx-bf16"}
 """What a CPU may have, and the option of the compiler that does without."""
 
@@ -36,7 +36,7 @@ CALLS = (
     *("has_avx512", "can_compress"),
 )
 SYMBOLS = tuple(f"lockstep_{name}" for name in (*CALLS, *(f"{kind}_bytes" for kind in KINDS)))
-"""All that is called of the library."""
+"""All functions called in the library."""
 
 
 class Library:
@@ -54,7 +54,7 @@ class Library:
         ]
         self._run.restype = ctypes.c_int64
         self.sizes = tuple(int(self._loaded[f"lockstep_{kind}_bytes"]()) for kind in KINDS)
-        """Bytes of what is passed."""
+        """Bytes of the structures in :data:`KINDS`."""
         self._use_tiles = self._loaded.lockstep_use_tiles
         self._use_tiles.argtypes, self._use_tiles.restype = [ctypes.c_int64], ctypes.c_int64
         address, number = ctypes.c_void_p, ctypes.c_int64
@@ -77,12 +77,12 @@ class Library:
         self.has_tiles = False
         self.use_tiles(os.environ.get(OFF) not in ("avx512", "avx2"))
         self.key = f"{path.stem} {self.has_tiles}"
-        """Names the source and the kind of CPU: instances with the same compute the same bits."""
+        """Name of source and CPU kind: instances with equal keys compute equal bits."""
 
     def use_tiles(self, wanted: bool) -> None:
-        """Multiply matrices of bfloat16 with AMX, where the CPU has it, or without.
+        """Switch products of bfloat16 to AMX, where the CPU has it, or away from it.
 
-        Between two steps.
+        To be called between two steps.
         """
         self.has_tiles = self._use_tiles(int(wanted)) != 0
 
@@ -130,9 +130,9 @@ class Library:
         self._logprobs(logits, rows, width, targets, num_top, out, threads)
 
     def run(self, operations: int, count: int, step: int, element: int, threads: int) -> bool:
-        """Addresses of the operations and of the step; ``element`` 0 for float32, 1 for bfloat16.
+        """Run ``count`` operations of a step; False if the step was given up.
 
-        False if the step was given up.
+        ``operations`` and ``step`` are addresses; ``element`` is 0 for float32, 1 for bfloat16.
         """
         return int(self._run(operations, count, step, element, threads)) == 0
 
@@ -147,7 +147,10 @@ _loaded: Library | None = None
 
 
 def load() -> Library | None:
-    """The kernels, compiled first if need be; None (and a line in the log, once) where there are none."""
+    """The kernels, compiled first if need be; None where there are none.
+
+    The reason for None is logged once.
+    """
     global _loaded
     with _lock:
         _loaded = _load()
@@ -155,7 +158,7 @@ def load() -> Library | None:
 
 
 def loaded() -> Library | None:
-    """The kernels, if they were loaded before: this never takes long."""
+    """The kernels, if they were loaded before; never takes long."""
     return _loaded
 
 

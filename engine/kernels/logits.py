@@ -1,6 +1,6 @@
-"""What the kernels do with rows of logits: ``shaping.hpp``, ``choosing.hpp``, ``logprobs.hpp``.
+"""Kernels for rows of logits: ``shaping.hpp``, ``choosing.hpp``, ``logprobs.hpp``.
 
-:mod:`engine.compute.sampler` does the same with torch, but for rounding. Logits are [rows, columns] in
+:mod:`engine.compute.torch_logits` does the same with torch, but for rounding. Logits are [rows, columns] in
 float32, and contiguous; all work with as many threads as torch uses.
 """
 
@@ -40,9 +40,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def draw_of(params: SamplingParams, seed: int) -> bytes:
-    """What the kernels need to know of a request.
+    """A request's sampling parameters as the kernels read them.
 
-    :func:`draws` puts those of several rows together.
+    :func:`draws` joins those of several rows.
     """
     top_k = params.top_k if params.top_k > 0 else 0
     temperature = min(params.temperature, _LARGEST)
@@ -53,12 +53,12 @@ GREEDY = draw_of(SamplingParams(temperature=0.0), 0)
 
 
 def draws(rows: Sequence[bytes]) -> Draws:
-    """Of these rows."""
+    """The joined parameters of these rows."""
     return np.frombuffer(b"".join(rows), dtype=DRAW)
 
 
 def draw(library: Library, logits: torch.Tensor, how: Draws, positions: Int64s) -> Int64s:
-    """The tokens of all rows that are to stand at these positions."""
+    """Tokens of all rows, drawn for these positions."""
     rows, columns = _size(logits)
     found = np.empty(rows, dtype=np.int64)
     library.draw(
@@ -74,7 +74,7 @@ def draw(library: Library, logits: torch.Tensor, how: Draws, positions: Int64s) 
 
 
 def can_contest(how: Draws) -> bool:
-    """Whether each rank can look for its best token by itself: all of them take part."""
+    """Whether each rank can find its best token by itself, since all tokens take part."""
     wanted = (how["temperature"] == 0) | ((how["top_k"] == 0) & (how["top_p"] == 1) & (how["min_p"] == 0))
     return bool(wanted.all())
 
@@ -82,8 +82,10 @@ def can_contest(how: Draws) -> bool:
 def contestants(
     library: Library, logits: torch.Tensor, how: Draws, positions: Int64s, first: int
 ) -> tuple[npt.NDArray[np.float64], Int64s]:
-    """Of a tensor-parallel rank, whose column 0 is token ``first``: for each row its best token, and the
-    score by which the best of all ranks is found."""
+    """Best token of each row on a tensor-parallel rank, and its score.
+
+    Column 0 is token ``first``. The best of all ranks is found by the score.
+    """
     rows, columns = _size(logits)
     found = np.empty(rows, dtype=_BEST)
     library.contestants(
@@ -100,7 +102,7 @@ def contestants(
 
 
 class History(NamedTuple):
-    """What a row's penalties are about."""
+    """A row, with the tokens that its penalties count."""
 
     row: int
     token_ids: Int64s
@@ -110,7 +112,7 @@ class History(NamedTuple):
 
 
 def penalise(library: Library, logits: torch.Tensor, histories: Sequence[History], first: int) -> None:
-    """Change rows of logits, whose column 0 is token ``first``, by the penalties of each."""
+    """Apply penalties to rows of logits, whose column 0 is token ``first``."""
     rows = [
         (
             each.row,
@@ -135,7 +137,7 @@ def leave_out(
     masks: Sequence[npt.NDArray[np.uint8]],
     first: int,
 ) -> None:
-    """Give what a row's mask does not have -infinity.
+    """Set to -infinity what a row's mask leaves out.
 
     Masks have a bit for each token of the vocabulary, the lowest of a byte first.
     """
@@ -154,7 +156,7 @@ def _shape(library: Library, logits: torch.Tensor, shapes: Sequence[tuple[Any, .
 def logprobs(
     library: Library, logits: torch.Tensor, targets: Int64s, num_top: int
 ) -> npt.NDArray[np.float64]:
-    """See :func:`engine.compute.sampler.logprob_table`."""
+    """See :meth:`engine.compute.logits_backend.LogitsBackend.logprob_table`."""
     rows, columns = _size(logits)
     table = np.empty((rows, 3 + 2 * num_top))
     library.logprobs(

@@ -30,11 +30,11 @@ OTHER_OPERATIONS = 10
 
 
 class PartialSums(NamedTuple):
-    """Of this rank; those of the others are added before the list goes on."""
+    """Partial sums of this rank, to which those of others are added at a cut."""
 
     area: Area
     are_selected: bool
-    """Of the rows whose logits are wanted, not of all."""
+    """Whether they are of the rows with wanted logits only."""
 
 
 @dataclass
@@ -43,16 +43,16 @@ class StepList:
 
     operations: Operations
     cuts: list[tuple[int, Moe | PartialSums | None]]
-    """Ends of pieces, rising.
+    """Ends of pieces, rising, and what comes after each.
 
-    What comes after each: the experts of a layer, a sum over ranks, or, at the end of the list, nothing.
+    That is the experts of a layer, a sum over ranks, or, at the end of the list, nothing.
     """
 
 
 class Lowering:
-    """Writes such a list.
+    """Writer of such a list.
 
-    It points to all that is given here, and keeps it alive.
+    It points to all that it is made with, and keeps it alive.
     """
 
     def __init__(
@@ -64,8 +64,11 @@ class Lowering:
         exchange: Exchange | None,
         sums: Sums | None,
     ) -> None:
-        """``products``: of expert layers that the packed decoder leaves out. ``exchange``: None if there are
-        no expert layers. ``sums``: over tensor-parallel ranks, None if there is one."""
+        """``products``: of expert layers that the packed decoder leaves out.
+
+        ``exchange``: None if there are no expert layers. ``sums``: over tensor-parallel ranks, None if there
+        is one.
+        """
         self._packed = packed
         self._hidden = packed.decoder.hidden
         self._products = products
@@ -74,14 +77,14 @@ class Lowering:
         self._exchange = exchange
         self._sums = sums
         self._num_sums = 0
-        """So far."""
+        """Sums written so far."""
         self._cuts: list[tuple[int, Moe | PartialSums | None]] = []
         self._list = Operations(OPERATIONS_PER_LAYER * len(packed.layers) + OTHER_OPERATIONS)
         self._stream, self._rows = buffers.stream, 0
         """What the layers add to, and the flag that says which rows it has."""
 
     def write(self, *, exchanges: bool) -> StepList:
-        """``exchanges``: with the exchange of experts; once only."""
+        """Write the list, once; ``exchanges``: with the exchange of experts."""
         decoder, buffers = self._packed.decoder, self._buffers
         if decoder.embedding is not None:
             self._embed(decoder.embedding)
@@ -161,7 +164,7 @@ class Lowering:
             )
 
     def _select(self) -> None:
-        """From here on there are only the rows whose logits are wanted."""
+        """Go on with those rows alone whose logits are wanted."""
         self._list.add(OperationKind.SELECT, into=self._stream, out=self._buffers.last, k=self._hidden)
         self._stream, self._rows = self._buffers.last, SELECTED
 
@@ -235,9 +238,9 @@ class Lowering:
         bias: torch.Tensor | None,
         is_partial: bool,
     ) -> None:
-        """Rows of so many numbers through weights, added to the stream.
+        """Multiply rows by weights and add the result to the stream.
 
-        First over all ranks if it is a partial sum.
+        If it is a partial sum, it is added over all ranks first.
         """
         product = {"into": into, "weights": weights, "n": self._hidden, "k": width}
         if not is_partial:
@@ -250,13 +253,13 @@ class Lowering:
         self._sum(area, bias, flags=ADD)
 
     def _area(self) -> Area:
-        """For the next sum."""
+        """Area of the next sum."""
         assert self._sums is not None
         self._num_sums += 1
         return self._sums.area(self._num_sums - 1, self._packed.decoder.num_sums)
 
     def _sum(self, area: Area, bias: torch.Tensor | None, flags: int) -> None:
-        """What all ranks have given goes into the stream."""
+        """Add what all ranks have given to the stream."""
         assert self._sums is not None
         if isinstance(self._sums, OwnSums):
             self._cuts.append((len(self._list), PartialSums(area, self._rows == SELECTED)))
@@ -273,7 +276,7 @@ class Lowering:
         )
 
     def _meet(self, when: int = 0) -> None:
-        """All ranks come this far before one goes on."""
+        """Wait until all ranks have come this far."""
         if self._sums is not None and not isinstance(self._sums, OwnSums):
             self._list.add(OperationKind.OFFER, extra=self._sums.record, flags=self._rows | when)
             self._list.add(OperationKind.MEET, extra=self._sums.record, flags=when)

@@ -1,4 +1,4 @@
-"""From a loaded model to a program that computes the same, if the kernels know models of its kind.
+"""Makes the program of a loaded model, if the kernels know models of its kind.
 
 Two things are checked. That the kernels compute what the model's code computes is tried on a copy of each
 shard (:mod:`engine.kernels.trial`). That the model's own weights are laid out right is seen in a few steps of
@@ -38,11 +38,16 @@ from parallel.tensor_parallel import TensorRank
 logger = logging.getLogger(__name__)
 
 FLOAT32_TOLERANCE = 1e-3
-"""Relative difference of a token's logits from those of the model's own modules, median over tokens."""
+"""Largest relative difference of a token's logits in float32, median over tokens.
+
+The comparison is with the model's own modules.
+"""
 ROUNDINGS = 10.0
-"""The same in bfloat16, in units of rounding: that of a copy of the shard with made-up weights.
-Near-ties between experts cost a model with wider experts more (6 units were seen); weights in a wrong place
-cost 50 and more."""
+"""Largest difference in bfloat16, in units of rounding.
+
+The unit is that of a copy of the shard with made-up weights. Near-ties between experts cost a model with
+wider experts more (6 units were seen); weights in a wrong place cost 50 and more.
+"""
 
 TABLES = np.array([[3, 0, 4], [2, 1, 0]], dtype=np.int32)
 STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a prompt
@@ -53,11 +58,14 @@ STEPS = [  # [(request, start, count)]: prompts in pieces, then decode beside a 
 
 
 class _Off(Exception):
-    """Torch computes this model; the message goes on where the log says "native kernels: off"."""
+    """Reason why torch computes this model, logged as "native kernels: off"."""
 
 
 def bytes_for_program(model: LoadedModel, block_size: int) -> int:
-    """What :func:`make_program` takes beside the model; 0 where torch computes, also for want of room."""
+    """Bytes that :func:`make_program` takes beside the model.
+
+    0 where torch computes, also for want of room.
+    """
     if model.device.type != "cpu" or library.load() is None:
         return 0
     try:
@@ -67,9 +75,11 @@ def bytes_for_program(model: LoadedModel, block_size: int) -> int:
 
 
 def make_program(model: LoadedModel, block_size: int) -> Program | None:
-    """A program that computes what the model does, or None where torch computes: on other devices and data
-    types, without the kernels or the memory to lay the weights out for them, and for models of another kind.
-    The model's own layers are emptied. All shards of a model call this together.
+    """A program that computes what the model does, or None where torch computes.
+
+    Torch computes on other devices and data types, without the kernels or the memory to lay the weights out
+    for them, and for models of another kind. The model's own layers are emptied. All shards of a model call
+    this together.
 
     Raises:
         parallel.communicators.base.CollectiveError: another shard is lost.
@@ -118,7 +128,10 @@ def _ranks_of(model: LoadedModel) -> TensorRank | None:
 
 
 def _all_have(model: LoadedModel, key: str | None) -> bool:
-    """Whether all shards have kernels, and the ranks of each stage the same; None: this one has none."""
+    """Whether all shards have kernels, and the ranks of a stage the same.
+
+    ``key`` is None if this shard has none.
+    """
     shard, mark = model.stage.shard, 0 if key is None else zlib.crc32(key.encode()) + 1
     if shard.ranks is not None:
         marks = [given for (given,) in shard.ranks.all_gather_ints([mark])]
@@ -133,14 +146,14 @@ class _Proven(NamedTuple):
 
     decoder: Decoder
     tolerance: float
-    """Relative difference that the model's logits may have."""
+    """Largest relative difference that the model's logits may have."""
 
 
 def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Proven:
     """Try the kernels on a copy of the model.
 
     Raises:
-        _Off: they do not know it, compute something else, or have no room.
+        _Off: the kernels do not know it, compute something else, or have no room.
     """
     decoder = _decoder_of(model, block_size)
     with _off_by_any_error():
@@ -154,7 +167,7 @@ def _prove(kernels: library.Library, model: LoadedModel, block_size: int) -> _Pr
 
 @contextmanager
 def _off_by_any_error() -> Iterator[None]:
-    """Inside, any error means that torch computes, as a model's code may raise whatever it likes."""
+    """Turn any error inside into :class:`_Off`: a model's code may raise anything."""
     try:
         yield
     except NotUsual as reason:
@@ -170,7 +183,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _lay_out(kernels: library.Library, decoder: Decoder, model: LoadedModel) -> Program | None:
-    """The program of the model's own weights; None, and logged, if it finds no room."""
+    """The program of the model's own weights; None, and logged, without room for it."""
     try:
         return Program(kernels, decoder, model.experts, _ranks_of(model))
     except Exception as error:  # noqa: BLE001 (whatever it is, torch can compute this model)
@@ -182,7 +195,7 @@ def _decoder_of(model: LoadedModel, block_size: int) -> Decoder:
     """The model as the kernels know it.
 
     Raises:
-        _Off: they do not, or have no room.
+        _Off: the kernels do not know it, or have no room.
     """
     if not NativeCache.fits(block_size):
         raise _Off(f", --block-size {block_size} is not a multiple of 16")
@@ -231,7 +244,7 @@ def _run_model(model: LoadedModel, block_size: int) -> list[_Sample]:
 
 
 def _received(model: LoadedModel, tokens: int) -> torch.Tensor | None:
-    """[1, tokens, hidden] of the stage before."""
+    """Hidden states [1, tokens, hidden] of the previous stage."""
     shard = model.stage.shard
     if shard.stages is None or shard.is_first:
         return None
@@ -239,7 +252,7 @@ def _received(model: LoadedModel, tokens: int) -> torch.Tensor | None:
 
 
 def _send_on(model: LoadedModel, given: torch.Tensor) -> torch.Tensor | None:
-    """To the next stage; the last one keeps what are logits."""
+    """Send hidden states to the next stage; the last one keeps them as logits."""
     shard = model.stage.shard
     if shard.stages is None or shard.is_last:
         return given.float()
@@ -248,7 +261,7 @@ def _send_on(model: LoadedModel, given: torch.Tensor) -> torch.Tensor | None:
 
 
 def _difference(program: Program, model: LoadedModel, block_size: int, samples: list[_Sample]) -> float:
-    """Of a token's logits from those of the model, relative to how much these vary.
+    """Difference of a token's logits from the model's, relative to their variation.
 
     Median over tokens. 0 before the last stage.
     """
@@ -281,9 +294,9 @@ def _computed(program: Program, model: LoadedModel, packed: PackedRows, ids: Int
 
 
 def _let_go(model: LoadedModel) -> None:
-    """The program has its own copy of the layers.
+    """Empty the model's layers, of which the program has its own copy.
 
-    Spread experts stay: they may be dealt out anew.
+    Spread experts stay: a change of the placement may assign them anew.
     """
     kept = {id(weight) for layer in model.expert_layers for weight in layer.parameters()}
     base = getattr(model.module, model.module.base_model_prefix)

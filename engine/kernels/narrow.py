@@ -28,14 +28,19 @@ from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.tensor_parallel import TensorRank
 
 MOST_KV_HEADS, MOST_QUERY_HEADS = 2, 2
-"""KV heads of a copy where each has one query head (else one), and query heads of each."""
+"""KV heads of a copy, and query heads of each.
+
+A copy has one KV head unless each has one query head.
+"""
 MOST_COLUMNS = 16
 """Width of a copy's MLP, and of each expert."""
 MOST_TOKENS = 64
 """Vocabulary of a copy."""
 LOUD = 32.0
-"""Factor on loud rows of projections: far beyond where models clip or soften what they compute. A power of
-two, so that it can be taken back."""
+"""Factor on loud rows of projections, far beyond where models clip or soften.
+
+A power of two, so that it can be taken back.
+"""
 
 
 def random_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -78,7 +83,7 @@ class NarrowCopy:
 
     @property
     def base(self) -> Any:
-        """The module that has the layers."""
+        """The module that holds the layers."""
         return getattr(self.module, self.module.base_model_prefix)
 
     @property
@@ -87,7 +92,7 @@ class NarrowCopy:
         return _parts(self.module)
 
     def quieten(self) -> None:
-        """No number is loud any more."""
+        """Make no number loud any more."""
         self.weights.quieten()
         self.decoder = self._recognise(self.decoder.dtype)
 
@@ -136,7 +141,7 @@ class _Made:
     quiet_columns: tuple[int, ...]
     """Columns that make up for loud inputs, so that these weigh as much as others."""
     power: int
-    """How many loud factors such an input has."""
+    """Loud factors of such an input."""
 
     def scale(self, factor: float) -> None:
         if self.loud_rows:
@@ -150,10 +155,13 @@ class _Weights:
 
     def __init__(self, model: LoadedModel, decoder: Decoder) -> None:
         self._made: dict[tuple[Any, ...], _Made] = {}
-        """Layers of equal shape share their weights: a deep copy takes no more memory than a shallow one."""
+        """Made-up weights by shape and role, shared by layers of equal shape.
+
+        So a deep copy takes no more memory than a shallow one.
+        """
         self._buffers: list[torch.Tensor] = []
         self.memo: dict[int, Any] = {}
-        """For ``deepcopy``."""
+        """Memo of ``deepcopy``."""
         for layer, part in zip(decoder.layers, _parts(model.module), strict=True):
             self._attention(layer.attention, part.self_attn)
             self._mlp(layer.mlp)
@@ -178,8 +186,8 @@ class _Weights:
     def _attention(self, attention: Attention, module: Any) -> None:
         (heads, kv_heads), dim, hidden = _heads(attention), attention.dim, attention.out.shape[0]
         loud_query = range(dim * (heads // 2), dim * heads)
-        loud_value = [place for place in range(kv_heads * dim) if place % dim >= dim // 2]
-        loud_out = [place for place in range(heads * dim) if place % dim >= dim // 2]
+        loud_value = [index for index in range(kv_heads * dim) if index % dim >= dim // 2]
+        loud_out = [index for index in range(heads * dim) if index % dim >= dim // 2]
         for projection, rows, loud in (
             (module.q_proj, heads * dim, loud_query),
             (module.k_proj, kv_heads * dim, ()),
@@ -200,7 +208,7 @@ class _Weights:
             self._put(mlp.down, (hidden, columns), quiet_columns=loud, power=2)
             return
         hidden, module = mlp.router.shape[1], mlp.experts
-        both = [*loud, *(columns + place for place in loud)]
+        both = [*loud, *(columns + index for index in loud)]
         self._put(module.gate_up_proj, (mlp.num_experts, 2 * columns, hidden), loud_rows=both)
         self._put(module.down_proj, (mlp.num_experts, hidden, columns), quiet_columns=loud, power=2)
 

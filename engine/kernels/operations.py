@@ -1,4 +1,4 @@
-"""The list of operations and the step that ``step.cpp`` is given, as arrays of the same layout."""
+"""Arrays of operations and of a step, laid out as ``step.cpp`` reads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from engine.kernels.logits import DRAW, SHAPE
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}
 
 ADD, AS_FLOAT, SELECTED, COMPRESSED, TO_CHOOSE = 1, 2, 4, 8, 16
-"""Flags: add to what is there.
+"""Flags of operations.
 
-Write float32; of the selected rows only; the weights are compressed; only if tokens are chosen.
+They add to what is there; write float32; compute the selected rows only; read compressed weights; run only if
+tokens are chosen.
 """
 
 _OPERATION = np.dtype(
@@ -43,7 +44,10 @@ EXCHANGE = np.dtype(
 
 
 class OperationKind(enum.IntEnum):
-    """In the order of ``contract.hpp``; each operation says what it does with its fields."""
+    """Kinds of operations, in the order of ``contract.hpp``.
+
+    The kernel of each describes what it does with its fields.
+    """
 
     EMBED = 0
     NORM = 1
@@ -68,7 +72,7 @@ class OperationKind(enum.IntEnum):
 
 
 class StepArguments:
-    """What changes from step to step. Keeps what it points to alive."""
+    """Fields that change from step to step; keeps what they point to alive."""
 
     def __init__(self, **fields: Any) -> None:
         self._kept = fields
@@ -89,7 +93,7 @@ class Operations:
         return self._count
 
     def add(self, kind: OperationKind, **fields: Any) -> None:
-        """One more. Tensors are passed by address and must be contiguous."""
+        """Append an operation. Tensors are passed by address and must be contiguous."""
         row = self._array[self._count]
         row["kind"] = kind
         for name, value in fields.items():
@@ -107,14 +111,17 @@ class Operations:
         begin: int = 0,
         end: int | None = None,
     ) -> bool:
-        """Run operations [begin, end) with as many threads as torch uses; False if an exchange gave up."""
+        """Run operations [begin, end); False if an exchange gave up.
+
+        They use as many threads as torch does.
+        """
         count = (self._count if end is None else end) - begin
         address = self._array.ctypes.data + begin * self._array.itemsize
         return library.run(address, count, step.array.ctypes.data, ELEMENT[dtype], torch.get_num_threads())
 
 
 def check(library: Library) -> None:
-    """The layouts here are those of the compiled source."""
+    """Check that the layouts here are those of the compiled source."""
     layouts = _OPERATION, _STEP, EXCHANGE, DRAW, SHAPE
     assert library.sizes == tuple(layout.itemsize for layout in layouts)
 

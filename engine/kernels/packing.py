@@ -42,13 +42,15 @@ class Packer:
         self._library = library
         self._arena = Arena()
         self.num_bytes = 0
-        """Of all that was laid out."""
+        """Bytes of all that was laid out."""
         self.saved_bytes = 0
-        """That compression saves of them."""
+        """Bytes that compression saves of them."""
 
     def panels(self, *weights: torch.Tensor, multiple: int = LANES) -> Laid:
-        """See the function of this name: of the outputs of all of these, one after the other. Those of all
-        but the last one must fill whole panels."""
+        """See the function of this name, for several weights in a row.
+
+        The outputs of all but the last one must fill whole panels.
+        """
         return self._lay(_stacked(weights, multiple))
 
     def gate_and_up(self, gate: torch.Tensor, up: torch.Tensor) -> Laid:
@@ -69,7 +71,7 @@ class Packer:
 
 
 def _stacked(weights: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
-    """Their panels one after the other, filled up at the end."""
+    """Panels of all weights in a row, filled up at the end."""
     *before, last = weights
     outputs = sum(weight.shape[-2] for weight in before)
     if outputs % LANES:
@@ -79,7 +81,7 @@ def _stacked(weights: Sequence[torch.Tensor], multiple: int) -> list[torch.Tenso
 
 
 def _turned(weight: torch.Tensor) -> torch.Tensor:
-    """Its panels: a view of the weight, where its outputs fill them."""
+    """Panels of a weight: a view of it, where its outputs fill them."""
     pack = PACK[weight.dtype]
     outputs, inputs = weight.shape[-2:]
     if inputs % pack:
@@ -97,5 +99,5 @@ def _shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _written(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """One after the other along the panels."""
+    """Panels in a row, along their own dimension."""
     return torch.cat([*parts], dim=-4, out=out).contiguous()

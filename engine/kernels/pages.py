@@ -1,9 +1,9 @@
-"""Memory in huge pages for what every step reads: weights as they are laid out for ``step.cpp``, the rows
-that operations hand on, and the KV cache.
+"""Memory in huge pages for what every step reads.
 
-A step reads all weights once. In pages of 4 KiB that is a miss of the TLB after every 64 lines, and on a
-virtual machine a miss walks two tables. Linux has pages of 2 MiB for those who ask (``madvise``, see its
-``transparent_hugepage``). Where it gives none, or is not Linux, this is memory as ever.
+That is weights as they are laid out for ``step.cpp``, the rows that operations hand on, and the KV cache. A
+step reads all weights once. In pages of 4 KiB that is a miss of the TLB after every 64 lines, and on a
+virtual machine a miss walks two tables. Linux has pages of 2 MiB for processes that ask (``madvise``, see its
+``transparent_hugepage``). Where it gives none, or is not Linux, this is ordinary memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK = 32 << 20
 """Bytes that small tensors share."""
 ALIGNMENT = 64
 VARIABLE = "LOCKSTEP_HUGE_PAGES"
-"""0: ask for none."""
+"""Environment variable: 0 asks for no huge pages."""
 
 
 def mapped(num_bytes: int) -> torch.Tensor:
@@ -41,9 +41,9 @@ def mapped(num_bytes: int) -> torch.Tensor:
 
 
 class Arena:
-    """Gives out tensors, small ones side by side.
+    """Allocator of tensors, small ones side by side.
 
-    Memory is free again when all that share it are gone.
+    Memory is free again when all tensors that share it are gone.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Arena:
         return f"Arena({self._used} of {len(self._chunk)} bytes of the last chunk used)"
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Nothing is given out twice, so that all of it is still 0."""
+        """A tensor of zeros: no memory is given out twice."""
         size = math.prod(shape) * dtype.itemsize
         if size > CHUNK // 8:
             return mapped(size).view(dtype).view(shape)

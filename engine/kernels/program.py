@@ -1,9 +1,9 @@
-"""Runs the steps of a decoder with ``step.cpp``: a list of operations, written once, run every step.
+"""Runs the steps of a decoder as a list of operations in ``step.cpp``.
 
-The layers' weights are laid out anew; the model that they came from is not run any more. Where the list is
-cut at the expert layers (:mod:`engine.kernels.lowering`), :class:`~parallel.expert_parallel.ExpertParallel`
-does the exchange between two pieces; where it is cut for a sum over tensor-parallel ranks, their
-communicator adds up.
+The list is written once and run every step. The layers' weights are laid out anew; the model that they came
+from is not run any more. Where the list is cut at the expert layers (:mod:`engine.kernels.lowering`),
+:class:`~parallel.expert_parallel.ExpertParallel` does the exchange between two pieces; where it is cut for a
+sum over tensor-parallel ranks, their communicator adds up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Seconds = npt.NDArray[np.float64]
 class Program:
     """Runs the steps of one model, or of one shard of it, on the CPU.
 
-    Not more than one at a time.
+    One step at a time.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Program:
         experts: ExpertParallel | None = None,
         ranks: TensorRank | None = None,
     ) -> None:
-        """``experts``: where they are spread.
+        """``experts``: the common part of expert layers that are spread over instances.
 
         ``ranks``: those that the decoder's partial sums are of, all of which run the same steps.
         """
@@ -65,7 +65,7 @@ class Program:
         packer = Packer(library)
         self._packed = PackedDecoder(decoder, packer, spread=experts is not None)
         self.weight_bytes, self.saved_bytes = packer.num_bytes, packer.saved_bytes
-        """Of the weights as they are laid out, and how many more they were.
+        """Bytes of the weights as they are laid out, and bytes that this saves.
 
         Without spread experts.
         """
@@ -80,18 +80,18 @@ class Program:
         self._joined: Joined | None = None
         self._buffers: Buffers | None = None
         self._exchange: Exchange | None = None
-        """Of the buffers' room; None without expert layers."""
+        """Exchange for the buffers' room; None without expert layers."""
         self._is_rank = ranks is not None
         self._ranks = ranks if decoder.num_sums else None
         self._shared_sums: SharedSums | None = None
         if self._ranks is not None and isinstance(self._ranks.group, SharedMemoryCommunicator):
             self._shared_sums = SharedSums(self._ranks.group, decoder.hidden)
         self._own_sums: OwnSums | None = None
-        """Of the buffers' room."""
-        self._going_on: GoingOn | None = None
-        """From the last step, if the next one may."""
+        """Sums through the communicator, for the buffers' room."""
+        self.going_on: GoingOn | None = None
+        """Rows of the last step, if :meth:`go_on` may compute the next one."""
         self._lists: dict[tuple[bool, bool], StepList] = {}
-        """By whether the exchange is part of it, and sums over ranks are."""
+        """Lists by whether the exchange of experts, and sums over ranks, are part of them."""
         self.seconds = np.zeros(len(OperationKind))
         """Time spent so far, by kind of operation."""
         self.attention = AttentionUse()
@@ -101,24 +101,30 @@ class Program:
         return f"<Program {len(self._packed.layers)} layers, {self._decoder.dtype}, {self._room}>"
 
     def can_choose(self, tokens: int, draws: Draws = NO_DRAWS) -> bool:
-        """Whether steps of so many can :meth:`choose`: all layers are here, and the vocabulary, or the ranks
-        that have it share memory, and each can choose among its own."""
+        """Whether steps of so many tokens can :meth:`choose` with these draws.
+
+        All layers must be here, and the whole vocabulary. Instead of the latter, ranks that have it together
+        may share memory, if each can choose among its own tokens.
+        """
         output = self._decoder.output
         if self._decoder.embedding is None or output is None:
             return False
         return not output.is_partial or (self._is_shared(tokens) and can_contest(draws))
 
     def use(self, cache: NativeCache) -> None:
-        """Keep keys and values there from now on."""
+        """Keep keys and values in this cache from now on."""
         self._cache, self._room = cache, self._room._replace(own=0)
 
     def spread(self) -> None:
-        """Other instances hold experts, too; what is not exchanged here is computed with these kernels."""
+        """Use these kernels for experts that are exchanged outside the list of operations.
+
+        Other instances hold experts, too.
+        """
         assert self._experts is not None
         self._experts.use_products(self._products)
 
     def join(self, group: Communicator, placement: Placement) -> None:
-        """From the next step on, experts are spread over this group.
+        """Spread the experts over this group from the next step on.
 
         The modules hold this member's.
         """
@@ -136,7 +142,7 @@ class Program:
             )
 
     def serve(self) -> bool:
-        """Take part in a step of the group without rows; False if the exchange is not ours to do.
+        """Take part in a step of the group without rows; False without a native exchange.
 
         Raises:
             parallel.communicators.base.CollectiveError: a peer is lost.
@@ -150,8 +156,10 @@ class Program:
     def forward(
         self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [wanted, vocabulary of this rank] in float32; before the last stage, hidden [1, tokens,
-        hidden], as what the stage before gave. They are valid until the next call."""
+        """Logits [wanted, vocabulary of this rank] in float32, valid until the next call.
+
+        Before the last stage it is hidden [1, tokens, hidden], as ``hidden`` is of the stage before.
+        """
         self._compute(packed, input_ids, wanted, hidden)
         assert self._buffers is not None
         if self._decoder.output is None:
@@ -161,24 +169,28 @@ class Program:
     def choose(
         self, packed: PackedRows, input_ids: Int64s, wanted: Int64s, draws: Draws = NO_DRAWS
     ) -> list[int]:
-        """A token for each: drawn from :meth:`forward`'s logits, or what ``argmax`` finds there, by all
-        threads. The arrays must not be used any more."""
+        """A token for each wanted row, drawn from :meth:`forward`'s logits or greedy.
+
+        Greedy is what ``argmax`` finds. All threads take part. The arrays must not be used any more.
+        """
         assert self.can_choose(len(input_ids), draws)
         arguments, plan = self._compute(packed, input_ids, wanted, draws=draws)
         assert self._buffers is not None
         assert self._cache is not None
         chosen = self._buffers.chosen[: len(wanted)]
         if packed.num_single == len(packed.starts) == len(wanted):
-            self._going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
-            return self._going_on.chose(chosen)
+            self.going_on = GoingOn(arguments, input_ids, packed, plan, self._cache.block_size)
+            return self.going_on.chose(chosen)
         found: list[int] = chosen.tolist()
         return found
 
     def go_on(self, new_blocks: Mapping[int, Sequence[int]]) -> list[int] | None:
-        """The same rows as in the last step, if all of them got a token there that was chosen: :meth:`choose`
-        for each row's next position. ``new_blocks``: those of rows whose position begins one, by row. None,
-        and nothing done, if the rows must be given again."""
-        last, self._going_on = self._going_on, None
+        """Compute the next position of each row of the last step, as :meth:`choose` does.
+
+        ``new_blocks``: by row, for those whose position begins a block. None, and nothing done, if the rows
+        must be packed again: not all of them got a chosen token, or room is lacking.
+        """
+        last, self.going_on = self.going_on, None
         if last is None or not last.fits(len(self._cosines)):
             return None
         last.advance(new_blocks)
@@ -186,8 +198,10 @@ class Program:
         self._make_room(Room(size, size, self._total(size)))
         self._run(last.arguments, size)
         assert self._buffers is not None
-        self._going_on = last  # not if the step came to no end: it runs again, from where it stood
-        return last.chose(self._buffers.chosen[:size])
+        self.going_on = last  # not if the step came to no end: it runs again, from where it stood
+        tokens = last.chose(self._buffers.chosen[:size])
+        last.keep(tokens)
+        return tokens
 
     def _compute(
         self,
@@ -198,7 +212,7 @@ class Program:
         draws: Draws | None = None,
     ) -> tuple[StepArguments, NativePlan]:
         assert self._cache is not None
-        self._going_on = None
+        self.going_on = None
         wanted = np.ascontiguousarray(wanted)
         plan = self._cache.plan(packed, wanted)
         tokens = len(input_ids)
@@ -258,7 +272,7 @@ class Program:
             )
 
     def _sums(self, tokens: int) -> Sums | None:
-        """How partial sums of a step with so many tokens are added up, the same at all ranks."""
+        """How a step's partial sums are added up, the same at all ranks."""
         if self._is_shared(tokens):
             return self._shared_sums
         if self._ranks is not None and self._own_sums is None:
@@ -274,10 +288,10 @@ class Program:
         for each in (self._joined, self._shared_sums):
             if each is not None and each.waits.error is not None:
                 return each.waits.error
-        raise AssertionError("only those who wait for others give up")
+        raise AssertionError("only waits for other members give up")
 
     def _note(self, spent: Seconds) -> None:
-        """What a step's expert layers took, by part, the way other transports tell it."""
+        """Note the times of a step's expert layers by part, as other transports do."""
         assert self._experts is not None
         times = self._experts.times
         times.dispatch += float(
@@ -328,7 +342,10 @@ class Program:
         )
 
     def _make_angles(self, length: int) -> None:
-        """Cosines and sines [positions, dim / 2] for so many, from the model's own rotary embedding."""
+        """Compute cosines and sines [positions, dim / 2] of at least ``length`` positions.
+
+        They come from the model's own rotary embedding.
+        """
         if length > len(self._cosines):
             ids = torch.arange(max(MIN_POSITIONS, 1 << (length - 1).bit_length())).unsqueeze(0)
             cosines, sines = self._decoder.rotary(torch.zeros(1), ids)
@@ -337,7 +354,7 @@ class Program:
             self._sines = sines[0, :, :half].float().contiguous()
 
     def _exchange_through_python(self, layer: Moe, tokens: int) -> None:
-        """The experts of a layer, wherever they are."""
+        """Compute the experts of a layer, wherever they are."""
         assert self._experts is not None
         assert self._buffers is not None
         buffers, pairs = self._buffers, tokens * layer.top_k
@@ -350,7 +367,7 @@ class Program:
             buffers.stream[:tokens, :hidden] += result
 
     def _make_room(self, wanted: Room) -> None:
-        """Buffers for that many tokens; lists that were written use others."""
+        """Make buffers for so many tokens; written lists of others are dropped."""
         if self._room.holds(wanted):
             return
         self._room = self._room.grown(wanted)

@@ -1,4 +1,4 @@
-"""How the rows that operations hand on to each other lie, as ``pitch_of`` of ``numbers.hpp`` has it."""
+"""Layout of the rows between operations, as ``pitch_of`` of ``numbers.hpp`` has it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import torch
 LINE = 64
 """Bytes of a line of the cache."""
 SLACK = 16
-"""Rows by which inputs of products can be read beyond their end: products take 16 rows at a time."""
+"""Rows that products may read beyond their inputs: they take 16 at a time."""
 
 
 def pitch_of(width: int, dtype: torch.dtype) -> int:
-    """Numbers from one row of ``width`` to the next: whole lines of the cache, an odd number of them."""
+    """Numbers from one row of ``width`` to the next.
+
+    They fill whole lines of the cache, an odd number of them.
+    """
     per_line = LINE // int(dtype.itemsize)
     return (-(-width // per_line) | 1) * per_line
 
 
 def spaced(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [n, width] as operations read them: [n + SLACK, pitch], what was added being 0."""
+    """Rows [n, width] as operations read them: [n + SLACK, pitch], padded with 0."""
     number, width = rows.shape
     laid = rows.new_zeros(number + SLACK, pitch_of(width, rows.dtype))
     laid[:number, :width] = rows

@@ -29,16 +29,16 @@ from parallel.tensor_parallel import TensorRank
 NUM_AREAS = 4
 _ALIGNMENT = 64
 _OFFERED = 0
-"""Which word of an arena counts the sums that its rank has given for."""
+"""Index of an arena's word that counts the sums given by its rank."""
 
 
 class Area(NamedTuple):
-    """Where a rank's partial sums go."""
+    """Place of a rank's partial sums."""
 
     address: int
     """float32 [rows, hidden]"""
     begin: int
-    """Its distance from the beginning of the arena, in bytes."""
+    """Distance from the beginning of the arena, in bytes."""
 
 
 class Sums:
@@ -54,21 +54,21 @@ class Sums:
         given = ctypes.c_int64.from_address(arenas[rank] + 8 * _OFFERED).value
         self._rounds = np.array([given], dtype=np.int64)
         self.record = np.zeros((), dtype=EXCHANGE)
-        """What the kernels are given; it points into this."""
+        """Addresses that the kernels get; they point into this."""
         self.record["rank"], self.record["size"] = rank, len(arenas)
         self.record["arenas"], self.record["rounds"] = self._arenas.ctypes.data, self._rounds.ctypes.data
 
     @property
     def rows(self) -> int:
-        """Of a step, at most."""
+        """Most rows of a step."""
         return self._area_bytes // (4 * self._hidden)
 
     def area(self, number: int, of: int) -> Area:
-        """For a step's sum with this number of so many, of which there are at least two."""
+        """Area of a step's sum number ``number`` of ``of``, which are at least two."""
         return self._place(2 if of % 2 and number == 0 else (number - of % 2) % 2)
 
     def area_to_choose(self) -> Area:
-        """For the best tokens of each rank."""
+        """Area for the best tokens of each rank."""
         return self._place(3)
 
     def _place(self, number: int) -> Area:
@@ -77,7 +77,7 @@ class Sums:
 
 
 class SharedSums(Sums):
-    """Among ranks that share memory."""
+    """Sums among ranks that share memory."""
 
     def __init__(self, group: SharedMemoryCommunicator, hidden: int) -> None:
         self._members = group.arenas  # keeps the memory mapped
@@ -90,9 +90,9 @@ class SharedSums(Sums):
 
 
 class OwnSums(Sums):
-    """Of this rank alone: what the others give is added to it by their communicator.
+    """Sums of this rank alone, to which its communicator adds those of others.
 
-    Nobody else reads it, so one area is enough.
+    No other rank reads them, so one area is enough.
     """
 
     def __init__(self, ranks: TensorRank, rows: int, hidden: int) -> None:
@@ -108,10 +108,10 @@ class OwnSums(Sums):
         return self._place(0)
 
     def add_others(self, area: Area, rows: int) -> None:
-        """To what is in an area, that of the other ranks.
+        """Add the other ranks' numbers to what is in an area.
 
         Raises:
-            parallel.communicators.base.CollectiveError: one is lost.
+            parallel.communicators.base.CollectiveError: one of them is lost.
         """
         own = self._memory[area.begin :][: 4 * rows * self._hidden].view(torch.float32)
         own.copy_(self._ranks.all_reduce(own))

@@ -44,7 +44,7 @@ LAYER_TOLERANCE = 2e-4
 Rounding makes 5e-6.
 """
 ROUNDING, QUANTILE = 2.0, 0.25
-"""How much farther from float32 than torch's results the kernels' may be.
+"""Largest distance of the kernels' results from float32, relative to torch's.
 
 It holds for bfloat16, at this quantile of the tokens. With many experts, about half of the tokens have met a
 near-tie, which rounding decides.
@@ -52,7 +52,7 @@ near-tie, which rounding decides.
 MOST_POSITIONS = 48
 """Tokens of the comparison in float32."""
 FEW = 16
-"""Tokens of the one in bfloat16."""
+"""Tokens of the comparison in bfloat16."""
 BLOCK_SIZE = 16
 
 
@@ -62,15 +62,17 @@ class Verdict(NamedTuple):
     objection: str | None
     """What the kernels compute otherwise than the model's own code; None if nothing."""
     rounding: float
-    """Distance of the copy's logits from float32, where torch computes them in the model's data type. It is
-    relative to how much the logits vary. 0 in float32."""
+    """Distance of the copy's logits from float32, where torch computes in 16 bits.
+
+    It is in the model's data type, relative to how much the logits vary. 0 in float32.
+    """
 
 
 def judge(kernels: Library, model: LoadedModel, decoder: Decoder) -> Verdict:
-    """Let both compute. ``decoder``: the parts of the model.
+    """Compare both. ``decoder``: the parts of the model.
 
     Raises:
-        Exception: either cannot; it may be of any kind.
+        Exception: either cannot compute; it may be of any kind.
     """
     positions = telling_positions(model.module.config.get_text_config(), model.context_length)
     copy = NarrowCopy(model, decoder)
@@ -119,18 +121,18 @@ def _difference(kernels: Library, copy: NarrowCopy, positions: Int64s) -> str | 
     bad = dict(_deviations(kernels, copy, positions, draw=1))
     if bad:
         again = dict(_deviations(kernels, copy, positions, draw=2))
-        bad = {place: again[place] for place in bad if place in again}
+        bad = {index: again[index] for index in bad if index in again}
     if not bad:
         return None
-    (number, place), worst = max(bad.items(), key=lambda each: each[1])
+    (number, index), worst = max(bad.items(), key=lambda each: each[1])
     where = "the output" if number == len(copy.layers) else f"layer {number}"
-    return f"{where} differs by {worst:.2g} at position {positions[place]}"
+    return f"{where} differs by {worst:.2g} at position {positions[index]}"
 
 
 def _deviations(
     kernels: Library, copy: NarrowCopy, positions: Int64s, draw: int
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """(layer, place of the position) -> difference that is too large.
+    """Differences that are too large, by (layer, index of the position).
 
     The output is a last layer.
     """
@@ -178,9 +180,9 @@ def _halves(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _too_far(
     number: int, distances: torch.Tensor, sizes: torch.Tensor
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    for place, difference in enumerate((distances / sizes.clamp(min=1e-6)).tolist()):
-        if not difference <= LAYER_TOLERANCE:  # or no number
-            yield (number, place), difference
+    for index, difference in enumerate((distances / sizes.clamp(min=1e-6)).tolist()):
+        if not difference <= LAYER_TOLERANCE:  # or it is no number
+            yield (number, index), difference
 
 
 # ---- in bfloat16, all layers
@@ -253,8 +255,11 @@ def _run(copy: NarrowCopy, positions: Int64s, draw: int = 0) -> _Run:
 
 
 def _prompt(decoder: Decoder, count: int, draw: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Arguments of a model for so many tokens, and the [tokens, hidden] to compute from them. A later stage
-    gets its own; what the model makes of it before the first layer was done on the first stage."""
+    """Arguments of a model for so many tokens, and the hidden [tokens, hidden].
+
+    The kernels compute from the latter. A later stage gets its own; what the model makes of it before the
+    first layer was done on the first stage.
+    """
     if decoder.embedding is None:
         embedded = random_numbers((count, decoder.hidden), draw).to(decoder.dtype)
         return {"inputs_embeds": embedded.unsqueeze(0)}, embedded
@@ -272,8 +277,10 @@ def _program(kernels: Library, decoder: Decoder, layers: tuple[LayerShape, ...],
 
 
 def _compute(program: Program, hidden: torch.Tensor) -> torch.Tensor:
-    """The kernels' result for [tokens, hidden]: the same shape, or float32 logits if there is an output
-    layer."""
+    """The kernels' result for [tokens, hidden], in the same shape.
+
+    If there is an output layer, it is float32 logits.
+    """
     count = len(hidden)
     given = program.forward(_packed(count), np.zeros(count, dtype=np.int64), np.arange(count), hidden[None])
     return given.reshape(count, -1).clone()
@@ -284,7 +291,7 @@ def _num_blocks(tokens: int) -> int:
 
 
 def _packed(count: int) -> PackedRows:
-    """One prompt, side by side in the cache."""
+    """One prompt whose tokens are side by side in the cache."""
     table = np.arange(_num_blocks(count), dtype=np.int32)[None, ::-1].copy()
     return PackedRows(np.array([0]), np.array([count]), table, np.arange(count), int(count == 1))
 

@@ -1,4 +1,4 @@
-"""The kernels' waits for other members of a group, which end as those of its communicator do."""
+"""The kernels' waits for other members, which end as those of the communicator do."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class NativeWaits:
 
     @property
     def address(self) -> int | None:
-        """Of the function that the kernels call, as long as this lives."""
+        """Address of the function that the kernels call, as long as this lives."""
         return ctypes.cast(self._check, ctypes.c_void_p).value
 
     def begin(self) -> None:
-        """A step comes.
+        """Prepare for a step.
 
         Raises:
             parallel.communicators.base.CollectiveError: the group is broken.
@@ -39,7 +39,10 @@ class NativeWaits:
         self._group.begin_exchange(self._what)
 
     def _on_check(self, rank: int, word: int, target: int) -> int:
-        """The kernels wait until the word of member ``rank`` is ``target``; 1: give up."""
+        """Callback while kernels wait for a word of member ``rank`` to be ``target``.
+
+        Returns 1 to give up.
+        """
         try:
             if self._awaited != (word, target):
                 self._awaited = (word, target)

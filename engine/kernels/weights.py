@@ -10,7 +10,10 @@ from engine.kernels.packing import Packer
 
 
 def num_bytes(decoder: Decoder) -> int:
-    """Of what is laid out of a decoder, spread experts that are here too, where nothing is compressed."""
+    """Bytes of a decoder's weights when laid out without compression.
+
+    Spread experts that are here count, too.
+    """
     weights: list[torch.Tensor] = [] if decoder.output is None else [decoder.output.head]
     for layer in decoder.layers:
         mlp = layer.mlp
@@ -23,7 +26,7 @@ def num_bytes(decoder: Decoder) -> int:
 
 
 class PackedLayer:
-    """One layer's."""
+    """The weights of one layer."""
 
     def __init__(self, layer: Layer, packer: Packer, *, spread: bool) -> None:
         """``spread``: its experts come and go, so they are packed when they are used."""
@@ -44,7 +47,7 @@ class PackedLayer:
 
 
 class PackedDecoder:
-    """All layers' and the output layer's.
+    """The weights of all layers, and of the output layer.
 
     The embedding and the norms are read as they are.
     """

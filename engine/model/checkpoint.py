@@ -1,7 +1,7 @@
-"""What a model directory says about itself (no torch): resolved from a name, read and checked.
+"""A model's directory, resolved from a name, read and checked (no torch).
 
-Routers use it for the tokenizer's place and the context length, instances for everything, and the
-command line to refuse a wrong model before any process is started.
+Routers use it for the tokenizer's place and the context length, instances for everything, and the command
+line to refuse a wrong model before any process is started.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODELS_DIRECTORY = Path(__file__).parents[1] / "models"
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 2048
-"""For models that name none, as those without positions do."""
+"""Context length of models that name none, as those without positions do."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of their numbers in a config.json."""
+"""Names in config.json for the number of experts."""
 LARGEST_FACTOR = 1e6
-"""By which a rotary embedding may be scaled: more is no number that somebody meant."""
+"""Largest factor by which a rotary embedding may be scaled; more is a mistake."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -54,7 +54,7 @@ NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 BESIDE_WEIGHTS = re.compile(r"consolidated[.-]|adapter_model\.")
 """Files beside a model's own weights: the same in another format, and adapters."""
 UNWANTED_FILES = ["*/*.safetensors"]
-"""In folders are the same weights in other formats."""
+"""Files in folders, which hold the same weights in other formats."""
 
 DTYPE_NAMES = {
     "float32": "float32",
@@ -69,14 +69,14 @@ FINGERPRINT_SAMPLE_BYTES = 4096
 
 
 class CheckpointError(ValueError):
-    """A model that cannot be served.
+    """Refusal of a model that cannot be served.
 
-    The message says what is wrong and what to do.
+    The message names what is wrong and what to do.
     """
 
 
 class ReadingStopped(Exception):
-    """What was being read is not wanted any more."""
+    """Reading was stopped, since its result is not wanted any more."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """0 for a dense model."""
     num_layers: int = 0
     num_heads: int = 0
-    """Of queries; 0 where config.json does not say."""
+    """Query heads; 0 where config.json does not name them."""
     num_kv_heads: int = 0
 
 
@@ -106,9 +106,11 @@ def find_model(
     download: bool = True,
     check: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
-    """The directory of a model given as a path, a shipped model's name or a Hugging Face id. What must be
-    fetched from the hub comes without the weights if nobody here reads them; without ``download`` it must be
-    in the cache. ``check`` may refuse the model: it is called before any weights are fetched.
+    """The directory of a model given as a path, shipped name or Hugging Face id.
+
+    What must be fetched from the hub comes without the weights if they are not read on this host. Without
+    ``download`` the model must be in the cache. ``check`` may refuse the model: it is called before any
+    weights are fetched.
 
     Raises:
         CheckpointError: nothing by that name, here or on the hub; or what ``check`` raises.
@@ -126,7 +128,7 @@ def find_model(
 
 
 def _find_local(name: str | None) -> Path | None:
-    """The directory of a model on this host; None for a repository id of the hub.
+    """The directory of a local model; None for a repository id of the hub.
 
     Raises:
         CheckpointError: the name is neither.
@@ -143,7 +145,7 @@ def _find_local(name: str | None) -> Path | None:
         local = Path(name).expanduser()
         if local.is_dir():
             return local.resolve()
-    except (OSError, RuntimeError) as error:  # too long, not for us to look at, ~nobody
+    except (OSError, RuntimeError) as error:  # too long, not readable, ~nobody
         raise CheckpointError(f"model {name[:200]!r} cannot be looked at: {_reason(error)}") from error
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or local.exists():
         kind = "is not a directory" if local.exists() else "does not exist"
@@ -156,7 +158,7 @@ def _find_local(name: str | None) -> Path | None:
 
 @contextlib.contextmanager
 def _as_said() -> Iterator[None]:
-    """Files that are there and cannot be read, in words for the user."""
+    """Turn errors of unreadable files into messages for the user."""
     try:
         yield
     except OSError as error:
@@ -190,7 +192,7 @@ def _of_hub(repository: str, revision: str | None, wanted: list[str], download: 
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"model {repository!r} could not be fetched from the hub: {error}") from error
-    except Exception as error:  # transfers break with exceptions of whatever library does them
+    except Exception as error:  # transfers break with exceptions of any library below
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"model {repository!r} could not be fetched from the hub: {problem}; try again, and check the "
@@ -200,8 +202,9 @@ def _of_hub(repository: str, revision: str | None, wanted: list[str], download: 
 
 @_as_said()
 def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
-    """Read config.json, generation_config.json and what the tokenizer says of the end of a sequence, and see
-    that the weights are there if they are read.
+    """Read config.json, generation_config.json and the tokenizer's end of a sequence.
+
+    Also check that the weights are there if they are read.
 
     Raises:
         CheckpointError: a file is missing or makes no sense.
@@ -240,7 +243,7 @@ def read_model_info(directory: Path, *, weights: bool = True) -> ModelInfo:
 
 
 def chosen_dtype(asked: str, info: ModelInfo) -> str:
-    """What a ``--dtype`` means for a model."""
+    """The data type that ``--dtype`` means for a model."""
     return info.dtype if asked == "auto" else DTYPE_NAMES[asked]
 
 
@@ -262,10 +265,12 @@ def why_experts_stay_whole(info: ModelInfo) -> str:
 
 @_as_said()
 def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
-    """See whether config.json alone rules a model out, which needs neither its weights nor torch.
+    """Check whether config.json alone rules a model out.
+
+    That needs neither its weights nor torch.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: it rules the model out.
     """
     config = _read_json(directory / "config.json", required=True)
     if problem := why_not_served(config, trust_remote_code=trust_remote_code):
@@ -274,7 +279,7 @@ def check_servable(directory: Path, *, trust_remote_code: bool) -> None:
 
 
 def check_weights(directory: Path) -> None:
-    """See that all files of weights are there and none was cut short.
+    """Check that all files of weights are there and none was cut short.
 
     Raises:
         CheckpointError: one is missing, or is broken.
@@ -284,8 +289,9 @@ def check_weights(directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted. They are model.safetensors, those that an index names,
-    or those that stand there without one.
+    """The safetensors files of a checkpoint, sorted.
+
+    They are model.safetensors, those that an index names, or those that stand there without one.
 
     Raises:
         CheckpointError: none there, or one that the index names is missing.
@@ -315,7 +321,10 @@ def _what_else(directory: Path) -> str:
 
 
 def is_laid_out_as_usual(directory: Path) -> bool:
-    """Whether transformers finds the weights by itself: in one file, or by a usually named index."""
+    """Whether transformers finds the weights by itself.
+
+    It does in one file, or by a usually named index.
+    """
     return (directory / WHOLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
 
 
@@ -372,10 +381,12 @@ def _numbered_files(files: list[Path]) -> list[Path]:
 
 
 def _check_complete(path: Path) -> None:
-    """See that a file of weights has the bytes that its header promises: a copy may have been cut short.
+    """Check that a file of weights has as many bytes as its header promises.
+
+    A copy may have been cut short.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has fewer or more.
     """
     size = path.stat().st_size
     try:
@@ -396,12 +407,12 @@ def _check_complete(path: Path) -> None:
 
 @_as_said()
 def fingerprint(directory: Path, *, weights: bool = True) -> str:
-    """A short name for the content of a checkpoint: equal on two hosts when the model is the same.
+    """A short digest of a checkpoint's content, equal on hosts with the same model.
 
-    Covers config.json, tokenizer.json, every tensor's name, type, shape and place, and samples of each
-    weight file spread evenly over it: reading all bytes would take minutes for large models, and
-    copies that differ do not differ in a few bytes only. Without ``weights``, for those who make random ones,
-    only the two files.
+    It covers config.json, tokenizer.json, every tensor's name, type, shape and place, and samples of each
+    weight file spread evenly over it: reading all bytes would take minutes for large models, and copies that
+    differ do not differ in a few bytes only. Without ``weights``, for instances that make random ones, it
+    covers only the two files.
     """
     digest = hashlib.sha256()
     names = ("config.json", TOKENIZER) if (directory / TOKENIZER).is_file() else ("config.json", *OTHER_FORMS)
@@ -424,7 +435,7 @@ def fingerprint(directory: Path, *, weights: bool = True) -> str:
 SAMPLING_KEYS = {key: key for key in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")} | {
     "max_new_tokens": "max_tokens"
 }
-"""What generation_config.json says of sampling, and how requests call it."""
+"""Sampling keys of generation_config.json, and their names in requests."""
 
 
 @_as_said()
@@ -464,7 +475,7 @@ def _vocab_size(directory: Path, config: dict[str, Any], defaults: dict[str, Any
 
 
 def _context_length(directory: Path, config: dict[str, Any], defaults: dict[str, Any]) -> int:
-    """In tokens: as many as are stated, or as many as its rotary embedding is stretched to."""
+    """Context length in tokens: as stated, or as its rotary embedding is stretched to."""
     stated = _whole_number(POSITIONS, config, defaults)
     if stated < 1:
         logger.warning(
@@ -479,8 +490,11 @@ def _context_length(directory: Path, config: dict[str, Any], defaults: dict[str,
 
 
 def _scaled_context(scaling: dict[str, Any], config: dict[str, Any], stated: int) -> int:
-    """To how many positions the parameters of a rotary embedding stretch those of the training, as vLLM reads
-    them. Of kinds that are not here, the stated number is the stretched one."""
+    """Positions to which scaled rotary embeddings stretch the trained ones.
+
+    Parameters are read as vLLM reads them. For kinds that are not here, the stated number is the stretched
+    one.
+    """
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
     if kind not in ("yarn", "linear", "dynamic") or not isinstance(factor, int | float):
         return stated
@@ -492,7 +506,7 @@ def _scaled_context(scaling: dict[str, Any], config: dict[str, Any], stated: int
 
 
 def _whole_number(names: Sequence[str], config: dict[str, Any], defaults: dict[str, Any]) -> int:
-    """The first one under any of these names.
+    """The first number under any of these names.
 
     The defaults count where the config has none of the names. 0 if there is none, or none above 0.
     """
@@ -510,7 +524,7 @@ def _dtype(*configs: dict[str, Any]) -> str:
 
 
 def _eos_ids(vocab_size: int, *values: Any) -> tuple[int, ...]:
-    """All that end a sequence, of those that the model can give."""
+    """Token ids that end a sequence, of those that the model can give."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, int):

@@ -1,7 +1,7 @@
-"""Which backend serves a loaded model: what the flag names, or what proves itself on a few steps.
+"""Choice of the attention backend: by flag, or by a few compared steps.
 
 The steps run on the model itself. In each attention layer both backends compute, the layer gets torch's
-result, and the other's is compared; so models with shards, windows, sinks or soft caps are all tested as they
+result, and the other's is compared. So models with shards, windows, sinks or soft caps are all tested as they
 are, and ranks that compute together stay together whatever happens to one of them.
 """
 
@@ -26,12 +26,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Greatest difference of a token, relative to the mean size of a layer's output: what rounding makes, not
-what another formula makes."""
+"""Largest difference of a token, relative to the mean size of a layer's output.
+
+Rounding makes less, another formula more.
+"""
 PROMPT, OTHER_PROMPT = 3 * SPLIT_KEYS + 32, 7
-"""Tokens of the two requests: enough for several tiles, and for a context that is cut into three."""
+"""Tokens of the two requests of the comparison.
+
+They are enough for several tiles, and for a context that is cut into three.
+"""
 PROGRAMS = 1 << 16
-"""For the kernels to suppose, so that contexts are cut in the check where they might be on this device."""
+"""Number of programs that the kernels suppose in the check.
+
+So contexts are cut in the check wherever they might be on this device.
+"""
 
 
 def choose_backend(
@@ -39,10 +47,10 @@ def choose_backend(
 ) -> Backend:
     """The backend for this model.
 
-    Says in the log what was chosen where there was a choice.
+    It is logged where there was a choice.
 
     Raises:
-        CheckpointError: the one that is wanted cannot run here, or computes something else.
+        CheckpointError: the wanted backend cannot run here, or computes something else.
     """
     if wanted == "TORCH_SDPA" or (wanted == "auto" and model.device.type != "cuda"):
         return "TORCH_SDPA"
@@ -132,18 +140,18 @@ class _Both:
         return _BothPlans(self, self._first.plan(rows), second)
 
     def fail(self, error: Exception) -> None:
-        """The second backend cannot do it."""
+        """Note that the second backend failed."""
         if self._failure is None:
             lines = str(error).strip().splitlines()
             self._failure = f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
         self._second = None
 
     def note(self, difference: torch.Tensor) -> None:
-        """Of one layer of one step."""
+        """Note the difference in one layer of one step."""
         self._differences.append(difference)
 
     def verdict(self, tolerance: float) -> str | None:
-        """What is wrong with the second one, None if nothing is."""
+        """What is wrong with the second backend, None if nothing is."""
         if self._failure is not None:
             return f"its kernels fail: {self._failure}"
         worst = float(torch.stack(self._differences).max())
@@ -153,7 +161,7 @@ class _Both:
 
 
 class _BothPlans:
-    """A step of both. Implements ``base.AttentionPlan``."""
+    """A step of both backends. Implements ``base.AttentionPlan``."""
 
     def __init__(self, both: _Both, first: AttentionPlan, second: AttentionPlan | None) -> None:
         self.use = both.use

@@ -43,11 +43,14 @@ Sums of other order differ by a few units in the last place.
 MOST_DIMENSIONS = 8
 """Most dimensions of a tensor that is shared out."""
 SHARE_OF_TOKENS = 0.75
-"""A near tie between experts may fall otherwise for some tokens."""
+"""Part of the tokens that must agree.
+
+A near tie between experts may fall otherwise for some tokens.
+"""
 
 
 def share_run(run: UncutRun | None, shard: Shard) -> UncutRun:
-    """What the worker that answers computed, for all workers of the instance."""
+    """Share what the worker that answers computed with all workers of the instance."""
     tensors = [None] * 3 if run is None else [run.inputs, run.outputs, run.logits]
     shared = []
     for tensor in tensors:
@@ -63,7 +66,7 @@ def share_run(run: UncutRun | None, shard: Shard) -> UncutRun:
 
 
 def _broadcast(group: Any, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-    """A tensor whose shape the others do not know."""
+    """Share a tensor whose shape the other workers do not know."""
     shape = torch.zeros(MOST_DIMENSIONS, dtype=torch.int64)
     if tensor is not None:
         shape[: tensor.dim()] = torch.tensor(tensor.shape)
@@ -83,8 +86,8 @@ def check(module: Any, name: str, sharded: ShardedClass, stage: Stage, run: Uncu
     layers, shard, device = checked_layers(sharded.whole), sharded.shard, module.device
     columns = columns_of(sharded)
     judge = _Judge(name, shard)
-    before = [place for place, index in enumerate(layers) if index < stage.layers.start]
-    inside = [place for place, index in enumerate(layers) if index < stage.layers.stop]
+    before = [row for row, index in enumerate(layers) if index < stage.layers.start]
+    inside = [row for row, index in enumerate(layers) if index < stage.layers.stop]
     hidden = None if shard.is_first else run.outputs[before[-1]].to(device)
     head = module.get_output_embeddings()
     here, rows = _columns_here(shard, columns, sharded.vocab_size, head)
@@ -112,8 +115,8 @@ def _columns_here(
     start, stop = 0, vocab_size
     if isinstance(head, torch.nn.Linear) and head.weight.shape[0] != vocab_size:
         start, stop = TensorRank(shard.rank, shard.size).even(vocab_size)
-    here = [place for place, column in enumerate(columns) if start <= column < stop]
-    return here, [columns[place] - start for place in here]
+    here = [row for row, column in enumerate(columns) if start <= column < stop]
+    return here, [columns[row] - start for row in here]
 
 
 class _SomeRows:
@@ -139,13 +142,16 @@ class _SomeRows:
 def _compare_layers(
     stack: ExitStack, module: Any, sharded: ShardedClass, layers: list[int], run: UncutRun, judge: _Judge
 ) -> None:
-    """Until the stack ends, checked layers of this stage compare, and the others pass on their input."""
+    """Make the checked layers of this stage compare until the stack ends.
+
+    The other layers pass on their input.
+    """
     for index, layer in enumerate(layer_list(module)):
         if isinstance(layer, PassThrough):
             continue
         if index in layers:
-            place = layers.index(index)
-            forward = _Compared(layer, index, run.inputs[place], run.outputs[place], judge)
+            row = layers.index(index)
+            forward = _Compared(layer, index, run.inputs[row], run.outputs[row], judge)
             stack.enter_context(forward_by(layer, forward))
         else:
             stack.enter_context(forward_by(layer, PassThrough().forward))
@@ -207,7 +213,8 @@ class _Judge:
             self._problems.append(f"{what} differs by {typical:.2g}")
 
     def conclude(self) -> None:
-        """
+        """Refuse the model if any difference was found.
+
         Raises:
             CheckpointError: something differs.
         """

@@ -1,8 +1,8 @@
-"""Another set of experts for a model that serves: read and laid out in the background, swapped in at once.
+"""Exchange of the experts that a serving model holds, prepared in the background.
 
-One rank's side of a change of the placement. What it holds already is taken from where it is; only what it
-lacks is read. Where memory allows, the new tensors are complete before the change, so that the change itself
-only exchanges pointers. Else they are put together layer by layer while it happens: the steps wait for
+This is one rank's side of a change of the placement. What it holds already is taken from where it is; only
+what it lacks is read. Where memory allows, the new tensors are complete before the change, so that the change
+itself only exchanges pointers. Else they are put together layer by layer while it happens: the steps wait for
 that long, but no layer stands in memory twice.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class HeldExperts:
     """The experts of a model, in the order of their numbers.
 
-    Other ones come by :meth:`prepare`, then :meth:`install`.
+    :meth:`prepare`, then :meth:`install`, exchange them.
     """
 
     def __init__(
@@ -43,9 +43,12 @@ class HeldExperts:
             for module in self._layers.values()
             for _, parameter in expert_parameters(module)
         )
-        """Over all layers."""
+        """Bytes of an expert over all layers."""
         self.copies = 1
-        """In memory of each, as far as it costs anything: native kernels keep one of their own."""
+        """Copies of each expert in memory; native kernels keep one of their own.
+
+        Only copies that cost memory count.
+        """
         self._next: _Change | None = None
         self._preparing = threading.Lock()
         self._swapping = threading.Lock()
@@ -55,17 +58,20 @@ class HeldExperts:
         return f"<HeldExperts {len(self.experts)} of each of {len(self._layers)} layers>"
 
     def rehearse(self) -> None:
-        """Read one expert as a change does, so that the first change finds everything warm, and that a
-        checkpoint of which experts cannot be read one by one is known now.
+        """Read one expert as a change does, to find out now whether that works.
+
+        Also, the first change finds everything warm.
 
         Raises:
-            CheckpointError: it is such a one.
+            CheckpointError: experts of this checkpoint cannot be read one by one.
         """
         read_experts(self._model, self._directory, self.experts[:1])
 
     def max_experts(self, free_bytes: int) -> int:
-        """How many of each layer fit, with so much memory beside what is held; 0: any number, as in a stage
-        without expert layers."""
+        """How many experts of each layer fit, with so much free memory beside them.
+
+        0 means any number, as in a stage without expert layers.
+        """
         if not self.bytes_per_expert:
             return 0
         each = self.bytes_per_expert * self.copies
@@ -73,9 +79,10 @@ class HeldExperts:
         return fit if self._limit_bytes is None else min(fit, max(1, self._limit_bytes // each))
 
     def check_limit(self) -> None:
-        """
+        """Check that the experts held from the start are within the limit.
+
         Raises:
-            CheckpointError: what is held from the start is more than the limit.
+            CheckpointError: they take more.
         """
         count, each = len(self.experts), self.bytes_per_expert * self.copies
         if self._limit_bytes is not None and count * each > self._limit_bytes:
@@ -87,17 +94,17 @@ class HeldExperts:
     def prepare(
         self, experts: Sequence[int], free_bytes: int, should_stop: Callable[[], bool] = lambda: False
     ) -> int:
-        """Get ready to hold exactly these; returns how many had to be read.
+        """Prepare to hold exactly these experts; returns how many had to be read.
 
-        Meant for another thread than the one that computes; whatever was prepared before is dropped.
+        Meant for another thread than the one that computes; what was prepared before is dropped.
 
         Args:
             free_bytes: memory that may be used beside what is held.
-            should_stop: says that they are not wanted any more.
+            should_stop: returns True when these experts are not wanted any more.
 
         Raises:
             CheckpointError: they do not fit, or cannot be read any more.
-            ReadingStopped: ``should_stop`` said so.
+            ReadingStopped: ``should_stop`` returned True.
         """
         with self._preparing:  # one that is not wanted any more stops soon
             if should_stop():
@@ -137,9 +144,9 @@ class HeldExperts:
         )
 
     def install(self, experts: Sequence[int], free_bytes: Callable[[], int]) -> None:
-        """Hold these from now on; between two steps.
+        """Hold these experts from now on; between two steps.
 
-        What is not prepared, or was from others than are held now, is read first.
+        Experts that were not prepared, or were prepared from others than are held now, are read first.
 
         Raises:
             CheckpointError: they do not fit into ``free_bytes``, or cannot be read any more.
@@ -161,7 +168,7 @@ class HeldExperts:
 
 
 class _Change:
-    """From one set of experts to another."""
+    """The change from one set of experts to another."""
 
     def __init__(
         self,

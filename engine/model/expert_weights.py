@@ -1,8 +1,9 @@
-"""Reading a part of a mixture-of-experts checkpoint: a rank's share (its experts and all that is not an
-expert), or some more experts for a model that serves already.
+"""Reads a rank's share of a mixture-of-experts checkpoint, or some more experts.
 
-transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, fused
-in memory). That conversion works on whatever experts it is given, so a rank gives it only its own, numbered
+A share is the rank's experts and all that is not an expert. More experts are for a model that serves already.
+
+transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, fused in
+memory). That conversion works on whatever experts it is given, so a rank gives it only its own, numbered
 anew, read one tensor or slice at a time; the bytes of the others are never read.
 """
 
@@ -29,7 +30,7 @@ ONE_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 class ExpertShare(msgspec.Struct, frozen=True):
-    """Which experts one rank holds."""
+    """Experts of one rank."""
 
     placement: Placement
     rank: int
@@ -40,7 +41,7 @@ class ExpertShare(msgspec.Struct, frozen=True):
 
 
 def expert_modules(model: Any) -> dict[str, Any]:
-    """The modules that hold the fused experts of a layer, by path, in the order of layers."""
+    """Modules that hold the fused experts of a layer, by path, in layer order."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -52,7 +53,7 @@ def spread_modules(model: Any) -> dict[str, Any]:
     """:func:`expert_modules` of a model whose experts are to be spread.
 
     Raises:
-        CheckpointError: this family has none that could be.
+        CheckpointError: this family has no such modules.
     """
     layers = expert_modules(model)
     if not layers:
@@ -64,7 +65,7 @@ def spread_modules(model: Any) -> dict[str, Any]:
 
 
 def keep_experts(module: Any, count: int) -> None:
-    """Leave an experts module with room for so many experts."""
+    """Shrink an experts module to room for so many experts."""
     for name, parameter in expert_parameters(module):
         local = parameter.new_empty(count, *parameter.shape[1:])
         setattr(module, name, torch.nn.Parameter(local, requires_grad=False))
@@ -72,7 +73,7 @@ def keep_experts(module: Any, count: int) -> None:
 
 
 def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Those of an experts module that have a row per expert, by name."""
+    """Parameters of an experts module that have a row per expert, by name."""
     return [
         (name, parameter)
         for name, parameter in module.named_parameters(recurse=False)
@@ -83,12 +84,13 @@ def expert_parameters(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def read_experts(
     model: Any, directory: Path, experts: Sequence[int], should_stop: Callable[[], bool] = lambda: False
 ) -> dict[str, torch.Tensor]:
-    """Some experts of all layers from the checkpoint of a model: parameter -> [len(experts), ...], in their
-    order. Only their bytes are read; the model, which may hold other ones, is not changed.
+    """Read some experts of all layers: parameter -> [len(experts), ...], in their order.
+
+    Only their bytes are read; the model, which may hold other ones, is not changed.
 
     Raises:
         CheckpointError: the checkpoint lacks some of them (any more).
-        ReadingStopped: ``should_stop``, which is asked before each tensor, said so.
+        ReadingStopped: ``should_stop``, which is asked before each tensor, returned True.
     """
     layers = expert_modules(model)
     wanted = [f"{path}.{name}" for path, module in layers.items() for name, _ in expert_parameters(module)]
@@ -103,9 +105,9 @@ def read_experts(
 def only_experts_of(
     model_class: Any, config: Any, share: ExpertShare, directory: Path
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """While it lasts, models of this class are made with the share's experts only.
+    """Context in which models of this class are made with the share's experts only.
 
-    Gives their weights.
+    Yields their weights.
 
     Raises:
         CheckpointError: this family has no expert layers that could be spread.
@@ -135,7 +137,7 @@ def _smaller(original: Any, share: ExpertShare) -> Any:
 
 
 class _Shapes:
-    """Stands for a model with ``count`` experts when a conversion asks for parameter shapes."""
+    """Stand-in for a model with ``count`` experts when a conversion asks for shapes."""
 
     def __init__(self, known: Mapping[str, torch.Tensor], of_experts: set[str], count: int) -> None:
         self._known = known
@@ -149,8 +151,10 @@ class _Shapes:
 
 
 class ExpertReader:
-    """Decides tensor by tensor what of a checkpoint is needed for some experts of a model, which may hold
-    any number of them itself."""
+    """Decides tensor by tensor what of a checkpoint some experts of a model need.
+
+    The model may hold any number of them itself.
+    """
 
     def __init__(self, model: Any, layers: dict[str, Any], experts: Sequence[int]) -> None:
         transforms = get_model_conversion_mapping(model, NAMES)  # names that only language parts have
@@ -164,7 +168,10 @@ class ExpertReader:
         self._local = {expert: number for number, expert in enumerate(experts)}
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The experts and all that is no expert, under the names that transformers expects on disk."""
+        """Read the experts and all that is no expert.
+
+        Names are those that transformers expects on disk.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for file in weight_files(directory):
             with safe_open(file, framework="pt") as opened:
@@ -189,14 +196,14 @@ class ExpertReader:
         return self._convert(tensors)
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        """The parameter that a tensor on disk is for, and the pattern of its converter if it has one."""
+        """Parameter of a tensor on disk, and its converter's pattern if it has one."""
         target: tuple[str, str | None] = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._known
         )
         return target
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As transformers' ``convert_and_load_state_dict_in_model`` does it, without a model to fill."""
+        """Convert as transformers' ``convert_and_load_state_dict_in_model``, without a model to fill."""
         by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
         converted: dict[str, torch.Tensor] = {}
         running: dict[str, WeightConverter] = {}
@@ -214,7 +221,10 @@ class ExpertReader:
         return converted
 
     def take(self, opened: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Read the experts' part of one tensor of a file, which is of an experts module's parameter."""
+        """Read the experts' part of one tensor of a file.
+
+        The tensor is of an experts module's parameter.
+        """
         match = ONE_EXPERT.search(name)
         if match is None:
             tensors[name] = self._slices(opened.get_slice(name))
@@ -224,7 +234,10 @@ class ExpertReader:
             tensors[f"{name[: match.start(1)]}{local}{name[match.end(1) :]}"] = opened.get_tensor(name)
 
     def _slices(self, fused: Any) -> torch.Tensor:
-        """The share's rows of a tensor that holds all experts; neighbours are read together."""
+        """The share's rows of a tensor that holds all experts.
+
+        Neighbours are read together.
+        """
         experts = list(self._local)
         if experts == list(range(experts[0], experts[-1] + 1)):
             neighbours: torch.Tensor = fused[experts[0] : experts[-1] + 1]

@@ -1,6 +1,6 @@
-"""What transformers' code knows of a family of models, and which models it rules out (no torch).
+"""Facts about a model family in transformers' sources, and models ruled out (no torch).
 
-It is read as text: who asks may be a process without torch, which the code itself would load.
+The sources are read as text: the caller may be a process without torch, which the code itself would load.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def why_not_served(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> str:
-    """The reason for which a config.json alone rules a model out, as a sentence's end.
+    """The reason for which config.json alone rules a model out, as a sentence's end.
 
     Empty if none is known. A model that passes may still be refused when its modules have been made.
     """
@@ -129,7 +129,10 @@ def why_no_language_model(text_type: str) -> str:
 
 
 def why_another_head(architecture: str, language_model: str) -> str:
-    """Words for a checkpoint of a known family without the output layer of its language model; else empty."""
+    """Words for a checkpoint without the output layer of its language model.
+
+    Empty for all others; the family must be known.
+    """
     family = re.sub(r"(For[A-Z]\w+|LMHeadModel)$", "", language_model)
     if not language_model or architecture == language_model or not architecture.startswith(family):
         return ""
@@ -187,8 +190,10 @@ def _default_layer_types(model_type: str) -> set[str]:
 
 @cache
 def config_defaults(model_type: str) -> dict[str, Any]:
-    """What a config.json of this type means where it says nothing: the constants among the fields of its
-    configuration class. Nothing of a type that transformers does not have."""
+    """Constant defaults of a type's configuration class.
+
+    They count where a config.json is silent. Empty for a type that transformers does not have.
+    """
     node = _configuration_class(model_type)
     return {} if node is None else _constants(node, _configuration_classes(model_type))
 
@@ -228,7 +233,7 @@ def _names(mapping: str) -> dict[str, str]:
 
 @cache
 def _code(directory: str, file: str) -> str:
-    """Of a file of transformers' models; empty if there is none."""
+    """Text of a file of transformers' models; empty if there is none."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None or not directory.isidentifier():
         return ""
@@ -237,7 +242,10 @@ def _code(directory: str, file: str) -> str:
 
 
 def _constants(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> dict[str, Any]:
-    """What a class, or its bases in the same file, assigns to names; None where that is no constant."""
+    """Constants assigned in a class, or in its bases in the same file.
+
+    None stands for what is no constant.
+    """
     constants: dict[str, Any] = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and base.id in classes:
@@ -252,7 +260,10 @@ def _constants(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> dict[str
 
 
 def _value(node: ast.expr) -> Any:
-    """Of a constant, or a product of numbers like 4096 * 32; None of all else."""
+    """Value of a constant, or of a product of numbers like 4096 * 32.
+
+    None for all else.
+    """
     match node:
         case ast.Constant(value):
             return value

@@ -1,9 +1,9 @@
-"""Asks a loaded transformers model about its attention layers, and checks our attention against its own.
+"""Probes a model's attention layers, and checks our attention against its own.
 
 ``probe_layers`` runs the model once on a few tokens with an attention function that only takes notes. It
 notes what each layer would cache, and which mask transformers would have built for it. ``verify`` runs a
 short scenario (prefill in chunks, decode, two requests packed) through the paged attention and compares with
-transformers' eager attention. So a model whose layers mix tokens in a way that we do not know of is refused
+transformers' eager attention. So a model whose layers mix tokens in a way that is unknown here is refused
 rather than served wrong.
 
 The scenario is short. Both sides compute far positions by the same code from the same ``position_ids``, so
@@ -42,7 +42,10 @@ PROBE_IMPLEMENTATION = "lockstep-probe"
 PROBE_TOKENS = 3
 OTHER = -1
 MASK_CODE = 64
-"""Masks of the probe are filled with this number and those after it (exact in bfloat16 too)."""
+"""Number that fills the masks of the probe, with those after it.
+
+They are exact in bfloat16, too.
+"""
 
 NOT_THROUGH_INTERFACE = (
     "its attention does not go through transformers' attention interface (AttentionInterface), "
@@ -68,9 +71,9 @@ on some tokens.
 def probe_layers(
     module: Any, name: str, context_length: int, stage: Stage
 ) -> tuple[int, tuple[LayerShape, ...]]:
-    """The width of what the stage gives, and what each attention layer caches, in the order of calls.
+    """Width of the stage's output, and each attention layer's shape, in call order.
 
-    Numbers the attention modules (``LAYER_ATTRIBUTE``) and leaves the model on our implementation.
+    This numbers the attention modules (``LAYER_ATTRIBUTE``) and leaves the model on our implementation.
 
     Raises:
         CheckpointError: a layer does something that the paged attention does not do.
@@ -86,7 +89,7 @@ def probe_layers(
 
 
 def _check_none_counts(probe: _Probe, run_again: Callable[[], _Probe]) -> None:
-    """Refuses layers whose queries and keys depend on where a range of numbers begins."""
+    """Refuse layers whose queries and keys depend on where a range of numbers begins."""
     attentions = list(probe.seen.values())
     try:
         with _Renumbered(probe.far, attentions):
@@ -123,7 +126,7 @@ def _may_count(attention: Any) -> bool:
 
 
 class _Renumbered(TorchFunctionMode):  # type: ignore[misc]
-    """While it lasts, ranges of numbers made inside attention modules begin far away."""
+    """Context in which ranges of numbers inside attention modules begin far away."""
 
     def __init__(self, far: int, attentions: Iterable[Any]) -> None:
         super().__init__()
@@ -161,12 +164,15 @@ class _Probe:
         self.far = far
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.windows: list[int | None] = []
-        """Of each mask built so far: None for plain causal, OTHER for what is neither."""
+        """Windows of the masks built so far: None for plain causal.
+
+        OTHER stands for masks that are neither.
+        """
         self.shapes: list[LayerShape] = []
         self.seen: dict[int, Any] = {}
         """Attention modules by identity, in the order of calls."""
         self.given: list[torch.Tensor] = []
-        """The queries and the keys of each, one behind the other."""
+        """Queries and keys of each module, one behind the other."""
 
     def refuse(self, attention: Any, problem: str) -> CheckpointError:
         path = self.paths.get(id(attention), type(attention).__name__)
@@ -175,7 +181,7 @@ class _Probe:
     def mask(self, *, mask_function: MaskFunction, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
         """Called by transformers in place of building a mask.
 
-        What it returns goes to the layers.
+        Its result goes to the layers.
         """
         self.windows.append(_window(mask_function, self.far))
         code = MASK_CODE + len(self.windows) - 1
@@ -216,7 +222,7 @@ class _Probe:
 
 
 def _window(mask_function: MaskFunction, far: int) -> int | None:
-    """The window of a mask function, None if it is plain causal, OTHER if it is neither.
+    """Window of a mask function; None: plain causal; OTHER: neither.
 
     Mask functions work on indices, so they can be asked about positions far beyond the probe.
     """
@@ -233,7 +239,7 @@ def _window(mask_function: MaskFunction, far: int) -> int | None:
 
 
 def _check_all_layers_attend(module: Any, name: str, attention_ids: set[int]) -> None:
-    """Every element of the list of decoder layers must contain a module that attended."""
+    """Check that each of the decoder layers contains a module that attended."""
     for path, stack in module.named_modules():
         if not isinstance(stack, torch.nn.ModuleList):
             continue
@@ -310,7 +316,7 @@ def _alone(module: Any, stage: Stage, ids: torch.Tensor) -> torch.Tensor:
 def run_stage(
     module: Any, stage: Stage, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any
 ) -> torch.Tensor:
-    """Tokens and positions [tokens] -> [tokens, width of what the stage gives].
+    """Run tokens at positions [tokens]; returns [tokens, width of the stage's output].
 
     A later stage gets a made-up hidden state for each token id.
     """

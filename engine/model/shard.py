@@ -1,8 +1,8 @@
-"""The part of a model that one worker holds: a stage of its layers, and a rank's cut of each of them.
+"""Shard of a model: a stage of its layers, and a rank's cut of each.
 
 The transformers class is made whole on the meta device and then cut: layers of other stages become
-pass-throughs, the rest goes through :mod:`parallel.tensor_plan`. transformers loads such a model like
-any other, from the tensors that :mod:`engine.model.shard_weights` reads for it.
+pass-throughs, the rest goes through :mod:`parallel.tensor_plan`. transformers loads such a model like any
+other, from the tensors that :mod:`engine.model.shard_weights` reads for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GAPS: dict[str, dict[str, str]] = {
         "layers.*.mlp.shared_expert.down_proj": "rowwise",
     },
 }
-"""What transformers' plans leave out, by model type.
+"""Tensor plans that transformers leaves out, by model type.
 
 GPT-OSS's experts have biases and are kept whole, as in its expert-parallel plan: each rank holds some, and
 the sum over ranks is that over a token's experts.
@@ -67,7 +67,7 @@ class Shard:
     stage: int = 0
     num_stages: int = 1
     rank: int = 0
-    """Among the tensor-parallel ranks of its stage."""
+    """Rank among the tensor-parallel ranks of its stage."""
     size: int = 1
     split: tuple[int, ...] | None = None
     """Layers of each stage; None: balanced by bytes."""
@@ -100,13 +100,13 @@ WHOLE = Shard()
 
 
 class PassThrough(torch.nn.Module):  # type: ignore[misc]
-    """Stands where a module of another stage would."""
+    """Stand-in for a module of another stage."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
 
     def looks_like(self, module: Any) -> PassThrough:
-        """Take over the plain attributes of the replaced module: some models look them up."""
+        """Copy the plain attributes of the replaced module: some models look them up."""
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 self.__dict__.setdefault(name, value)
@@ -114,8 +114,11 @@ class PassThrough(torch.nn.Module):  # type: ignore[misc]
 
 
 class StageInput(PassThrough):
-    """Stands in place of the last layer of the stage before: gives what came from there. Whatever the model
-    does to its input before the first layer (scaling, for one) was done on the first stage."""
+    """Stand-in for the last layer of the previous stage: returns its output.
+
+    Whatever the model does to its input before the first layer (scaling, for one) was done on the first
+    stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +129,7 @@ class StageInput(PassThrough):
 
 
 class StageOutput(PassThrough):
-    """Stands in place of the first layer of the next stage: keeps what goes there."""
+    """Stand-in for the first layer of the next stage: keeps its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +150,11 @@ class Stage:
     output: StageOutput | None = None
 
     def forward(self, module: Any, hidden: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
-        """One pass over this stage: [1, tokens, hidden] from the stage before (None on the first one) to
-        logits [wanted, vocabulary of this rank], or to [1, tokens, hidden] for the next stage."""
+        """Run one pass over this stage.
+
+        [1, tokens, hidden] from the stage before (None on the first one) become logits [wanted, vocabulary of
+        this rank], or [1, tokens, hidden] for the next stage.
+        """
         if self.input is not None:
             assert hidden is not None, "a later stage computes what came from the one before"
             self.input.received = hidden
@@ -168,7 +174,7 @@ class Stage:
 class ShardedClass:
     """A model class whose models come out cut.
 
-    What was cut is known once one has been made.
+    The cut is known once one model has been made.
     """
 
     whole: Any
@@ -178,13 +184,15 @@ class ShardedClass:
     layers: range
     plan: dict[str, str]
     share: ExpertShare | None = None
-    """The experts that are held here, whole, where they are spread over instances."""
+    """Experts that are held here, whole, where they are spread over instances."""
     done: CutModel = field(default_factory=CutModel)
     ties_head: bool = False
     """Whether this worker's output layer is the embedding of another stage."""
     targets: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """By a tensor's name on disk: its parameter in the whole model, and its converter's pattern.
-    The reader fills it; working the names out takes seconds for tens of thousands of experts."""
+    """Parameter of the whole model, and converter's pattern, by tensor name on disk.
+
+    The reader fills it; working the names out takes seconds for tens of thousands of experts.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -227,14 +235,17 @@ def sharded_class(
     result.model_class = class_leaving(model_class, lambda model: _cut(model, result))
     try:
         with torch.device("meta"):
-            result.model_class(config)  # says what does not divide before anything is read
+            result.model_class(config)  # raises for what does not divide before anything is read
     except CannotCut as error:
         raise CheckpointError(f"{name} with --tensor-parallel-size {shard.size}: {error}") from error
     return result
 
 
 def class_leaving(model_class: Any, leave: Callable[[Any], None]) -> Any:
-    """A class like ``model_class`` whose new models ``leave`` has rid of what is not held."""
+    """A class like ``model_class`` whose new models go through ``leave``.
+
+    That removes from them what is not held.
+    """
 
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -251,7 +262,7 @@ def tensor_plan(name: str, whole: Any) -> dict[str, str]:
     """Style by path, from the model's own plan and ours for its gaps.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no plan.
     """
     config = whole.config.get_text_config()
     own = dict(getattr(config, "base_model_tp_plan", None) or {})
@@ -310,7 +321,7 @@ def _bytes(module: Any) -> int:
 
 
 def _cut(model: Any, sharded: ShardedClass) -> None:
-    """Leave of a new model what this worker holds."""
+    """Remove from a new model what this worker does not hold."""
     shard = sharded.shard
     if shard.num_stages > 1:
         _keep_stage(model, shard, sharded.layers)
@@ -322,7 +333,7 @@ def _cut(model: Any, sharded: ShardedClass) -> None:
 
 
 def _keep_stage(model: Any, shard: Shard, layers: range) -> None:
-    """The stage's layers keep their places and numbers, by which models look things up.
+    """Keep the layers of a stage, at their indices, by which models look things up.
 
     The final norm stays on all stages: it is small, and some models use it before their first layer, too.
     """

@@ -1,5 +1,4 @@
-"""Reading one worker's share of a checkpoint: of each file only the tensors, and of those only the ranges,
-that its shard keeps.
+"""Reads the tensors of a checkpoint, and their ranges, that one shard keeps.
 
 transformers converts checkpoints to its own layout while it loads them (experts one by one on disk, stacked
 in memory, gate and up packed). The conversion works on whatever it is given, so a worker gives it its own
@@ -32,7 +31,7 @@ LAYOUT_KEEPING = {"MergeModulelist", "Concatenate"}
 
 @contextmanager
 def all_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """All tensors of a checkpoint by name, as slices of which nothing is read yet.
+    """All tensors of a checkpoint by name, as slices that read nothing yet.
 
     They are for files that transformers does not find by itself.
 
@@ -113,7 +112,7 @@ class _Reader:
                 self._check_conversion(name, pattern)
             tensors[name] = self._part(opened, name, target)
         elif target not in self._known and not any(each.search(target) for each in self._ignored):
-            tensors[name] = opened.get_tensor(name)  # unknown: transformers will say so
+            tensors[name] = opened.get_tensor(name)  # unknown: transformers reports it
 
     def _target(self, name: str) -> tuple[str, str | None]:
         if name not in self._targets:
@@ -142,7 +141,7 @@ class _Reader:
 
 
 def _name_of(model: Any, module: Any) -> str:
-    """Of a module's weight."""
+    """Name of a module's weight."""
     return next(f"{path}.weight" for path, each in model.named_modules() if each is module)
 
 

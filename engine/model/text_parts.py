@@ -1,4 +1,4 @@
-"""A larger model's language part: its names in a checkpoint, and a model of its own.
+"""A larger model's language part: names in a checkpoint, and its own model.
 
 transformers makes most language parts as causal language models of other families. For some language parts it
 has only the stack of layers. What the larger model puts on top of that for text is one product, so only that
@@ -34,8 +34,10 @@ OTHER_MODALITIES = re.compile(r"vision|visual|image|audio|multi_modal|multimodal
 
 
 def class_with_head(text_config: Any, whole_type: str) -> Any | None:
-    """A causal language model of a bare stack of layers; None if no right one is known.
-    ``whole_type`` is the model type of the larger model, in whose layout the weights are stored."""
+    """Causal language model of a bare stack of layers; None without a known one.
+
+    ``whole_type`` is the model type of the larger model, in whose layout the weights are stored.
+    """
     if text_config.model_type not in PLAIN_HEADS:
         return None
     config_class: Any = type(text_config)

@@ -34,7 +34,7 @@ PLAIN = ("vocab.json", "merges.txt")
 OTHER_FORMS = (TEKKEN, "tokenizer.model", "tiktoken.model", *PLAIN)
 """Usual names of files that hold a tokenizer where there is no tokenizer.json."""
 BESIDE = (CONFIG, "config.json", "special_tokens_map.json", "added_tokens.json", *PLAIN)
-"""Files that have a say in what a conversion makes."""
+"""Files that influence a conversion."""
 CONVERSION_SECONDS = 300.0
 """Seconds that a conversion may take; 200,000 tokens take about half a minute."""
 MAX_ERROR = 500
@@ -45,11 +45,11 @@ PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf", "ti
 
 
 class TokenizerFilesError(ValueError):
-    """A directory from which no tokenizer.json can be had. The message names what to do."""
+    """A directory without a usable tokenizer. The message names what to do."""
 
 
 def tokenizer_directory(directory: Path) -> Path:
-    """A directory with tokenizer.json and tokenizer_config.json: the one given, or that of its conversion.
+    """A directory with tokenizer.json and tokenizer_config.json, converted if need be.
 
     Raises:
         TokenizerFilesError: there is no tokenizer in a form that can be read, or a package is missing.
@@ -97,10 +97,10 @@ def _digest(directory: Path, sources: list[Path]) -> str:
 
 
 def _check_readable(directory: Path, sources: list[Path]) -> None:
-    """See that transformers has what it needs for a form.
+    """Check that transformers has what it needs for a form.
 
     Raises:
-        TokenizerFilesError: a package is missing, or the checkpoint's own code would be.
+        TokenizerFilesError: a package is missing, or the checkpoint's own code would be needed.
     """
     name = sources[0].name
     if "AutoTokenizer" in (_config(directory).get("auto_map") or ()):
@@ -126,7 +126,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _needed(source: Path) -> tuple[str, ...]:
-    """Modules that read a file."""
+    """Modules that reading a file needs."""
     if source.suffix == ".json":
         return ()
     with source.open("rb") as file:
@@ -142,10 +142,10 @@ def _has(module: str) -> bool:
 
 
 def _convert(directory: Path, name: str, kept: Path) -> None:
-    """Have another process write both files, and put them in their place at once.
+    """Write both files in another process, and put them in place at once.
 
     Raises:
-        TokenizerFilesError: it fails, or takes too long.
+        TokenizerFilesError: the conversion fails, or takes too long.
     """
     logger.info("converting %s of %s to %s, once", name, directory, TOKENIZER)
     kept.parent.mkdir(parents=True, exist_ok=True)

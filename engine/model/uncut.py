@@ -1,4 +1,4 @@
-"""A few layers of a model that are not cut, computed one at a time for comparison.
+"""A few uncut layers of a cut model, computed one at a time for comparison.
 
 The worker of a cut model that answers reads them (:func:`uncut_run`). Each is in a model of its class of
 which nothing else is left, with a few tokens of the vocabulary. :mod:`engine.model.cut_check` compares.
@@ -37,7 +37,7 @@ class UncutRun:
     """
 
     inputs: torch.Tensor
-    """[checked layers, ...]: of each layer, in the model's order."""
+    """[checked layers, ...] of each layer, in the model's order."""
     outputs: torch.Tensor
     """[checked layers, ...]"""
     logits: torch.Tensor
@@ -45,25 +45,25 @@ class UncutRun:
 
 
 Load = Callable[[ShardedClass], Any]
-"""Makes a model of a class with checkpoint weights, on the device, in evaluation mode."""
+"""Maker of a model from checkpoint weights, on the device, in evaluation mode."""
 
 
 class NoExperts(PassThrough):
-    """Stands in place of experts that are spread over instances: adds nothing."""
+    """Stand-in for experts that are spread over instances: adds nothing."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros_like(hidden)
 
 
 class _SomeTokens:
-    """Mixed into an embedding that has the vectors of a few tokens only."""
+    """Mixin of an embedding that has the vectors of a few tokens only."""
 
     chosen: torch.Tensor
-    """Their numbers, ascending."""
+    """Numbers of these tokens, ascending."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        places = torch.searchsorted(self.chosen.to(input_ids.device), input_ids)
-        found: torch.Tensor = super().forward(places)  # type: ignore[misc]
+        indices = torch.searchsorted(self.chosen.to(input_ids.device), input_ids)
+        found: torch.Tensor = super().forward(indices)  # type: ignore[misc]
         return found
 
 
@@ -78,14 +78,20 @@ def layer_list(model: Any) -> Any:
 
 
 def checked_layers(whole: Any) -> list[int]:
-    """Numbers of the layers to compare, ascending: the first, the last, and each other kind's first."""
+    """Numbers of the layers to compare, ascending.
+
+    They are the first, the last, and each other kind's first.
+    """
     kinds = [_kind(whole, index, layer) for index, layer in enumerate(layer_list(whole))]
     first_of_kind = sorted({kind: index for index, kind in reversed(list(enumerate(kinds)))}.values())
     return sorted({*first_of_kind[: MOST_LAYERS - 1], len(kinds) - 1})
 
 
 def _kind(whole: Any, index: int, layer: Any) -> tuple[Any, ...]:
-    """Equal for layers that are cut alike: the same modules with equal parameter shapes."""
+    """Kind of a layer, equal for layers that are cut alike.
+
+    Those have the same modules with equal parameter shapes.
+    """
     types = getattr(whole.config.get_text_config(), "layer_types", None)
     shapes = tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
     modules = tuple(type(module).__name__ for module in layer.modules())
@@ -115,7 +121,7 @@ def columns_of(sharded: ShardedClass) -> list[int]:
 
 
 def input_ids(columns: list[int], device: torch.device) -> torch.Tensor:
-    """Without the last token of the vocabulary, which may only fill it up."""
+    """Token ids of the check, without the vocabulary's last token, which may be padding."""
     used = columns[:-1] or columns
     return torch.tensor([used[step * 7 % len(used)] for step in range(NUM_TOKENS)], device=device)
 
@@ -151,7 +157,7 @@ def uncut_run(sharded: ShardedClass, load: Load, device: torch.device) -> UncutR
 
 
 class _LayerRun:
-    """The forward of a layer that is read at its call and dropped at its return."""
+    """Forward of a layer that is read at its call and dropped at its return."""
 
     given: torch.Tensor
     result: torch.Tensor
@@ -172,7 +178,7 @@ class _LayerRun:
 
 
 def _ends(sharded: ShardedClass, columns: list[int]) -> ShardedClass:
-    """A model without layers, and of its vocabulary with a few tokens only."""
+    """A model without layers, and with a few tokens of its vocabulary."""
     result = ShardedClass(sharded.whole, None, WHOLE, range(0), {}, targets=sharded.targets)
 
     def leave(model: Any) -> None:
@@ -268,9 +274,9 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def ends_in_float32(module: Any, but: Any = None) -> Iterator[None]:
-    """While it lasts, what is outside of layers is in float32, ``but`` for one module.
+    """Context in which all but the layers, and ``but`` one module, are in float32.
 
-    Embeddings stay as they are: they are large, and what they give is exact.
+    Embeddings stay as they are: they are large, and their vectors are exact.
     """
     inside = {id(part) for part in layer_list(module).modules()}
     with ExitStack() as stack:
@@ -296,7 +302,7 @@ def in_float32(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def _wide(part: Any) -> Iterator[None]:
-    """One module's own parameters and buffers in float32, then the same tensors as before."""
+    """Context in which one module's own parameters and buffers are in float32."""
     before = []
     for held in (part._parameters, part._buffers):
         for name, tensor in held.items():
@@ -312,7 +318,7 @@ def _wide(part: Any) -> Iterator[None]:
 
 @contextmanager
 def forward_by(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, a module computes by another function."""
+    """Context in which a module computes by another function."""
     module.forward = forward
     try:
         yield

@@ -1,8 +1,8 @@
-"""A transformers causal language model, read from a local directory and checked before it serves.
+"""Reads a causal language model of transformers and checks it before it serves.
 
-The model code is transformers' own; what is ours is that its attention goes through
-``engine.attention`` and that a model which would not be computed correctly is refused here, by name
-of what is missing, instead of served wrong.
+The model code is transformers' own; what is ours is that its attention goes through ``engine.attention``. A
+model that would not be computed correctly is refused here, by name of what is missing, instead of served
+wrong.
 """
 
 from __future__ import annotations
@@ -45,21 +45,26 @@ from engine.model.text_parts import NAMES, OTHER_MODALITIES, class_with_head
 from engine.model.uncut import UncutRun, uncut_run
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
 from parallel.expert_parallel import Dispatch, ExpertParallel, expert_forward
-from parallel.placement import place
+from parallel.placement import assign_experts
 from parallel.sliced_experts import SlicedExpertParallel
 from parallel.tensor_parallel import TensorRank
 
 logger = logging.getLogger(__name__)
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
-"""How transformers' MoE layers multiply: tokens sorted by expert, one product per expert that has any.
+"""transformers' implementation of MoE layers: tokens sorted by expert, one product per expert.
+
 Measured on CPU (16 experts, 4 per token; batch 1, 8, 32): 12, 28, 48 ms a step, against 13, 38, 55 with
-``eager`` (a Python loop) and 20, 164, 777 with ``batched_mm`` (copies the weights for each token)."""
+``eager`` (a Python loop) and 20, 164, 777 with ``batched_mm`` (copies the weights for each token).
+"""
 
 HARMLESS_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Buffers that old versions of transformers saved and the model computes by itself."""
 _LOADING = threading.Lock()
-"""transformers changes global state while it makes a model, so workers in one process load one by one."""
+"""Lets workers in one process load one by one.
+
+transformers changes global state while it makes a model.
+"""
 
 WHOLE_STAGE = Stage(WHOLE, range(0))
 
@@ -80,7 +85,7 @@ class LoadedModel:
     experts: ExpertParallel | None = None
     """The expert layers' common part, when they are spread over instances."""
     expert_layers: tuple[Any, ...] = ()
-    """Their modules, in the order in which a step passes them."""
+    """Modules of the expert layers, in the order in which a step passes them."""
     stage: Stage = WHOLE_STAGE
     """Which part of the model this is."""
     context_length: int = 1 << 14
@@ -121,7 +126,8 @@ def load_model(
     shard: Shard = WHOLE,
     before_first_run: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Read a checkpoint, or make random weights of its shape, and find out what its layers cache.
+    """Read a checkpoint or make random weights, and find out what the layers cache.
+
     With ``share``, only those experts are read, and the others are reached by ``dispatch``. With ``shard``,
     only that part of the model is; then all workers of a stage must run the model for the first time
     together: ``before_first_run`` returns when they do.
@@ -133,11 +139,14 @@ def load_model(
     before_first_run()
     if shard.is_whole:
         return _twice(lambda: _run_first(read, info, settings, dtype, device))
-    return _run_first(read, info, settings, dtype, device)  # the others, who run with it, do not begin again
+    return _run_first(read, info, settings, dtype, device)  # other workers run with it and do not begin again
 
 
 def _twice(load: Callable[[], Loaded]) -> Loaded:
-    """Again if it fails: maybe it lacked a part of the libraries that was left out."""
+    """Load, and load again if that fails.
+
+    The first time, a deferred part of the libraries may have been missing.
+    """
     try:
         return load()
     except (CheckpointError, RuntimeError):
@@ -155,10 +164,13 @@ class _ReadModel:
     expert_layers: tuple[Any, ...]
     stage: Stage
     vocab_size: int | None
-    """Of a shard, over all ranks; None: as wide as what the model gives."""
+    """Width of the logits over all ranks; None: the width of the model's output."""
     sharded: ShardedClass | None = None
     uncut: UncutRun | None = None
-    """Results of a few uncut layers, on the worker of a cut model that reads them."""
+    """Results of a few uncut layers, on the worker that reads them.
+
+    That is one worker of a cut model.
+    """
 
 
 def _read_model(
@@ -201,7 +213,7 @@ def _read_model(
     if share is not None:
         experts, expert_layers = _spread_experts(module, share, dispatch, shard)
     elif sharded is not None and sharded.done.whole_experts:
-        placement = place(info.num_experts, shard.size, "linear")
+        placement = assign_experts(info.num_experts, shard.size, "linear")
         _spread_experts(module, ExpertShare(placement, shard.rank), dispatch, WHOLE)
     elif module._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS_IMPLEMENTATION)
@@ -231,7 +243,7 @@ def _run_uncut(
     device: torch.device,
     is_part: bool,
 ) -> UncutRun:
-    """What the cut model is checked against.
+    """Results that the cut model is checked against.
 
     Raises:
         CheckpointError: its layers cannot be computed one by one.
@@ -259,7 +271,7 @@ def _run_uncut(
 def _run_first(
     read: _ReadModel, info: ModelInfo, settings: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> LoadedModel:
-    """Find out what the layers cache, and see that they compute what they should."""
+    """Find out what the layers cache, and check that they compute what they should."""
     module, stage, name = read.module, read.stage, info.architecture
     with torch.inference_mode():
         width, layers = probe_layers(module, name, info.context_length, stage)
@@ -285,8 +297,10 @@ def _run_first(
 def _spread_experts(
     module: Any, share: ExpertShare, dispatch: Dispatch, shard: Shard
 ) -> tuple[ExpertParallel, tuple[Any, ...]]:
-    """Let the expert layers go through one :class:`ExpertParallel`, of which each tensor-parallel rank of
-    the shard dispatches its slice of the tokens."""
+    """Let the expert layers go through one :class:`ExpertParallel`.
+
+    Each tensor-parallel rank of the shard dispatches its slice of the tokens.
+    """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_forward)
     local_experts = ALL_EXPERTS_FUNCTIONS[EXPERTS_IMPLEMENTATION]
     if shard.size > 1:
@@ -361,7 +375,10 @@ def _quantization_method(config: Any) -> str | None:
 
 
 def _make_dummy(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Drawn where they are to be: a host would take minutes for those of a large model, and hold them all."""
+    """Draw random weights on the device where they are to be.
+
+    A host would take minutes for those of a large model, and hold them all.
+    """
     there = contextlib.nullcontext() if device.type == "cpu" else device
     devices = [device] if device.type == "cuda" else []
     with there, torch.random.fork_rng(devices=devices):  # all instances make the same weights
@@ -426,7 +443,7 @@ def _load_options(model_class: Any, config: Any, dtype: torch.dtype, is_part: bo
 
 
 def _check_report(info: ModelInfo, report: dict[str, Any], is_part: bool) -> None:
-    """Refuse what is missing or of another shape, and what nobody asked for."""
+    """Refuse missing tensors, those of another shape, and those that the model does not know."""
     if other := sorted(report["mismatched_keys"], key=str):
         name, found, wanted = other[0]
         raise CheckpointError(
@@ -472,6 +489,6 @@ def _fix_rope_scaling(module: Any, longest: int) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The second one, too, where the first one promises it."""
+    """First line of an error; with the second where the first one promises it."""
     text = re.sub(r":\n\s*", ": ", str(error).strip(), count=1)
     return text.split("\n", 1)[0][:300] or type(error).__name__

@@ -11,12 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from coordinator.addresses import AddressError, interfaces, own, toward
+from coordinator.distribution import installed_version
 from coordinator.rpc.codec import PROTOCOL
 from engine.probe.facts import Failed, HostFacts, Links, Timing
 from engine.probe.infiniband import active_ports
@@ -122,10 +122,6 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
     found = interfaces()
     used = next((each for each in found if each.address == address), None)
     faster = [str(each) for each in found if used and each.mbit > used.mbit > 0]
-    try:
-        lockstep = version("lockstep")
-    except PackageNotFoundError:
-        lockstep = "not installed"
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),
@@ -133,7 +129,7 @@ def _facts(rank: int, address: str, torch_version: str) -> HostFacts:
         interface=used.name if used else "lo",
         mbit=used.mbit if used else 0,
         mtu=used.mtu if used else 0,
-        lockstep=lockstep,
+        lockstep=installed_version(),
         protocol=PROTOCOL,
         torch=torch_version,
         faster=faster,

@@ -1,7 +1,7 @@
-"""What an instance tells routers of its prefix cache: which blocks it stored, and which it dropped (pure).
+"""Log of stored and dropped prefix cache blocks, which instances send to routers (pure).
 
-Every change has a number. A router is told all changes since those that it has, or, when they are not kept
-any more, everything that is known now. Routers compute the same names from a prompt's tokens
+Every change has a number. A router gets all changes since those that it has. When the log does not keep them
+any more, the router gets everything that is known now. Routers compute the same names from a prompt's tokens
 (:func:`engine.scheduling.blocks.prefix_names`) and so know how much of a prompt an instance has.
 """
 
@@ -15,13 +15,13 @@ from engine.messages import BlockEvents
 from engine.scheduling.blocks import NAME_BYTES, BlockHash
 
 MAX_EVENTS = 65_536
-"""Changes that are kept; a router that is further behind gets everything anew."""
+"""Changes that the log keeps; a router that is further behind gets everything anew."""
 
 
 def split_names(names: bytes) -> Iterable[bytes]:
     """The single names of ``BlockEvents.stored`` or ``dropped``.
 
-    A rest that is no whole name is left out.
+    Bytes at the end that make no whole name are left out.
     """
     whole = len(names) - len(names) % NAME_BYTES
     return (names[start : start + NAME_BYTES] for start in range(0, whole, NAME_BYTES))
@@ -39,7 +39,7 @@ class BlockLog:
 
     @property
     def next(self) -> int:
-        """The number of the change to come."""
+        """The number of the next change."""
         return self._count
 
     def stored(self, block_hash: BlockHash) -> None:
@@ -51,9 +51,9 @@ class BlockLog:
         self._count += 1
 
     def since(self, number: int | None, known: Iterable[BlockHash]) -> BlockEvents | None:
-        """What somebody has to be told who has all changes before ``number``, or nothing (None).
+        """Events for a router that has all changes before ``number``, or none at all (None).
 
-        ``known`` is all that is known now. None if there is nothing to tell.
+        ``known`` are all blocks that the prefix index has now. Returns None if nothing has changed.
         """
         if number == self._count:
             return None

@@ -1,4 +1,4 @@
-"""The blocks of the paged KV cache: who holds which, and which known prefixes they keep (pure).
+"""Blocks of the paged KV cache: reference counts and the prefix index (pure).
 
 A block holds the keys and values of ``block_size`` tokens. A full block is named by a hash over its
 tokens, the hash of the block before it and the request's cache salt, so equal hashes mean equal
@@ -18,11 +18,14 @@ BlockHash = bytes
 
 HASH_BYTES = 16
 NAME_BYTES = 8
-"""Of a hash, as routers are told of it: they only choose by it, so a collision costs some time at worst."""
+"""Bytes of a block hash that routers get.
+
+Routers only choose an instance by it, so a collision costs some time at worst.
+"""
 
 
 def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") -> BlockHash:
-    """The name of a full block. ``salt`` keeps requests with different salts apart.
+    """Hash of a full block. ``salt`` keeps requests with different salts apart.
 
     BLAKE2b with 128 bits: nobody can craft a collision to read another request's context.
     """
@@ -33,9 +36,10 @@ def hash_block(parent: BlockHash | None, tokens: Sequence[int], salt: str = "") 
 
 
 def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list[int]:
-    """What routers call the full blocks of a prompt: the first ``NAME_BYTES`` of their hashes, as numbers.
+    """Names of a prompt's full blocks for routers: ``NAME_BYTES`` of each hash as a number.
 
-    The last token is always computed, so a block that ends with it is left out."""
+    The last token is always computed, so a block that ends with it is left out.
+    """
     data = array("I", tokens).tobytes()
     size = block_size * array("I").itemsize
     names, parent, mark = [], salt.encode(), b"#"
@@ -49,7 +53,7 @@ def prefix_names(tokens: Sequence[int], block_size: int, salt: str = "") -> list
 
 
 class Observer(Protocol):
-    """Is told what the prefix index comes to know and what it forgets."""
+    """Receives every block that the prefix index gains or loses."""
 
     def stored(self, block_hash: BlockHash) -> None: ...
     def dropped(self, block_hash: BlockHash) -> None: ...
@@ -88,14 +92,14 @@ class BlockPool:
 
     @property
     def known(self) -> Iterable[BlockHash]:
-        """All contents that a prompt may start from."""
+        """Hashes of all blocks in the prefix index."""
         return self._block_of
 
     def knows(self, block_hash: BlockHash) -> bool:
         return block_hash in self._block_of
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest known prefix. They are not held yet: see :meth:`hold`."""
+        """The blocks of the longest known prefix. :meth:`hold` takes references to them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -105,7 +109,7 @@ class BlockPool:
         return found
 
     def num_free_beside(self, blocks: Sequence[int]) -> int:
-        """Free blocks that remain if these are held."""
+        """Free blocks that remain after these are held."""
         return len(self._free) - sum(self._references[block] == 0 for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -116,7 +120,7 @@ class BlockPool:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` blocks with no content, the longest unused first; None if there are not enough."""
+        """``count`` blocks without content, least recently used first; None if too few are free."""
         if count > len(self._free):
             return None
         taken = []
@@ -128,9 +132,9 @@ class BlockPool:
         return taken
 
     def name(self, block: int, block_hash: BlockHash) -> None:
-        """Say that a held block is full and what it contains.
+        """Put a held, full block into the prefix index.
 
-        If another block has the same content, that one stays the known one.
+        If another block has the same content, the index keeps that one.
         """
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block
@@ -139,8 +143,10 @@ class BlockPool:
                 self._observer.stored(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block of a request, given in order: the tail of a context is reused
-        before its head, which other prompts are more likely to share."""
+        """Drop a reference to each block of a request, given in order.
+
+        The tail of a context is reused before its head, which other prompts are more likely to share.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} released twice"

@@ -1,4 +1,4 @@
-"""A thread with room for deep recursion, for libraries that descend into what clients send."""
+"""A thread with a large stack, for libraries that recurse into what clients send."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 STACK_BYTES = 256 << 20
-"""Pages that are not reached cost nothing.
+"""Stack of the thread. Pages that were never touched cost nothing.
 
-Those that were are held until the thread ends.
+Touched pages are held until the thread ends.
 """
 
 IDLE = 10.0
@@ -21,9 +21,9 @@ IDLE = 10.0
 
 
 class DeepThread:
-    """Does one thing after another.
+    """Runs tasks one after another in a thread with a deep stack.
 
-    Its thread starts with the first, and ends when there is none for a while.
+    The thread starts with the first task, and ends after :data:`IDLE` seconds without one.
     """
 
     def __init__(self, name: str, *, on_idle: Callable[[], None] = lambda: None) -> None:
@@ -74,7 +74,7 @@ class DeepThread:
             del future, work  # what they hold is not kept until the next task
 
     def _ends(self) -> bool:
-        """Whether the thread ends now: no task has come meanwhile."""
+        """Whether the thread ends now, since no task has come meanwhile."""
         with self._starting:
             if self._tasks.empty():
                 self._thread = None

@@ -1,4 +1,4 @@
-"""What drafted tokens bring, and what they cost (pure)."""
+"""Expected gain and cost of drafted tokens (pure)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import numpy as np
 
 
 def moved(chance: float, drafted: int, accepted: int, memory: int) -> float:
-    """A chance after a draft of which so many tokens were taken."""
+    """Acceptance chance after a draft of which ``accepted`` tokens were taken.
+
+    About the last ``memory`` drafted tokens count.
+    """
     for taken in [1.0] * accepted + [0.0] * (accepted < drafted):
         chance += (taken - chance) / memory
     return chance
 
 
 class DraftTrust:
-    """How likely the next token of a draft is to be taken, given that all before it were."""
+    """Acceptance chance of a request's next drafted token, if all before it were taken."""
 
     MEMORY = 10
-    """Of drafted tokens, about so many of the last ones count."""
+    """About how many of the last drafted tokens count."""
     LONGEST_PAUSE = 64
-    """Tokens of a request that nothing is drafted for, after drafts that brought nothing."""
+    """Longest pause, in tokens of a request, after drafts of which nothing was taken."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
@@ -29,8 +32,10 @@ class DraftTrust:
         return f"<DraftTrust {self.chance:.2f}, waits {self._waits}>"
 
     def length(self, most: int, price: float) -> tuple[int, float]:
-        """Tokens to draft at the price of each, and how many more than that they will probably bring.
-        Where not even one pays, one is tried now and then all the same: texts change."""
+        """Length of the next draft, and its expected gain beyond ``price`` a token.
+
+        Where not even one token pays, one is drafted now and then all the same, since texts change.
+        """
         if self._waits > 0:
             self._waits -= 1
             return 0, 0.0
@@ -44,7 +49,7 @@ class DraftTrust:
         return length, gain
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:
-        """Of a draft so many tokens were taken."""
+        """Take in that ``accepted`` of ``drafted`` tokens were taken."""
         self.chance = moved(self.chance, drafted, accepted, self.MEMORY)
         if accepted:
             self._pause = 0
@@ -54,27 +59,33 @@ class DraftTrust:
 
 
 class StepCost:
-    """What a step takes, as seconds = fixed + each * tokens + extra where drafts are: least squares
-    over the steps so far, of which newer ones count more, beginning from a guess.
+    """Model of step seconds: fixed + each * tokens + extra where drafts are.
 
-    Where memory sets the pace a further token adds little, and drafts are nearly free; where products do, a
+    It is fitted by least squares over the steps so far, of which newer ones count more. It begins from a
+    guess.
+
+    Where memory sets the pace a further token adds little, and drafts are nearly free. Where products do, a
     drafted token costs as much as any, and only what is the same for a whole step can be spared. A step with
-    drafts takes longer besides, and so does the one after it: one that only takes the rows of the step before
-    on needs no packing."""
+    drafts takes longer besides. So does the step after it, which cannot take the fast path of consecutive
+    decode steps and has to be packed.
+    """
 
     FORGETTING = 0.995
     GUESSED_SHARE, GUESSED_EXTRA = 0.3, 0.05
-    """Of a step without drafts: what its tokens cost, and what drafting adds."""
+    """First guess, as parts of a plain step: its tokens' cost, and that of drafting."""
     BELIEF = 0.5
-    """Steps that the guess counts as."""
+    """Steps that the guess weighs as much as."""
     STEPS_PER_FIT = 16
     LOWEST, HIGHEST = 0.05, 0.95
-    """Prices."""
+    """Bounds of a drafted token's price."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 8
-        """Of the steps: 1, tokens, drafts, tokens squared, tokens with drafts; and seconds alone, times
-        tokens, and with drafts."""
+        """Weighted sums over steps, for the fit.
+
+        They are of 1, tokens, drafts, tokens squared, tokens with drafts; then of seconds alone, times
+        tokens, and with drafts.
+        """
         self._fixed = self._each = self._extra = 0.0
         self._steps = 0
 
@@ -82,7 +93,7 @@ class StepCost:
         return f"<StepCost of {self._steps} steps>"
 
     def took(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """A step of so many tokens, none of prompts, that has drafts or follows one that had."""
+        """Take in a step without prompt tokens, which has drafts or follows one that had."""
         if self._fixed:  # one that took much longer shared the cores with something else
             seconds = min(seconds, 1.5 * (self._fixed + self._each * tokens + self._extra * drafts))
         parts = (1.0, tokens, 0.0, tokens * tokens, 0.0, seconds, seconds * tokens, 0.0)
@@ -95,10 +106,10 @@ class StepCost:
             self._fit()
 
     def prices(self, rows: int) -> tuple[float, float]:
-        """Of a drafted token, and of drafting at all, beside so many rows.
+        """Price of a drafted token, and of drafting at all, in a step of ``rows``.
 
-        The unit is what a token costs in a step of these rows without drafts: that is what each token saves
-        that is taken.
+        The unit is what a token costs in a step of these rows without drafts. Each taken token saves that
+        much.
         """
         if not self._fixed:
             return self.GUESSED_SHARE, self.GUESSED_EXTRA * rows

@@ -1,10 +1,9 @@
-"""Grammars: which tokens may stand next in an answer whose form was asked for (no torch, no sockets).
+"""Grammars of structured outputs: which tokens may come next (no torch, no sockets).
 
-A grammar comes as text in llguidance's own form (JSON, see :mod:`router.turns.structured`), and is followed
-by one matcher per request. Looking at what may come next changes nothing; only :meth:`Grammar.take`, called
-when a step is over, moves on. So a step that is cut short and run again has the same mask and gives the same
-token, and an instance that goes on with a request of another one reads the tokens that the client already
-has.
+A grammar is text in llguidance's own form (JSON, see :mod:`router.turns.structured`), and one matcher per
+request follows it. Looking at what may come next changes nothing; only :meth:`Grammar.take`, called when a
+step is over, moves on. So a step that is cut short and run again has the same mask and gives the same token.
+An instance that resumes a request of another one reads the tokens that the client already has.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Bits = npt.NDArray[np.uint8]
 """One bit per token, the lowest bit of a byte first."""
 
 MAX_LEXER_STATES = 20_000
-"""States of one grammar: 1 to 3 kB each, held while a request with it runs."""
+"""Lexer states of one grammar: 1 to 3 kB each, held while its request runs."""
 
 
 class GrammarError(ValueError):
-    """A grammar, or a tokenizer, that cannot be used.
+    """A grammar or a tokenizer that cannot be used.
 
-    The message is meant for the client.
+    Clients read the message.
     """
 
 
@@ -39,29 +38,29 @@ class Vocabulary:
     """The model's tokens as grammars see them."""
 
     def __init__(self, tokenizer: LLTokenizer, size: int, eos_ids: Sequence[int]) -> None:
-        """``size``: of the model's vocabulary, which is what logits have."""
+        """``size``: of the model's vocabulary, which is the width of its logits."""
         self.tokenizer = tokenizer
         self.size = size
         self.eos_ids = tuple(eos_ids)
         self._words = -(-int(tokenizer.vocab_size) // 32)
         self.num_bytes = -(-size // 8)
-        """Of a mask."""
+        """Bytes of a mask."""
 
     def __repr__(self) -> str:
         return f"<Vocabulary of {self.size} tokens, ends with {self.eos_ids}>"
 
     def bits_of(self, ids: Iterable[int]) -> Bits:
-        """The mask that has these tokens only."""
+        """The mask that allows these tokens only."""
         flags = np.zeros(self.num_bytes * 8, dtype=np.uint8)
         flags[list(ids)] = 1
         return np.packbits(flags, bitorder="little")
 
     def allowed(self, matcher: LLMatcher) -> Bits:
-        """The tokens that a matcher would take next; none if it has failed."""
+        """The tokens that a matcher accepts next; none if it has failed."""
         bits = np.zeros(self._words * 4, dtype=np.uint8)
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, len(bits))
         if matcher.is_error():
-            bits[:] = 0  # the library would have the text end here, as if all were well
+            bits[:] = 0  # the library would end the text here, as if all were well
         if len(bits) < self.num_bytes:
             bits = np.pad(bits, (0, self.num_bytes - len(bits)))
         bits = bits[: self.num_bytes]
@@ -117,7 +116,7 @@ def compile_grammar(text: str, vocabulary: Vocabulary) -> LLMatcher:
 
 
 class Grammar:
-    """How far the answer to one request has come in its grammar."""
+    """Progress of one request's answer in its grammar."""
 
     def __init__(
         self,
@@ -131,11 +130,13 @@ class Grammar:
         output_ids: Sequence[int] = (),
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """``matcher``: at the beginning, this request's own. ``output_ids``: tokens that are there already.
-        ``on_error``: called when the library fails, not when an answer merely does not follow.
+        """``matcher`` is this request's own, at the beginning of the grammar.
+
+        ``output_ids``: tokens that are there already. ``on_error``: called when the library fails, not when
+        an answer merely does not follow.
 
         Raises:
-            GrammarError: they do not follow the grammar.
+            GrammarError: ``output_ids`` do not follow the grammar.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -156,10 +157,11 @@ class Grammar:
         return f"<Grammar {state}>"
 
     def mask(self, num_output: int) -> bytes | None:
-        """The tokens that may stand behind ``num_output`` ones; None if there are none: then
-        :meth:`take` fails, whatever it is given.
+        """Mask of the tokens that may follow ``num_output`` ones; None if there are none.
 
-        Stop tokens before ``min_tokens`` and an end that is to be ignored are left out, unless the grammar
+        In that case :meth:`take` fails, whatever token it gets.
+
+        Stop tokens before ``min_tokens``, and an end that is to be ignored, are left out, unless the grammar
         lets nothing else follow.
         """
         bits = self._vocabulary.allowed(self._matcher)
@@ -175,7 +177,7 @@ class Grammar:
         return bits.tobytes()
 
     def take(self, token_id: int) -> str | None:
-        """Go on behind this token; what is wrong, if it cannot be."""
+        """Advance by this token; returns the problem if the grammar does not allow it."""
         if self._problem is None and not self._matcher.consume_token(token_id):
             self._fail(why_refused(self._matcher, token_id))
         self.ended = token_id in self._vocabulary.eos_ids
@@ -188,7 +190,7 @@ class Grammar:
 
 
 def why_stopped(matcher: LLMatcher) -> str:
-    """For a matcher that takes nothing more, and should."""
+    """Message for a matcher that accepts nothing more, though it should."""
     reason = str(matcher.stop_reason())
     return {
         "NoExtension": "no token can follow",
@@ -199,7 +201,7 @@ def why_stopped(matcher: LLMatcher) -> str:
 
 
 def why_refused(matcher: LLMatcher, token_id: int) -> str:
-    """For a matcher that has not taken a token: it does not fit, or what may follow is too much for it."""
+    """Message for a token that was not accepted: no fit, or limits reached."""
     error = first_line(matcher.get_error() or "")
     if error.startswith("lexer error"):
         return f"its grammar is too complex ({error.removeprefix('lexer error: ')})"
@@ -207,5 +209,5 @@ def why_refused(matcher: LLMatcher, token_id: int) -> str:
 
 
 def first_line(error: object) -> str:
-    """What went wrong, without the library's picture of where."""
+    """First line of the library's error, without its picture of the place."""
     return (str(error).strip().splitlines() or ["unknown error"])[0]

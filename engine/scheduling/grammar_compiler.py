@@ -1,7 +1,7 @@
-"""Grammars are compiled beside the step loop, by one thread, and kept for those who ask for the same again.
+"""Compilation of grammars in one thread beside the step loop, with a cache.
 
-A request waits here, and nowhere else, until its grammar is ready; meanwhile others run. Until then nobody
-but the thread writes to it.
+A request waits here, and nowhere else, until its grammar is ready, while others run. Until then only the
+thread writes to that request.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 8 << 20
-"""Of the texts of cached grammars.
+"""Bytes of the texts of cached grammars.
 
-What is made of them is about a hundred times as large.
+Compiled, they are about a hundred times as large.
 """
 
 MAX_USES = 256
-"""Requests that share what one compilation has made.
+"""Requests that share the result of one compilation.
 
-The states of its lexer add up over all of them, and are limited.
+The lexer's states add up over all of them, and are limited.
 """
 
 MAX_GROWTH = 128 << 20
@@ -48,14 +48,14 @@ The library does not tell what a grammar holds, which grows as answers follow it
 
 @dataclass(frozen=True)
 class Compiled:
-    """A request that waits no more, or why it never will run."""
+    """A request whose grammar is ready, or the reason why it never will run."""
 
     request: Request
     problem: str | None
 
 
 class GrammarCompiler:
-    """Owned by the step loop; its thread starts with the first request."""
+    """Compiler of the step loop; its thread starts with the first request."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
@@ -65,10 +65,10 @@ class GrammarCompiler:
         self._thread = DeepThread("grammars", on_idle=self._limit_growth)
         self._vocabulary: Vocabulary | None = None
         self._trouble: str | None = None
-        """Why no grammar at all can be used here."""
+        """Why no grammar can be used on this instance."""
         self._cache = GrammarCache()
         self._level: int | None = None
-        """Private memory of the process when it held no cached grammars, in bytes, or less."""
+        """Private memory of the process in bytes, or less, when no grammar was cached."""
         self.on_done: Callable[[], None] = lambda: None
         """Called by the thread when a request is ready."""
 
@@ -81,7 +81,7 @@ class GrammarCompiler:
 
     @property
     def num_under_way(self) -> int:
-        """Those, and forgotten ones that the thread has not come to: it holds them until then."""
+        """Requests in the thread's hands: waiting ones, and forgotten ones that it still holds."""
         return self._under_way
 
     @property
@@ -92,24 +92,24 @@ class GrammarCompiler:
         return key in self._waiting
 
     def prepare(self) -> None:
-        """Read the tokenizer now: later, requests that are under way would wait for it."""
+        """Read the tokenizer now, since running requests would wait for it later."""
         self._load()
         if self._trouble is not None:
             logger.info("no structured outputs here: %s", self._trouble)
 
     def begin(self, request: Request, text: str) -> None:
-        """Have the grammar of a request compiled."""
+        """Compile the grammar of a request in the thread."""
         self._waiting[request.key] = request
         self._under_way += 1
         output_ids = request.token_ids[request.num_prompt :]
         self._thread.submit(lambda: self._compile(request, text, output_ids))
 
     def forget(self, key: RequestKey) -> bool:
-        """False if it does not wait here."""
+        """Stop waiting for a request's grammar; False if the request does not wait here."""
         return self._waiting.pop(key, None) is not None
 
     def take(self) -> list[Compiled]:
-        """The requests that have become ready, in the order in which they came, less forgotten ones."""
+        """Requests that have become ready, in order of arrival, without forgotten ones."""
         ready = []
         while self._done:
             compiled = self._done.popleft()
@@ -189,7 +189,7 @@ class GrammarCompiler:
 
 @dataclass
 class Cached:
-    """A grammar that was compiled, for all requests that bring it."""
+    """A compiled grammar, shared by all requests with the same text."""
 
     template: LLMatcher
     uses: int = 0
@@ -217,7 +217,7 @@ class GrammarCache:
         return len(self._kept)
 
     def get(self, text: str) -> Cached | None:
-        """One that may be used once more."""
+        """A grammar with this text that may be used once more, or None."""
         found = self._kept.get(text)
         if found is None:
             return None
@@ -236,7 +236,7 @@ class GrammarCache:
             self.discard(next(iter(self._kept)))
 
     def discard(self, text: str) -> None:
-        """Harmless if it is not there."""
+        """Remove a grammar, if it is there."""
         if self._kept.pop(text, None) is not None:
             self._bytes -= len(text)
 

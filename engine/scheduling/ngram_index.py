@@ -1,4 +1,4 @@
-"""Where the end of a growing text stood before (pure)."""
+"""Index of the earlier occurrences of a growing text's last tokens (pure)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ from array import array
 from collections.abc import Sequence
 
 MOST_COMPARED = 8
-"""Earlier places of the same last tokens, the newest first."""
+"""Earlier occurrences that are compared, the newest first."""
 
 
 class NgramIndex:
-    """Where the short runs of tokens of a growing text stand: chains of earlier places as LZ77 compressors
-    keep them, of which each token costs a number and a dictionary's entry at most."""
+    """Positions of the short runs of tokens in a growing text.
+
+    They are chains of earlier positions, as LZ77 compressors keep them. A token costs a number and an entry
+    of a dictionary at most.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self._newest: dict[int, int] = {}
-        """By hash of a run: the last place where such a run ends."""
+        """By hash of a run: the last position at which such a run ends."""
         self._before = array("i")
-        """By place: the one before it with the same hash, -1 if there is none."""
+        """By position: the one before it with the same hash, -1 if there is none."""
         self._last_run: int | None = None
-        """Hash of the run that was looked for last, which ends at the place that is taken in next."""
+        """Hash of the run searched last, which ends at the next position to index."""
 
     def __repr__(self) -> str:
         return f"<NgramIndex of {len(self._before)} tokens>"
 
     def __len__(self) -> int:
-        """Tokens that were taken in: all but the last one of the text, if there was time for them."""
+        """Indexed tokens: all but the text's last one, if there was time for them."""
         return len(self._before)
 
     def find(self, tokens: Sequence[int], allowance: int) -> int | None:
-        """Where the end of these tokens stood before: the place of its last token.
+        """Position of the last token of an earlier occurrence of the end of these tokens.
 
-        Of several the one before which most tokens agree, of those the newest. None as well as long as not
-        all tokens are taken in, of which ``allowance`` says how many may be now.
+        It is the occurrence before which most tokens agree, and the newest of several such. None also as long
+        as not all tokens are indexed; ``allowance`` limits how many of them are indexed now.
         """
         last, run, self._last_run = len(tokens) - 1, self._last_run, None
         if run is not None and len(self._before) == last - 1:
@@ -43,37 +46,37 @@ class NgramIndex:
         if last < self._shortest:
             return None
         self._last_run = hash(tuple(tokens[-self._shortest :]))
-        place = self._newest.get(self._last_run, -1)
-        return None if place < 0 else self._best(tokens, last, place)
+        position = self._newest.get(self._last_run, -1)
+        return None if position < 0 else self._best(tokens, last, position)
 
     def _add(self, run: int) -> None:
-        place = len(self._before)
+        position = len(self._before)
         self._before.append(self._newest.get(run, -1))
-        self._newest[run] = place
+        self._newest[run] = position
 
     def _take_in(self, tokens: Sequence[int], end: int, allowance: int) -> bool:
-        """All tokens before ``end``; False if there are too many for now."""
+        """Index all tokens before ``end``; False if there are too many for now."""
         begin = len(self._before)
-        for place in range(begin, min(end, begin + allowance)):
-            if place + 1 < self._shortest:
+        for position in range(begin, min(end, begin + allowance)):
+            if position + 1 < self._shortest:
                 self._before.append(-1)
             else:
-                self._add(hash(tuple(tokens[place + 1 - self._shortest : place + 1])))
+                self._add(hash(tuple(tokens[position + 1 - self._shortest : position + 1])))
         return len(self._before) >= end
 
-    def _best(self, tokens: Sequence[int], last: int, place: int) -> int | None:
+    def _best(self, tokens: Sequence[int], last: int, position: int) -> int | None:
         best, most = None, self._shortest - 1
         for _ in range(MOST_COMPARED):
-            if place < 0:
+            if position < 0:
                 break
             agreeing = 0
-            while agreeing < self._longest and agreeing <= place:
-                if tokens[place - agreeing] != tokens[last - agreeing]:
+            while agreeing < self._longest and agreeing <= position:
+                if tokens[position - agreeing] != tokens[last - agreeing]:
                     break
                 agreeing += 1
             if agreeing > most:
-                best, most = place, agreeing
+                best, most = position, agreeing
                 if agreeing == self._longest:
                     break
-            place = self._before[place]
+            position = self._before[position]
         return best

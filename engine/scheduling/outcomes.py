@@ -1,4 +1,4 @@
-"""What a step did to requests, as their routers and traces are told."""
+"""Deltas for routers, and trace spans, from the outcomes of a step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Outcome
 
 
-def handouts_of(outcomes: Iterable[Outcome], tracing: Tracing | None = None) -> dict[bytes, OutgoingTokens]:
-    """By router. Those that have ended are traced."""
-    handouts: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
+def outgoing_tokens_of(
+    outcomes: Iterable[Outcome], tracing: Tracing | None = None
+) -> dict[bytes, OutgoingTokens]:
+    """Outgoing tokens by router. Requests that have ended are traced."""
+    outgoing: dict[bytes, OutgoingTokens] = defaultdict(OutgoingTokens)
     for outcome in outcomes:
         request, token_ids = outcome.request, outcome.token_ids
         peer, number = request.key
-        has_more = (  # to tell than its token: it is its first delta, or its last, or has log-probabilities
+        has_more = (  # than its token: it is its first delta, or its last, or has log-probabilities
             request.finish_reason is not None
             or request.arrived_at
             or outcome.logprobs
             or request.prompt_logprobs is not None
         )
         if len(token_ids) == 1 and not has_more:
-            handouts[peer].add_token(number, token_ids[0])
+            outgoing[peer].add_token(number, token_ids[0])
             continue
-        handouts[peer].add(_delta(outcome))
+        outgoing[peer].add(_delta(outcome))
         if request.finish_reason is not None and tracing is not None:
             _trace(tracing, request)
-    return handouts
+    return outgoing
 
 
 def _delta(outcome: Outcome) -> Delta:
@@ -51,7 +53,7 @@ def _delta(outcome: Outcome) -> Delta:
 
 
 def _trace(tracing: Tracing, request: Request) -> None:
-    """The request's time here, from its arrival to its last token."""
+    """Record a span from a request's arrival to its last token."""
     now = time.perf_counter()
     tracing.record(
         "lockstep.instance",
@@ -72,6 +74,6 @@ def _trace(tracing: Tracing, request: Request) -> None:
 
 
 def _times(request: Request) -> tuple[float, float]:
-    """How long it waited and was computed; asked once, at its first token."""
+    """Queue time and compute time of a request in seconds, at its first token."""
     arrived_at, request.arrived_at = request.arrived_at, 0.0
     return request.admitted_at - arrived_at, time.perf_counter() - request.admitted_at

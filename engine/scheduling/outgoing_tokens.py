@@ -1,4 +1,7 @@
-"""What steps have for one router (pure): most tokens are two numbers, and few have more to tell."""
+"""Tokens and deltas of steps for one router (pure).
+
+Most tokens are two numbers; few come with more.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from engine.messages import Delta, Tokens
 
 
 def halves(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """The same in two messages, of half of the deltas each.
+    """Two messages with half of the deltas each.
 
-    What is told of the instance comes last.
+    The report on the instance goes with the second one.
     """
     half = len(tokens.deltas) // 2
     first = Tokens(deltas=tokens.deltas[:half], singles=tokens.singles)
@@ -20,8 +23,10 @@ def halves(tokens: Tokens) -> tuple[Tokens, Tokens]:
 
 
 class OutgoingTokens:
-    """Deltas as :class:`engine.messages.Tokens` carries them: those of one request stay in order when
-    ``singles`` are dealt with first."""
+    """Deltas in the form in which :class:`engine.messages.Tokens` carries them.
+
+    Those of one request stay in order if ``singles`` are handled first.
+    """
 
     def __init__(self, deltas: Iterable[Delta] = ()) -> None:
         self.singles: list[int] = []
@@ -44,7 +49,7 @@ class OutgoingTokens:
         yield from self.deltas
 
     def add_token(self, request: int, token_id: int) -> None:
-        """A token with nothing else to tell."""
+        """Add a token without logprobs, end or anything else."""
         if request in self._with_deltas:
             self.deltas.append(Delta(request, [token_id]))
         else:
@@ -58,5 +63,5 @@ class OutgoingTokens:
             self._with_deltas.add(delta.request)
 
     def without(self, requests: Container[int]) -> OutgoingTokens:
-        """What is left when some requests are forgotten."""
+        """What is left without the deltas of some requests."""
         return OutgoingTokens(delta for delta in self if delta.request not in requests)

@@ -1,24 +1,31 @@
-"""How many tokens of prompts a step takes while requests decode (pure)."""
+"""Prompt tokens that a step takes while requests decode (pure)."""
 
 from __future__ import annotations
 
 
 class PromptShare:
-    """So many that those who decode wait about ``SECONDS`` for them, by how long steps with prompts took.
+    """Bound on prompt tokens such that prefill adds about ``SECONDS`` to a step.
 
-    From a few dozen on, products take nearly the same time for each token of a step. So smaller pieces of a
-    prompt cost little, and with a large model everybody's next token waits for less. Sarathi-Serve calls
-    this stall-free batching, with a number of tokens that is chosen by hand."""
+    It follows from how long steps with prompts took. From a few dozen on, products take nearly the same time
+    for each token of a step. So smaller prefill chunks cost little, and with a large model everybody's next
+    token waits for less. Sarathi-Serve calls this stall-free batching, with a number of tokens that is chosen
+    by hand.
+    """
 
     SECONDS = 0.15
     LEAST, MULTIPLE = 32, 16
-    """Tokens. With fewer a step's weights are read for too little."""
+    """Least tokens, and the number of which all are multiples.
+
+    With fewer, the weights of a step are read for too little.
+    """
     DOWN, UP = 0.5, 0.05
-    """Of the way to a step's time per token the estimate goes, if that is shorter or longer: what made one
-    step slow, a neighbour or memory that it was the first to touch, does not last."""
+    """Part of the way that the estimate moves to a shorter, or longer, time.
+
+    The reason why one step was slow, such as a neighbour or first touched memory, does not last.
+    """
 
     def __init__(self, most: int, *, is_bound: bool = True) -> None:
-        """``most``: tokens, however fast they are. ``is_bound``: by time, too."""
+        """``most``: tokens, however fast they are. ``is_bound``: whether time limits them, too."""
         self._most = self.tokens = most
         self._is_bound = is_bound
         self._each = 0.0
@@ -27,7 +34,7 @@ class PromptShare:
         return f"<PromptShare of {self.tokens} tokens, {1e3 * self._each:.2f} ms each>"
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A step with some prompt in it, of so many tokens in all."""
+        """Take in a step with some prompt tokens, of ``tokens`` in all."""
         if not self._is_bound or tokens < self.LEAST:
             return
         each = seconds / tokens

@@ -1,8 +1,9 @@
-"""When a router is told how its instance stands (pure: no sockets, no clock).
+"""When an instance sends a report to a router (pure: no sockets, no clock).
 
-What routers choose by (who runs and waits, and how much of it is to be computed) changes as requests come,
-begin and end, and goes with the next tokens. What grows with every token (counters, blocks in use, names of
-full blocks) is no reason for a word in every message: it goes along, and alone from time to time.
+Routers choose by how many requests run and wait, and by how much of them is to be computed. That changes as
+requests come, begin and end, and goes with the next tokens. What grows with every token (counters, blocks in
+use, names of full blocks) is no reason for a report in every message: it goes along, and alone from time to
+time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import NamedTuple
 from engine.messages import InstanceReport
 
 WITH_TOKENS = 0.05
-"""Seconds after which a router that gets tokens is told all, though only counts have changed."""
+"""Seconds until a router that gets tokens gets a report though only counts changed."""
 WITHOUT_TOKENS = 0.25
-"""Seconds after which one that gets none is told what has changed."""
+"""Seconds until a router that gets no tokens gets a report of what has changed."""
 
 
 class LoadSnapshot(NamedTuple):
-    """An instance between two steps, as far as it can be told at no cost."""
+    """Load of an instance between two steps, as far as it costs nothing to know."""
 
     running: int
     waiting: int
@@ -28,42 +29,42 @@ class LoadSnapshot(NamedTuple):
     queued: int
     blocks_used: int
     generation_tokens: int
-    """Since the start, as the next."""
+    """Counted since the start, like the next one."""
     steps: int
 
 
 class ReportPolicy:
-    """What one router was told last."""
+    """Reports to one router: the last one, and when the next one is due."""
 
     def __init__(self) -> None:
-        self._told: InstanceReport | None = None
-        self._told_at = float("-inf")
+        self._last: InstanceReport | None = None
+        self._sent_at = float("-inf")
 
     def __repr__(self) -> str:
-        return f"<ReportPolicy told {self._told} at {self._told_at}>"
+        return f"<ReportPolicy sent {self._last} at {self._sent_at}>"
 
-    def go_along(self, standing: LoadSnapshot, last_dispatch: int, now: float) -> bool:
+    def go_along(self, snapshot: LoadSnapshot, last_dispatch: int, now: float) -> bool:
         """Whether tokens that are sent now take a report along."""
-        told = self._told
+        last = self._last
         return (
-            told is None
-            or told.last_dispatch != last_dispatch
-            or told.running != standing.running
-            or told.waiting != standing.waiting
-            or told.waiting_tokens != standing.waiting_tokens
-            or told.uncached_tokens != standing.uncached_tokens
-            or told.queued != standing.queued
-            or now - self._told_at >= WITH_TOKENS
+            last is None
+            or last.last_dispatch != last_dispatch
+            or last.running != snapshot.running
+            or last.waiting != snapshot.waiting
+            or last.waiting_tokens != snapshot.waiting_tokens
+            or last.uncached_tokens != snapshot.uncached_tokens
+            or last.queued != snapshot.queued
+            or now - self._sent_at >= WITH_TOKENS
         )
 
     def may_go_alone(self, now: float) -> bool:
-        """Whether it is time for a message without tokens, if there is anything new to say."""
-        return now - self._told_at >= WITHOUT_TOKENS
+        """Whether a message without tokens is due, if there is anything new in it."""
+        return now - self._sent_at >= WITHOUT_TOKENS
 
     def are_in(self, report: InstanceReport) -> bool:
-        """Whether this report says anything else than the last one."""
-        return report != self._told
+        """Whether this report differs from the last one."""
+        return report != self._last
 
-    def told(self, report: InstanceReport, now: float) -> None:
-        """A report was sent."""
-        self._told, self._told_at = report, now
+    def sent(self, report: InstanceReport, now: float) -> None:
+        """Note that a report was sent."""
+        self._last, self._sent_at = report, now

@@ -1,4 +1,4 @@
-"""One request on an instance: its tokens, how far they are computed, and the blocks they stand in."""
+"""One request on an instance: its tokens, how many are computed, and its blocks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def stream_seed(seed: int, sample_index: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of a request.
+    """State of a request, changed by the scheduler only.
 
-    Changed by the scheduler only. (With slots: beyond 30 attributes an object has a table of its own to look
-    them up in.)
+    It has slots, since an object with more than 30 attributes has a table of its own to look them up in.
     """
 
     key: RequestKey
@@ -49,9 +48,9 @@ class Request:
     stop_ids: frozenset[int]
     """End-of-sequence (unless ignored) and the request's own stop tokens."""
     barred_ids: frozenset[int]
-    """Tokens that may not come before ``params.min_tokens``: the same, and end-of-sequence in any case."""
+    """Tokens barred before ``params.min_tokens``: stop tokens, and end-of-sequence in any case."""
     max_output: int
-    """Output tokens after which it ends, the context length considered."""
+    """Output tokens after which it ends, with regard to the context length."""
     num_emitted: int
     """Output tokens that the router already has."""
     arrival: int
@@ -62,36 +61,36 @@ class Request:
     status: Status = Status.WAITING
     slot: int | None = None
     num_computed: int = 0
-    """Tokens whose keys and values are in the cache, or will be after the step in flight."""
+    """Tokens whose keys and values are cached, counting the step in flight."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
-    """Of the full blocks of ``token_ids``, as far as they were needed."""
+    """Hashes of the full blocks of ``token_ids``, as far as they were needed."""
     num_expected: int = 0
-    """While it waits: tokens that it will have to compute, as far as could be told when it was queued."""
-    promised: list[BlockHash] = field(default_factory=list)
-    """Blocks that others may count on, until they are computed."""
+    """Tokens that it will have to compute, as estimated when it was queued."""
+    expected_blocks: list[BlockHash] = field(default_factory=list)
+    """Blocks that other requests count on, until they are computed."""
     num_in_flight: int = 0
-    """Steps under way that compute some of it."""
+    """Steps in flight that compute some of it."""
     num_named: int = 0
     """Blocks of this request that the pool knows by hash."""
     num_cached: int = 0
     """Prompt tokens found in the cache at first admission."""
     was_admitted: bool = False
     arrived_at: float = 0.0
-    """Seconds, on the clock of ``time.perf_counter``; 0 once its times were told."""
+    """Arrival in seconds of ``time.perf_counter``; 0 once its times were sent."""
     began_at: float = 0.0
-    """The same, for good."""
+    """The same arrival time, never reset."""
     admitted_at: float = 0.0
     """When it was first put into a step."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     grammar: Grammar | None = None
-    """What its output must follow, up to the last token of ``token_ids``."""
+    """Grammar that the output must follow, up to the last token of ``token_ids``."""
     error: str = ""
     """Why it failed, with ``FinishReason.ERROR``."""
     drafter: Drafter | None = None
-    """Guesses what comes next, where that is wanted."""
+    """Drafts next tokens, where speculation is on."""
 
     def __repr__(self) -> str:
         return (
@@ -116,8 +115,8 @@ class Request:
     def order(self) -> tuple[int, bool, int]:
         """Sort key: lower goes first.
 
-        Who comes from a lost instance, its client in the middle of an answer, goes before those whose clients
-        have nothing yet.
+        Requests resumed from a lost instance, whose clients have a part of their answers, go before requests
+        without any output.
         """
         return (self.priority, self.num_emitted == 0, self.arrival)
 
@@ -145,7 +144,7 @@ class Request:
 def from_submit(
     submit: Submit, peer: bytes, *, arrival: int, eos_ids: tuple[int, ...], max_model_len: int
 ) -> Request:
-    """A request as it comes from a router."""
+    """A request from a router's message."""
     params = msgspec.structs.replace(submit.params, grammar=None)  # workers need masks only
     own_ids = frozenset(params.stop_token_ids)
     barred_ids = own_ids.union(eos_ids)

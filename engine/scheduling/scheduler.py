@@ -1,4 +1,4 @@
-"""What goes into the next step (pure: no sockets, no clock, no torch).
+"""Scheduler: chooses the rows of the next step (pure: no sockets, no clock, no torch).
 
 Iteration-level scheduling (Orca) with chunked prefill (Sarathi-Serve) over a paged KV cache: each step
 takes every running request's next token first, then chunks of prompts, within a budget of tokens.
@@ -27,15 +27,17 @@ from engine.scheduling.waiting_queue import WaitingQueue
 from engine.step import CRUMBS, Admit, Further, Step, StepResult
 
 PROMPT_LOGPROBS_CHUNK = 256
-"""Tokens per step of all prompts whose log-probabilities are wanted: each needs a row of logits. (Without
-chunked prefill, the last of these prompts may go beyond it.)"""
+"""Tokens per step of all prompts whose log-probabilities are wanted.
+
+Each needs a row of logits. Without chunked prefill, the last of these prompts may go beyond the bound.
+"""
 NOTHING_TAKEN = Further([])
 DRAFTS_BESIDE_PROMPTS = 4
-"""Where prompts are there to be computed, drafts get this part of what is left of the budget."""
+"""Divisor of the budget left for drafts while prompts are to be computed."""
 PENALISED_DRAFTS = 1 << 14
-"""Tokens of a request with penalties, times those that are drafted for it."""
+"""Bound on a request's tokens times its drafted tokens, where it has penalties."""
 MOST_PASSED_OVER = 64
-"""Waiting requests that lack room for these alone, before no more are looked at in a step."""
+"""Waiting requests passed over in one step, for want of room for them alone."""
 
 
 class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,36 +49,41 @@ class SchedulerRules(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     prompt_tokens_beside_decodes: int | None = None
-    """Of a step, while requests decode, with chunked prefill: they wait for no more than so many tokens of
-    others' prompts. None: as many as the budget has."""
+    """Most prompt tokens of a step while requests decode, with chunked prefill.
+
+    Requests that decode wait for no more tokens of others' prompts. None: as many as the budget has.
+    """
     fewer_where_slow: bool = False
-    """Of these, as many as do not take long."""
+    """Reduce ``prompt_tokens_beside_decodes`` so that prefill does not take long.
+
+    See :class:`.PromptShare` for the time.
+    """
     micro_batches: int = 1
-    """Steps of different requests that are under way at once.
+    """Steps of different requests that are in flight at once.
 
     Each takes its share of the requests.
     """
     tells_tokens: bool = False
-    """Whether a row of one token says which: some workers do not sample."""
+    """Whether decode rows carry their tokens, for workers that do not sample."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a step did to one request. ``request.finish_reason`` says whether it has ended."""
+    """Result of a step for one request. ``request.finish_reason`` tells whether it has ended."""
 
     request: Request
     token_ids: list[int]
-    """None of them if it failed; several where a draft brought some."""
+    """Empty if the request failed; several tokens where a draft was taken."""
     logprobs: list[TokenLogprobs]
     """One for each, when asked for."""
 
 
 class Scheduler:
-    """Owns the requests of an instance and the block pool."""
+    """Owner of an instance's requests and of its block pool."""
 
     def __init__(
         self, rules: SchedulerRules, pool: BlockPool, speculation: Speculation | None = None
     ) -> None:
-        """``speculation`` drafts tokens for those that decode."""
+        """``speculation`` drafts tokens for decode rows."""
         self._rules = rules
         self._speculation = speculation
         self._pool = pool
@@ -88,10 +95,10 @@ class Scheduler:
         self._in_flight: deque[UnderWay] = deque()
         self._num_grammars = 0
         self.others_run = False
-        """Whether other instances that step in lockstep with this one have rows: theirs wait for ours."""
+        """Whether other instances in lockstep have rows, which wait for those here."""
         self._blocks_for_drafts = 0
-        """Of the step in the making."""
-        self._promises = ExpectedPrefixBlocks(pool, rules.block_size)
+        """Blocks that drafts of the step in the making may take."""
+        self._expected_blocks = ExpectedPrefixBlocks(pool, rules.block_size)
         self._totals = Totals()
         self._prompt_share = PromptShare(
             rules.prompt_tokens_beside_decodes or rules.max_num_batched_tokens,
@@ -101,7 +108,7 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler {len(self._running)} running, {len(self._waiting)} waiting, {self._pool!r}>"
 
-    # ---- requests come and go
+    # ---- arrival and end of requests
 
     @property
     def num_waiting(self) -> int:
@@ -117,23 +124,25 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens still to compute of requests that wait, and of prompts that are partly computed."""
+        """Tokens still to compute of waiting requests, and of partly computed prompts."""
         return self._waiting.num_tokens + self._in_prefill()
 
     @property
     def num_tokens_ahead(self) -> tuple[int, int]:
-        """``num_waiting_tokens``, and the same without what waiting requests will find in the prefix cache,
-        or what those before them will have put there."""
+        """``num_waiting_tokens``, and the same without expected prefix cache hits.
+
+        Hits are blocks in the cache, and blocks that requests further ahead will have put there.
+        """
         in_prefill = self._in_prefill()
         return self._waiting.num_tokens + in_prefill, self._waiting.num_uncached + in_prefill
 
     @property
     def num_queued(self) -> int:
-        """Waiting requests for whom the next step has no slot, or maybe no blocks."""
+        """Waiting requests for which the next step has no slot, or maybe no blocks."""
         return self._num_queued(len(self._waiting), self._waiting.num_blocks)
 
     def num_queued_with(self, num_tokens: int) -> int:
-        """The same if a request of so many tokens came now."""
+        """``num_queued`` if a request of so many tokens came now."""
         return self._num_queued(
             len(self._waiting) + 1, self._waiting.num_blocks + self._blocks_for(num_tokens)
         )
@@ -151,7 +160,7 @@ class Scheduler:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether the output of any request here must follow one."""
+        """Whether the output of any request here must follow a grammar."""
         return self._num_grammars > 0
 
     def knows(self, key: RequestKey) -> bool:
@@ -160,12 +169,12 @@ class Scheduler:
 
     @property
     def num_generated(self) -> int:
-        """Tokens since the start."""
+        """Tokens generated since the start."""
         return self._totals.generation_tokens
 
     @property
     def num_steps(self) -> int:
-        """Scheduled since the start."""
+        """Steps scheduled since the start."""
         return self._totals.steps
 
     def counters(self) -> Counters:
@@ -189,7 +198,7 @@ class Scheduler:
         return None
 
     def add(self, request: Request) -> None:
-        """Queue a request that :meth:`problem_with` has nothing against."""
+        """Queue a request that passes :meth:`problem_with`."""
         assert request.key not in self._requests, f"{request!r} was added twice"
         self._requests[request.key] = request
         self._num_grammars += request.grammar is not None
@@ -198,7 +207,7 @@ class Scheduler:
         self._enqueue(request)
 
     def abort(self, key: RequestKey) -> bool:
-        """Forget a request, wherever it is; False if it is not here (any more)."""
+        """Forget a request, waiting or running; False if it is not here (any more)."""
         request = self._requests.get(key)
         if request is None:
             return False
@@ -222,20 +231,20 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Choose the rows of the next step; None if nothing can run.
 
-        Steps may be under way: a request is not in the next one before its token is there, but a prompt's
-        next chunk may follow the one before.
+        Other steps may be in flight. A request is not in the next step before its token is there, but a
+        prompt's next chunk may follow the one before.
         """
         block_size = self._rules.block_size
         most_rows = self._rows_per_step()
         needs_more = [len(request.token_ids) - request.num_computed > 1 for request in self._running]
         rows = self._no_rows(somebody_decodes=not all(needs_more))
-        lacking = False  # blocks, somebody who runs: nobody who comes later gets any before
+        lacking = False  # whether a running request lacks blocks: no later one gets any before it
         drafts = self._drafts(most_rows)
         for request in self._decodes_then_prefills() if any(needs_more) else self._running[:]:
             if len(rows) == most_rows or rows.budget <= 0:
                 break
             if request.status is not Status.RUNNING:
-                continue  # preempted by one before it
+                continue  # preempted for a request before it
             uncomputed = len(request.token_ids) - request.num_computed
             count = uncomputed if uncomputed <= 1 else self._chunk(request, rows)
             if count == 0:
@@ -260,9 +269,12 @@ class Scheduler:
         return step
 
     def restart(self) -> list[Step]:
-        """The steps under way, oldest first, to be run again by workers that may have done any part of them:
-        each row brings along all that is known of its request. (A slot may have another request by now, if
-        the row's was aborted; what the row fills may be a known prefix of others all the same.)"""
+        """Steps in flight, oldest first, to be run again by the workers.
+
+        Workers may have done any part of them, so each row brings all that is known of its request. If the
+        row's request was aborted, another one may have its slot by now; what the row fills may be a known
+        prefix of others all the same.
+        """
         self._in_flight = deque(made_anew(each) for each in self._in_flight)
         return [each.step for each in self._in_flight]
 
@@ -285,15 +297,15 @@ class Scheduler:
             request.num_in_flight -= 1
             if token_id is None or request.slot != slot:  # it was aborted while the step ran
                 continue
-            told = [logprobs[index]] if index in logprobs else []
-            outcome = self._append(request, token_id, told)
+            found = [logprobs[index]] if index in logprobs else []
+            outcome = self._append(request, token_id, found)
             outcomes.append(outcome)
             if drafts and index in drafts:
                 self._take_draft(outcome, drafts[index], result.further.get(index, NOTHING_TAKEN))
         return outcomes
 
     def timed(self, step: Step, seconds: float) -> None:
-        """A step took so long: by that drafts are made, and prompts cut."""
+        """Take in how long a step took, for the lengths of drafts and prefill chunks."""
         if not step.slots:
             return
         if not _only_decodes(step):
@@ -310,14 +322,14 @@ class Scheduler:
     # ---- helpers of schedule
 
     def _rows_per_step(self) -> int:
-        """So many that every step under way gets its share of those that can run."""
+        """Most rows of a step, such that each step in flight gets its share."""
         if self._rules.micro_batches == 1:
             return self._rules.max_num_seqs
         could_run = len(self._running) + min(len(self._waiting), len(self._free_slots))
         return -(-could_run // self._rules.micro_batches)
 
     def _no_rows(self, *, somebody_decodes: bool) -> StepRows:
-        """An empty step."""
+        """An empty step with its budgets."""
         rules = self._rules
         prompts = budget = rules.max_num_batched_tokens
         if (somebody_decodes or self.others_run) and rules.enable_chunked_prefill:
@@ -325,15 +337,17 @@ class Scheduler:
         return StepRows(budget, prompts, PROMPT_LOGPROBS_CHUNK)
 
     def _decodes_then_prefills(self) -> list[Request]:
-        """Requests that need one token come before partly computed prompts, so that a long prompt never
-        starves them; in order otherwise."""
+        """Running requests, those that need one token before partly computed prompts.
+
+        So a long prompt never starves them. They are in order otherwise.
+        """
         return sorted(self._running, key=lambda request: request.num_uncomputed > 1)
 
     def _chunk(self, request: Request, rows: StepRows) -> int:
-        """Tokens of this request that go into what is left of the budget, with :data:`CRUMBS`.
+        """Tokens of this request that fit into what is left of the budget, with :data:`CRUMBS`.
 
-        One whose output has begun is waited for like those that decode: when it is its turn, it gets all of
-        that.
+        A request whose output has begun may take the whole budget, not only the part of prompts: its client
+        waits like those of decode rows.
         """
         rules, uncomputed = self._rules, request.num_uncomputed
         room = rows.budget if request.num_output else rows.prompt_budget
@@ -354,15 +368,18 @@ class Scheduler:
         return -(-num_tokens // self._rules.block_size)
 
     def _grow(self, request: Request, num_tokens: int, rows: StepRows) -> tuple[list[int] | None, int]:
-        """Blocks that a running request lacks for ``num_tokens``, taken from those who would go after it
-        and are in no step if need be. None if it must wait; it may be preempted itself."""
+        """Blocks that a running request lacks for ``num_tokens``, and how many were preempted.
+
+        If need be, requests that would go after it and are in no step give theirs back. None if the request
+        must wait; it may be preempted itself.
+        """
         needed = self._blocks_for(num_tokens) - len(request.blocks)
         victims = 0
         while (new_blocks := self._pool.take(needed)) is None:
             later = takewhile(lambda other: other is not request, reversed(self._running))
             victim = next((other for other in later if not other.num_in_flight), request)
             if victim is request and (self._in_flight or (request.num_uncomputed > 1 and rows)):
-                return None, victims  # those under way will end or give way; keep what is computed
+                return None, victims  # requests in flight will end or give way; keep what is computed
             self._preempt(victim)
             victims += 1
             if victim is request:
@@ -381,10 +398,10 @@ class Scheduler:
             self._name_full_blocks(request)
 
     def _drafts(self, most_rows: int) -> dict[RequestKey, list[int]]:
-        """What may come behind the newest tokens, by request.
+        """Drafts behind the newest tokens, by request.
 
-        It gets what nobody else needs of the budget, and of that little where prompts are there to be
-        computed: it only hastens what comes anyway.
+        They get what is left of the budget. That is little where prompts are to be computed, since drafts
+        only hasten what comes anyway.
         """
         running = len(self._running)
         if self._speculation is None or self._speculation.is_off(running):
@@ -405,8 +422,10 @@ class Scheduler:
         return {key: draft for key, draft in zip(keys, drafts, strict=True) if draft}
 
     def _fill_with_draft(self, rows: StepRows, request: Request, draft: list[int]) -> bool:
-        """The newest token of a request and its draft; False if there are no blocks for that: nobody waits or
-        is preempted for a draft."""
+        """Add a request's newest token and its draft; False if blocks are lacking.
+
+        No request waits or is preempted for a draft.
+        """
         count = 1 + len(draft)
         needed = self._blocks_for(request.num_computed + count) - len(request.blocks)
         if needed > self._blocks_for_drafts:
@@ -417,20 +436,22 @@ class Scheduler:
         request.blocks += new_blocks
         rows.add(request, count, new_blocks, draft)
         request.num_in_flight += 1
-        self._advance(request, 1)  # of the drafted ones it is not known yet
+        self._advance(request, 1)  # whether drafted tokens count is not known yet
         self._totals.on_draft(len(draft))
         return True
 
     def _take_draft(self, outcome: Outcome, draft: list[int], further: Further) -> None:
-        """The tokens behind the first one that a row with a draft gave: as many as were taken of the draft.
-        Blocks for those that were not go back."""
+        """Append the taken tokens of a draft, behind the first one that its row gave.
+
+        Blocks of tokens that were not taken are released.
+        """
         request = outcome.request
-        for place, token_id in enumerate(further.tokens):
+        for index, token_id in enumerate(further.tokens):
             if request.status is not Status.RUNNING:
-                break  # what came before ended it
+                break  # a token before ended the request
             self._advance(request, 1)  # by the token before this one, which was drafted
             outcome.token_ids.append(token_id)
-            outcome.logprobs.extend(further.logprobs[place : place + 1])
+            outcome.logprobs.extend(further.logprobs[index : index + 1])
             self._add_token(request, token_id)
         self._totals.on_taken(len(further.tokens))
         if request.drafter is not None and self._speculation is not None:
@@ -442,8 +463,11 @@ class Scheduler:
                 self._pool.release(surplus)
 
     def _name_full_blocks(self, request: Request) -> None:
-        """Blocks that this step fills are known from now on: every layer writes all rows' keys and values
-        before it reads any, so another row of the same step may already share them."""
+        """Put the blocks that this step fills into the prefix index.
+
+        Every layer writes all rows' keys and values before it reads any, so another row of the same step may
+        already share them.
+        """
         num_full = request.num_computed // self._rules.block_size
         hashes = request.hashes_up_to(num_full, self._rules.block_size)
         for index in range(request.num_named, num_full):
@@ -451,18 +475,18 @@ class Scheduler:
         request.num_named = num_full
 
     def _admit_waiting(self, rows: StepRows, most_rows: int) -> list[Admit]:
-        """Waiting requests that fit, in order; the first that does not fit ends it.
+        """Admit waiting requests in order, up to the first that does not fit.
 
-        Those who lack no more than room for the log-probabilities of their prompts are passed over, and, if
-        there are any whose output has begun, also those who lack no more than a share of the step: their
-        slots and blocks stay for them.
+        Requests that lack no more than room for the log-probabilities of their prompts are passed over. If
+        the output of any waiting request has begun, so are those that lack no more than a share of the step.
+        Slots and blocks are kept for them.
         """
         admits: list[Admit] = []
-        place = slots_kept = blocks_kept = 0
-        while len(self._waiting) > place and len(self._free_slots) > slots_kept:
+        index = slots_kept = blocks_kept = 0
+        while len(self._waiting) > index and len(self._free_slots) > slots_kept:
             if rows.budget <= 0 or len(rows) == most_rows:
                 break
-            request = self._waiting[place]
+            request = self._waiting[index]
             lacks_share = rows.prompt_budget <= 0 and not request.num_output
             if lacks_share and not self._waiting.num_begun:
                 break
@@ -470,8 +494,8 @@ class Scheduler:
                 if lacks_share:
                     slots_kept += 1
                     blocks_kept += self._blocks_for(len(request.token_ids))
-                place += 1
-                if place == MOST_PASSED_OVER:
+                index += 1
+                if index == MOST_PASSED_OVER:
                     break
                 continue
             known = self._pool.find_prefix(request.prefix_hashes(self._rules.block_size))
@@ -506,7 +530,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        self._promises.make(request)  # first: the queue counts what it expects of the prefix cache
+        self._expected_blocks.expect(request)  # first: the queue counts what it expects of the prefix cache
         self._waiting.add(request)
 
     def _in_prefill(self) -> int:
@@ -515,7 +539,7 @@ class Scheduler:
         return sum(left) - left.count(1)  # a request that needs its next token is in no prefill
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, to be computed again.
+        """Preempt a request: back to the queue, to be computed again.
 
         A known prefix may spare part of it.
         """
@@ -532,7 +556,7 @@ class Scheduler:
         del self._by_slot[request.slot]
         self._free_slots.append(request.slot)
         self._pool.release(request.blocks)
-        self._promises.keep(request)
+        self._expected_blocks.settle(request)
         request.slot, request.blocks = None, []
         request.num_computed = request.num_named = 0
 
@@ -548,8 +572,8 @@ class Scheduler:
     def _add_token(self, request: Request, token_id: int) -> None:
         grammar = request.grammar
         request.token_ids.append(token_id)
-        if request.promised:
-            self._promises.keep(request)
+        if request.expected_blocks:
+            self._expected_blocks.settle(request)
         self._totals.generation_tokens += 1
         is_over = grammar is not None and grammar.ended  # also where its end was the only token left
         if is_over or (token_id in request.stop_ids and request.num_output >= request.params.min_tokens):
@@ -563,14 +587,14 @@ class Scheduler:
             self._vacate(request)
         else:
             self._waiting.remove(request)
-            self._promises.keep(request)
+            self._expected_blocks.settle(request)
         request.status, request.finish_reason = Status.FINISHED, reason
         del self._requests[request.key]
         self._num_grammars -= request.grammar is not None
 
 
 def _most_drafted(request: Request) -> int:
-    """Of its output one token comes in any case.
+    """Most tokens worth drafting: one of its output comes in any case.
 
     Penalties look at the whole text for each token.
     """
@@ -581,5 +605,5 @@ def _most_drafted(request: Request) -> int:
 
 
 def _only_decodes(step: Step) -> bool:
-    """Whether no row is of a prompt: those come last."""
+    """Whether no row is a prompt's: those come last."""
     return step.counts[-1] == 1 or len(step.counts) - 1 in step.drafts

@@ -1,11 +1,10 @@
-"""Which tokens probably come next, and how many of them are worth a try (pure).
+"""Speculative decoding by prompt lookup: what to draft, and how much (pure).
 
-Prompt lookup decoding (Saxena 2023; ``ngram`` in vLLM): where the last tokens of a request stood before in
-its prompt or its output, what followed there is drafted. The next step computes the drafted tokens behind
-the newest one, and a token is sampled at each of them just as it would have been a step later: with the
-same seed, position and history. As far as these are the drafted ones they all count; the first that is not
-counts, too, and what comes behind it does not. So the output is that of one token a step, whatever is
-drafted.
+Prompt lookup decoding (Saxena 2023; ``ngram`` in vLLM): where the last tokens of a request occurred before in
+its prompt or its output, the tokens that followed there are drafted. The next step computes the drafted
+tokens behind the newest one. A token is sampled at each of them just as it would have been a step later: with
+the same seed, position and history. As long as sampled tokens equal the drafted ones, all count; the first
+that differs counts, too, and the rest do not. So the output is that of one token a step, whatever is drafted.
 
 Drafts cost time of the step. How long they are, and whether there are any, follows from what has come of them
 so far and from what steps took (:mod:`engine.scheduling.draft_prices`): a token is drafted if it is likelier
@@ -22,70 +21,73 @@ from engine.speculation_config import SpeculativeConfig
 
 NOTHING: list[int] = []
 MOST_INDEXED = 4096
-"""Tokens of texts that a step looks through, about a microsecond each: for whom they do not suffice, nothing
-is drafted yet."""
+"""Tokens that a step indexes, about a microsecond each.
+
+Requests for which they do not suffice get no draft yet.
+"""
 MOST_HELD = 1 << 20
-"""Tokens of texts that are kept looked through, some hundred bytes each: for whom there is no room, nothing
-is drafted."""
+"""Indexed tokens of all requests, some hundred bytes each.
+
+Requests for which there is no room get no drafts.
+"""
 
 
 class Drafter:
-    """What is drafted for one request, and what came of it."""
+    """Drafts for one request, and what came of them."""
 
     def __init__(self, config: SpeculativeConfig, chance: float) -> None:
-        """``chance`` of a drafted token, as far as is known."""
-        self._places = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+        """``chance``: that a drafted token is taken, as far as is known."""
+        self._ngrams = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         self._trust = DraftTrust(chance)
 
     def __repr__(self) -> str:
-        return f"<Drafter {self._places!r} {self._trust!r}>"
+        return f"<Drafter {self._ngrams!r} {self._trust!r}>"
 
     def __len__(self) -> int:
-        """Tokens of its text that were looked through."""
-        return len(self._places)
+        """Tokens of its text that were indexed."""
+        return len(self._ngrams)
 
     def draft(
         self, tokens: Sequence[int], most: int, price: float, allowance: int
     ) -> tuple[list[int], float]:
-        """What may follow these tokens, mostly nothing.
+        """Draft behind these tokens, mostly empty, and its expected gain beyond the price.
 
-        And what it will probably bring beyond its price. ``allowance``: so many tokens may be looked through
-        for it now.
+        ``allowance``: tokens that may be indexed for it now.
         """
-        place = self._places.find(tokens, allowance)
-        if place is None or most < 1:
+        position = self._ngrams.find(tokens, allowance)
+        if position is None or most < 1:
             return NOTHING, 0.0
         length, gain = self._trust.length(most, price)
         end = len(tokens)
-        found = list(tokens[place + 1 : place + 1 + length])
+        found = list(tokens[position + 1 : position + 1 + length])
         while len(found) < length:  # what follows there is the end of the text, which goes on with the draft
-            found.append(found[place + 1 + len(found) - end])
+            found.append(found[position + 1 + len(found) - end])
         return found, gain
 
     def learn(self, drafted: int, accepted: int, price: float) -> None:
-        """Of the last draft so many tokens were taken."""
+        """Take in that ``accepted`` tokens of the last draft were taken."""
         self._trust.learn(drafted, accepted, price)
 
 
 Text = tuple[Drafter, Sequence[int], int]
-"""Of a request: its tokens so far, and how many may be drafted behind them."""
+"""A request's drafter, its tokens so far, and how many may be drafted behind them."""
 
 
 class Speculation:
     """Drafts of one instance."""
 
     PLAIN_STEPS = 4
-    """Of so many steps without drafts the duration of one is noted: they are many, and alike."""
+    """One in so many steps without drafts is timed: they are many, and alike."""
     MEMORY = 100
-    """Of the drafted tokens of all requests, about so many of the last ones tell what to expect of others."""
+    """About how many of the last drafted tokens count for requests without any."""
     LONGEST_REST = 64
-    """Steps whose drafts do not seem to pay, before they are tried all the same."""
+    """Steps whose drafts do not seem to pay before drafts are tried all the same."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._cost = StepCost()
         self._price = StepCost.GUESSED_SHARE
-        """Of a token drafted for the step in the making."""
+        """Price of a token drafted for the step in the making."""
         self._chance = 0.5
         self._rest = 0
         self._drafted = False
@@ -96,7 +98,7 @@ class Speculation:
         return f"<Speculation up to {self._config.num_speculative_tokens} tokens, {self._cost!r}>"
 
     def drafter(self) -> Drafter:
-        """For a request."""
+        """A drafter for a new request."""
         return Drafter(self._config, self._chance)
 
     def is_off(self, running: int) -> bool:
@@ -105,8 +107,10 @@ class Speculation:
         return limit is not None and running > limit
 
     def draft(self, texts: Sequence[Text], rows: int, room: int) -> list[list[int]]:
-        """What may follow each of these texts, in a step of so many requests that has room for so many tokens
-        more. All empty if what is found does not pay."""
+        """Drafts for these texts; all are empty if they do not pay.
+
+        The step has ``rows`` requests, and ``room`` for so many more tokens.
+        """
         nothing = [NOTHING] * len(texts)
         if not texts or room < 1:
             return nothing
@@ -133,12 +137,12 @@ class Speculation:
         return drafts
 
     def learn(self, drafter: Drafter, drafted: int, accepted: int) -> None:
-        """Of a draft so many tokens were taken."""
+        """Take in that ``accepted`` tokens of a request's draft were taken."""
         drafter.learn(drafted, accepted, self._price)
         self._chance = moved(self._chance, drafted, accepted, self.MEMORY)
 
     def took(self, tokens: int, drafts: bool, seconds: float) -> None:
-        """A step without prompts."""
+        """Take in the duration of a step without prompts."""
         with_drafts, self._drafted = drafts or self._drafted, drafts
         self._plain += not with_drafts
         if with_drafts or self._plain % self.PLAIN_STEPS == 0:
@@ -146,7 +150,7 @@ class Speculation:
 
 
 def num_taken(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens of a draft are those that were sampled in their places.
+    """Leading tokens of a draft that equal those sampled at the same positions.
 
     ``sampled`` has one more.
     """

@@ -1,4 +1,4 @@
-"""A step in the making, and what is kept of it while it is under way (pure)."""
+"""A step in the making, and what is kept of it in flight (pure)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class UnderWay(msgspec.Struct, frozen=True):
     step: Step
     requests: list[Request]
     tables: list[list[int]]
-    """Their blocks: also of those that are aborted meanwhile."""
+    """Block tables of the requests, also of those that are aborted meanwhile."""
 
 
 class StepRows:
-    """The rows of a step in the making, and what there is room for besides, in tokens."""
+    """Rows of a step in the making, and the token budgets that are left."""
 
     def __init__(self, budget: int, prompts: int, prompt_logprobs: int) -> None:
         self.budget = budget
         self._prompts = prompts
         self.prompt_logprobs = prompt_logprobs
-        """Of prompts whose log-probabilities are wanted."""
+        """Budget of prompt tokens whose log-probabilities are wanted."""
         self.requests: list[Request] = []
         self._slots: list[int] = []
         self._starts: list[int] = []
@@ -40,17 +40,17 @@ class StepRows:
 
     @property
     def prompt_budget(self) -> int:
-        """What prompts may take of it."""
+        """Tokens that prompts may take of the budget."""
         return min(self.budget, self._prompts)
 
     def is_full_for(self, request: Request) -> bool:
-        """Whether it lacks room for the log-probabilities of its prompt."""
+        """Whether there is no room for the log-probabilities of a request's prompt."""
         return self.prompt_logprobs <= 0 and request.tells_prompt
 
     def add(
         self, request: Request, count: int, new_blocks: list[int], draft: list[int] | None = None
     ) -> None:
-        """The next ``count`` tokens of a request, the last of which are a draft if there is one."""
+        """Add the next ``count`` tokens of a request, the last of which are its draft."""
         assert request.slot is not None
         index, start = len(self.requests), request.num_computed
         self.budget -= count
@@ -74,7 +74,7 @@ class StepRows:
         self._counts.append(count)
 
     def step(self, admits: list[Admit], *, tells_tokens: bool) -> Step:
-        """Those of one token come first, then those with drafts."""
+        """The finished step: decode rows first, then rows with drafts, then prefill chunks."""
         if not self._in_order:
             self._sort()
         starts, counts = self._starts, self._counts
@@ -98,20 +98,20 @@ class StepRows:
         order = sorted(
             range(len(self)), key=lambda index: (self._counts[index] > 1, index not in self._drafts)
         )
-        place = {index: new for new, index in enumerate(order)}
+        new_index = {index: new for new, index in enumerate(order)}
         self.requests = [self.requests[index] for index in order]
         self._slots = [self._slots[index] for index in order]
         self._starts = [self._starts[index] for index in order]
         self._counts = [self._counts[index] for index in order]
-        self._new_blocks = {place[index]: blocks for index, blocks in self._new_blocks.items()}
-        self._partial = sorted(place[index] for index in self._partial)
-        self._drafts = {place[index]: draft for index, draft in self._drafts.items()}
+        self._new_blocks = {new_index[index]: blocks for index, blocks in self._new_blocks.items()}
+        self._partial = sorted(new_index[index] for index in self._partial)
+        self._drafts = {new_index[index]: draft for index, draft in self._drafts.items()}
 
 
 def admit_of(request: Request, slot: int) -> Admit:
-    """What the workers are told of a request that takes a slot."""
+    """Admission of a request to a slot, as the workers get it."""
     params = request.params
-    if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # told by its first delta
+    if request.prompt_logprobs is None and params.prompt_logprobs is not None:  # sent with its first delta
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     return Admit(
         slot=slot,
@@ -124,7 +124,7 @@ def admit_of(request: Request, slot: int) -> Admit:
 
 
 def made_anew(under_way: UnderWay) -> UnderWay:
-    """The same step, as if all its requests were admitted by it."""
+    """The same step, as if it admitted all its requests."""
     old = under_way.step
     step = msgspec.structs.replace(
         old,

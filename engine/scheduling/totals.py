@@ -1,4 +1,4 @@
-"""What an instance has done since it started (pure): the counts that its reports carry."""
+"""Counters of an instance since its start (pure), as reports carry them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Totals:
         self._taken_by_place: list[int] = []
 
     def on_first_admission(self, request: Request) -> None:
-        """A request got a slot for the first time.
+        """Count a request that got a slot for the first time.
 
         ``num_cached`` of its prompt was in the prefix cache.
         """
@@ -32,24 +32,24 @@ class Totals:
         self._cache_hits += request.num_cached
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of so many tokens was scheduled."""
+        """Count a scheduled step of so many tokens."""
         self.steps += 1
         self._scheduled_tokens += num_tokens
         self._step_sizes[bisect_left(ITERATION_BOUNDS, num_tokens)] += 1
 
     def on_draft(self, num_tokens: int) -> None:
-        """So many tokens were drafted for a request."""
+        """Count tokens drafted for a request."""
         self._drafts += 1
         self._drafted_tokens += num_tokens
 
     def on_taken(self, num_tokens: int) -> None:
-        """The first tokens of a draft, so many, were those that were sampled."""
+        """Count the leading tokens of a draft that were taken."""
         self._taken_by_place += [0] * (num_tokens - len(self._taken_by_place))
-        for place in range(num_tokens):
-            self._taken_by_place[place] += 1
+        for position in range(num_tokens):
+            self._taken_by_place[position] += 1
 
     def counters(self) -> Counters:
-        """As reports tell them; ``bad_messages`` is the server's."""
+        """The counters of a report; ``bad_messages`` is the server's."""
         return Counters(
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self.generation_tokens,

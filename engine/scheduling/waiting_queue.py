@@ -1,6 +1,6 @@
-"""The requests of an instance that wait for a slot, and what they will cost (pure).
+"""Queue of requests that wait for a slot, and their expected cost (pure).
 
-The sums stand for routers, who choose an instance by them: they are kept as requests come and go, since a
+The sums are for routers, which choose an instance by them. They are kept up as requests come and go, since a
 queue may hold thousands.
 """
 
@@ -12,9 +12,9 @@ from engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """Requests in the order in which they will be admitted.
+    """Waiting requests in the order of their admission.
 
-    None changes its tokens while it is here.
+    Their tokens do not change here.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -25,7 +25,7 @@ class WaitingQueue:
         """Tokens without those that the prefix cache is expected to have."""
         self.num_blocks = 0
         self.num_begun = 0
-        """Those that have some of their output: moved from another instance, or preempted."""
+        """Requests that have some output: moved from another instance, or preempted."""
 
     def __repr__(self) -> str:
         return f"<WaitingQueue of {len(self._requests)}, {self.num_tokens} tokens>"
@@ -33,9 +33,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __getitem__(self, place: int) -> Request:
-        """0 is the first one."""
-        return self._requests[place]
+    def __getitem__(self, index: int) -> Request:
+        """The request at this index; 0 is the first one."""
+        return self._requests[index]
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=lambda other: other.order)

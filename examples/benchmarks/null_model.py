@@ -19,28 +19,50 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where this is not installe
 
 STEP_VARIABLE, TOKEN_VARIABLE, CONTEXT_VARIABLE = "NULL_STEP_MS", "NULL_TOKEN_US", "NULL_CONTEXT_NS"
 
+MORE_BLOCKS = 3
+"""How many times as wide the tables of decode steps are as those packed, for the steps that follow."""
+
 
 class NullModel:
     """In place of :class:`engine.kernels.program.Program`: logits that cost nothing."""
 
-    def __init__(self, vocabulary: int, most: int) -> None:
+    def __init__(self, vocabulary: int, most: int, block_size: int) -> None:
         import torch
 
+        self._block_size = block_size
         self._logits = torch.randn(most, vocabulary, generator=torch.Generator().manual_seed(0))
-        self._last = 0
+        self.going_on: Any = None
 
     def forward(self, _packed: Any, _ids: Any, wanted: Any, _hidden: Any = None) -> Any:
+        self.going_on = None
         return self._logits[: len(wanted)]
 
     def can_choose(self, _tokens: int, draws: Any) -> bool:
         return len(draws) == 0
 
     def choose(self, packed: Any, ids: Any, wanted: Any, _draws: Any) -> Any:
-        self._last = len(wanted)
-        return self.go_on({})
+        from engine.kernels.cache import NativePlan
+        from engine.kernels.going_on import GoingOn
+        from engine.kernels.operations import StepArguments
 
-    def go_on(self, _new_blocks: Any) -> Any:
-        return self._logits[: self._last].numpy().argmax(axis=1).tolist()
+        if packed.num_single == len(packed.starts) == len(wanted):
+            slots, tables = packed.positions.copy(), packed.block_tables.repeat(MORE_BLOCKS, axis=1)
+            plan = NativePlan(slots, packed.starts, tables, tables, tables)
+            self.going_on = GoingOn(StepArguments(), ids, packed, plan, self._block_size)
+        return self._chosen(len(wanted))
+
+    def go_on(self, new_blocks: Any) -> Any:
+        last, self.going_on = self.going_on, None
+        if last is None or not last.fits(sys.maxsize):
+            return None
+        last.advance(new_blocks)
+        tokens = last.chose(self._chosen(last.size))
+        last.keep(tokens)
+        self.going_on = last
+        return tokens
+
+    def _chosen(self, count: int) -> Any:
+        return self._logits[:count].numpy().argmax(axis=1).tolist()
 
 
 class NullExecutor:
@@ -61,7 +83,7 @@ class NullExecutor:
         from engine.model.weights import LoadedModel
 
         model = LoadedModel(None, (), vocabulary, torch.float32, torch.device("cpu"))
-        null: Any = NullModel(vocabulary, most)
+        null: Any = NullModel(vocabulary, most, block_size)
         self._runner = ModelRunner(model, None, block_size, null)
         self._vocabulary = vocabulary
         self._step_seconds = step_seconds

@@ -50,12 +50,12 @@ def member(
     from engine.model.weights import load_model
     from examples.benchmarks.roofline import packed_step
     from parallel.groups import form, open_store
-    from parallel.placement import place
+    from parallel.placement import assign_experts
 
     torch.set_num_threads(1)
     info, kernels = read_model_info(Path(model)), library.load()
     assert kernels is not None, "there are no native kernels here: see docs/design/kernels.md"
-    placement = place(info.num_experts, size)
+    placement = assign_experts(info.num_experts, size)
     share = ExpertShare(placement, rank) if spread else None
     device, dtype = torch.device("cpu"), torch.bfloat16
     loaded = load_model(info, ModelConfig(), dtype=dtype, device=device, share=share)

@@ -1,4 +1,4 @@
-"""What the backends have in common: sums in rank order, sizes, checks of what they are given."""
+"""Arithmetic that all backends share: sums in rank order, sizes, checks of arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """``out`` = parts[0] + parts[1] + ..., element by element, so the same bits wherever it is computed.
+    """``out`` = parts[0] + parts[1] + ..., element by element.
+
+    The order is fixed, so the bits are the same wherever the sum is computed.
 
     Half types are summed in float32 and rounded once.
     """

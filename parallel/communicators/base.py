@@ -1,4 +1,6 @@
-"""The contract of a communicator: how the members of one group exchange tensors (loads no torch).
+"""The contract of a communicator: how the members of one group exchange tensors.
+
+This module loads no torch.
 
 A group has a fixed number of members and belongs to one epoch; another epoch gets other communicators.
 Every call is collective (all members make the same calls in the same order) and bounded: when a member
@@ -51,10 +53,15 @@ class Communicator(Protocol):
     rank: int
     size: int
     processes: dict[int, int]
-    """Process ids by rank, of those other members that run where their ids mean something here."""
+    """Process ids by rank.
+
+    Only those of other members in the same host and process-id namespace are listed.
+    """
     on_broken: Callable[[CollectiveError], None] | None
-    """Called once, in a thread of the communicator, if it notices between calls that the group is broken. Not
-    every transport does."""
+    """Called once, in a communicator's thread, when it notices a broken group between calls.
+
+    Not every transport does so.
+    """
 
     def all_gather_ints(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of (equally many) 64-bit integers, by rank: the header exchange, so
@@ -114,8 +121,11 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make this and every later call fail, on this member at once and on the others as soon as they need
-        this one. Safe from any thread, and twice."""
+        """Make this and every later call fail.
+
+        Calls fail on this member at once, and on the others as soon as they need this member. Safe from any
+        thread, and when called twice.
+        """
         ...
 
     def close(self) -> None:

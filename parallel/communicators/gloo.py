@@ -76,7 +76,7 @@ class _Connections:
         self._watcher.start()
 
     def cut(self, reason: str, blamed: int | None = None, evidence: Evidence = "aborted") -> None:
-        """Close all connections, so that everything that waits on them, here or there, fails at once."""
+        """Close all connections, so that everything that waits on them, here or there, fails."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -118,7 +118,10 @@ class _Connections:
         return None
 
     def leave(self) -> None:
-        """Say farewell, so that nobody takes this for a death, close, and wait until no thread is in gloo."""
+        """Announce an orderly exit, close, and wait until no thread is in gloo.
+
+        The announcement keeps the others from taking the closed connections for a death.
+        """
         if self.reason is None:
             with contextlib.suppress(RuntimeError):
                 farewell = self._group.send([torch.zeros(1)], self._after, _FAREWELL)
@@ -132,10 +135,10 @@ class _Connections:
             self._in_gloo.release()
 
     def _broke(self, peer: int) -> None:
-        """A connection broke.
+        """Handle a broken connection.
 
-        Where the processes can be watched, a death is told from a farewell: sockets are closed a moment
-        before a process has ended.
+        Where the processes can be watched, a death is distinguished from an orderly exit: sockets are closed
+        a moment before a process has ended.
         """
         with self._lock:
             if self.reason is not None:

@@ -1,4 +1,6 @@
-"""Whether a group is still whole, as one of its members sees it, and how it leaves (loads no torch).
+"""Whether a group is still whole, as one member sees it, and how it leaves.
+
+This module loads no torch.
 
 Each member has a state word that the others can read. Waits are in vain when the process of a member has
 ended, when somebody has given up, when this end was aborted or closed, and when the time of the call is over.
@@ -36,7 +38,10 @@ class GroupHealth:
         self._should_stop = should_stop
         self._call = "forming the group"
         self._deadline: float | None = None
-        """Of the call; reckoned when it first waits for long, since most do not."""
+        """Deadline of the current call.
+
+        It is computed when the call first waits for long, since most do not.
+        """
         self._states: dict[int, memoryview] = {}
 
     def know(self, rank: int, state: memoryview) -> None:
@@ -44,7 +49,7 @@ class GroupHealth:
         self._states[rank] = state
 
     def formed(self) -> None:
-        """Whoever waited for the others to come may forget it."""
+        """Note that all members have come, and drop the wait for them."""
         self._should_stop = None
 
     def begin(self, call: str) -> None:
@@ -69,7 +74,7 @@ class GroupHealth:
             self.fail(*blame)
 
     def _hopeless(self, rank: int) -> tuple[str, int | None, Evidence] | None:
-        """Why a wait for member ``rank`` is in vain, whose fault it is, and how that is known."""
+        """Why a wait for member ``rank`` is in vain, who is blamed, and the evidence."""
         if self.reason is not None:
             return self.reason, self._blamed, self._evidence
         if self._should_stop is not None and self._should_stop():

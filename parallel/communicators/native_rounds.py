@@ -105,7 +105,10 @@ class Library:
 
 @cache
 def load() -> Library | None:
-    """The collectives, compiled first if need be; None (and a line in the log, once) where there are none."""
+    """The compiled collectives, built first if need be; None where that fails.
+
+    The reason is logged once.
+    """
     if os.environ.get(OFF) == "0":
         logger.info("native collectives: off (%s=0)", OFF)
         return None
@@ -123,13 +126,13 @@ def make_rounds(
     rank: int,
     layout: Layout,
     members: Sequence[Slots],
-    standing: GroupHealth,
+    health: GroupHealth,
     crowded: bool,
 ) -> Rounds:
     """One member's part, native if there is a library."""
     if library is None:
-        return Rounds(rank, layout, members, standing, crowded=crowded)
-    return NativeRounds(library, rank, layout, members, standing, crowded=crowded)
+        return Rounds(rank, layout, members, health, crowded=crowded)
+    return NativeRounds(library, rank, layout, members, health, crowded=crowded)
 
 
 class NativeRounds(Rounds):
@@ -143,11 +146,11 @@ class NativeRounds(Rounds):
         rank: int,
         layout: Layout,
         members: Sequence[Slots],
-        standing: GroupHealth,
+        health: GroupHealth,
         *,
         crowded: bool,
     ) -> None:
-        super().__init__(rank, layout, members, standing, crowded=crowded)
+        super().__init__(rank, layout, members, health, crowded=crowded)
         size = layout.size
         self._library = library
         self._ints: dict[int, tuple[Any, int, Callable[..., None]]] = {}
@@ -162,7 +165,7 @@ class NativeRounds(Rounds):
             announced=layout.announced, sent=layout.sent, envelopes=layout.envelopes, taken=layout.taken,
             slots=layout.slots, letters=layout.letters, views=layout.views,
             members=ctypes.addressof(self._addresses), terms=ctypes.addressof(self._terms),
-            check=_checking(standing, self._errors), crowded=crowded, budget=_LONGEST_BUDGET,
+            check=_checking(health, self._errors), crowded=crowded, budget=_LONGEST_BUDGET,
             letter_user=(-1, -1),
         )  # fmt: skip
         self._at = ctypes.c_int64(ctypes.addressof(self._group))
@@ -191,7 +194,7 @@ class NativeRounds(Rounds):
         return self._calling(self._library.calls[call], (ctypes.c_int64 * len(words))(*words))
 
     def _calling(self, function: Any, block: ctypes.Array[ctypes.c_int64]) -> Callable[..., Any]:
-        """The native function with the block that says what does not change from call to call."""
+        """The native function, bound to the block of arguments that stay from call to call."""
         at, fail = ctypes.c_int64(ctypes.addressof(block)), self._fail
 
         def run(
@@ -245,16 +248,19 @@ class NativeRounds(Rounds):
         group = self._group
         if outcome == _OTHER_CALL:
             self._fail_on_note(group.culprit, group.found)
-        self._standing.fail_on_bytes(group.culprit, group.found, group.expected)
+        self._health.fail_on_bytes(group.culprit, group.found, group.expected)
 
 
-def _checking(standing: GroupHealth, errors: list[BaseException]) -> Any:
-    """What the collectives call now and then while they wait until the word of a member is ``target``; 1:
-    give up. It must not know the rounds: they would keep each other."""
+def _checking(health: GroupHealth, errors: list[BaseException]) -> Any:
+    """A check that collectives call now and then while they wait for a member's word.
+
+    The wait ends when the word is ``target``; a returned 1 means: give up. The check must not know the
+    rounds: each would keep the other alive.
+    """
 
     def check(rank: int, word: int, target: int) -> int:
         try:
-            standing.check(rank, lambda: ctypes.c_int64.from_address(word).value >= target)
+            health.check(rank, lambda: ctypes.c_int64.from_address(word).value >= target)
         except BaseException as error:  # noqa: BLE001 (raised by the caller: it may not pass through C++)
             errors[:] = [error]
             return 1

@@ -24,7 +24,7 @@ Key = tuple[str, Sequence[int], torch.dtype, Sequence[int], Sequence[int]]
 
 
 class Plan:
-    """Of one call with tensors of one form."""
+    """Plan of a call with tensors of one form."""
 
     __slots__ = (
         "alike",
@@ -57,7 +57,7 @@ class Plan:
         self.fits = fits
         """Whether there is room for views of this form, as far as this member knows."""
         self.own = own
-        """Of all-to-all: what this member gives itself, if it is not written to its segment."""
+        """All-to-all: this member's part for itself, if it is not written to its segment."""
         self.views: list[Any] = [None] * VIEWS
         """By buffer, what shows it: a tensor, or one for each rank.
 

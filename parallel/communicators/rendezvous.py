@@ -1,4 +1,6 @@
-"""Where the members of a group find each other: a key per member in a store (loads no torch).
+"""Rendezvous of the members of a group: a key per member in a store.
+
+This module loads no torch.
 
 The store's own blocking calls cannot be ended from outside, so this asks again at short intervals.
 """

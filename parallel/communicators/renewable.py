@@ -1,4 +1,7 @@
-"""A member's end of one group after another, for layers that keep what they were given (loads no torch)."""
+"""A member's end of successive groups, for layers that keep their communicator.
+
+This module loads no torch.
+"""
 
 from __future__ import annotations
 

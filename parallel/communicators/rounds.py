@@ -40,7 +40,7 @@ class Rounds:
     is_native = False
 
     def __init__(
-        self, rank: int, layout: Layout, members: Sequence[Slots], standing: GroupHealth, *, crowded: bool
+        self, rank: int, layout: Layout, members: Sequence[Slots], health: GroupHealth, *, crowded: bool
     ) -> None:
         self.rank, self.size = rank, layout.size
         self._slot_bytes = layout.slot_bytes
@@ -48,7 +48,7 @@ class Rounds:
         self._layout = layout
         self._num_views = 0
         self._members = members
-        self._standing = standing
+        self._health = health
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._patience = Patience(crowded)
         self._letters = 0
@@ -62,8 +62,10 @@ class Rounds:
         sizes: Sequence[int],
         receive_sizes: Sequence[int] = (),
     ) -> Callable[..., Any]:
-        """The method of this name, for what is given in tensors of this shape and type, cut into these sizes;
-        only tensors are left to be given."""
+        """The method of this name, bound to a shape, a type and sizes.
+
+        Only the tensors themselves remain to be given.
+        """
         method = getattr(self, call)
         if call == "all_reduce":
             return partial(method)
@@ -93,11 +95,11 @@ class Rounds:
         step = self._slot_bytes
         for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
-            mine.copy_to(self._place(self.rank, slot), low, step)
+            mine.copy_to(self._region_address(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
-                spans[peer].copy_from(self._place(peer, slot), low, step)
+                spans[peer].copy_from(self._region_address(peer, slot), low, step)
 
     def reduce_scatter(self, whole: torch.Tensor, total: torch.Tensor, sizes: Sequence[int]) -> None:
         """The sums of all wholes to this member's total."""
@@ -108,7 +110,7 @@ class Rounds:
         for low in range(0, max(span.length for span in spans), step):
             slot = self._take_slot()
             for peer in self._peers:
-                spans[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+                spans[peer].copy_to(self._region_address(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -137,7 +139,7 @@ class Rounds:
                 for peer in self._peers:
                     announced[1 + peer] = sent[peer].length
             for peer in self._peers:
-                sent[peer].copy_to(self._place(self.rank, slot, peer), low, step)
+                sent[peer].copy_to(self._region_address(self.rank, slot, peer), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -145,17 +147,19 @@ class Rounds:
                     announced = self._members[peer].announced[slot]
                     rounds = max(rounds, announced[0])
                     self._check_bytes(peer, announced[1 + self.rank], received[peer].length)
-                received[peer].copy_from(self._place(peer, slot, self.rank), low, step)
+                received[peer].copy_from(self._region_address(peer, slot, self.rank), low, step)
             low += step
 
     def all_gather_view(self, part: torch.Tensor, sizes: Sequence[int]) -> int:
-        """This member's part to where the parts of all are side by side: in the segment of rank 0. Returns
-        the buffer."""
+        """Write this member's part into the segment of rank 0, beside the others' parts.
+
+        Returns the buffer.
+        """
         row_bytes = math.prod(part.shape[1:]) * part.itemsize
         note = _note("all_gather_view", sum(sizes) * row_bytes)
         slot, buffer = self._take_slot(), self._take_view()
-        place = self._members[0].address + self._layout.view_at(buffer)
-        span_of(part).copy_to(place + sum(sizes[: self.rank]) * row_bytes)
+        target = self._members[0].address + self._layout.view_at(buffer)
+        span_of(part).copy_to(target + sum(sizes[: self.rank]) * row_bytes)
         self._publish(slot, note)
         for peer in self._peers:
             self._await_round(peer, slot, note)
@@ -164,8 +168,11 @@ class Rounds:
     def all_to_all_views(
         self, outgoing: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> int:
-        """What goes to others to this member's segment, and its own part if that is small. Returns the
-        buffer, or :data:`VIEWS` if what somebody gives does not fit."""
+        """Write what goes to others into this member's segment.
+
+        Its own part is written, too, if that is small. Returns the buffer, or :data:`VIEWS` if the data of
+        some member does not fit.
+        """
         note = _note("all_to_all_views", 0)
         row_bytes = math.prod(outgoing.shape[1:]) * outgoing.itemsize
         sent = spans_of(outgoing, send_sizes)
@@ -200,7 +207,7 @@ class Rounds:
         span, step = span_of(given), self._slot_bytes
         for low in range(0, span.length, step):
             slot = self._take_slot()
-            span.copy_to(self._place(self.rank, slot), low, step)
+            span.copy_to(self._region_address(self.rank, slot), low, step)
             self._publish(slot, note)
             for peer in self._peers:
                 self._await_round(peer, slot, note)
@@ -213,11 +220,11 @@ class Rounds:
         for low in range(0, span.length, step):
             slot = self._take_slot()
             if source == self.rank:
-                span.copy_to(self._place(source, slot), low, step)
+                span.copy_to(self._region_address(source, slot), low, step)
             self._publish(slot, note)
             if source != self.rank:
                 self._await_round(source, slot, note)
-                span.copy_from(self._place(source, slot), low, step)
+                span.copy_from(self._region_address(source, slot), low, step)
 
     def send(self, given: torch.Tensor, to: int) -> None:
         """To one member."""
@@ -257,8 +264,10 @@ class Rounds:
         return (done + 1) % 2
 
     def _take_view(self) -> int:
-        """The next buffer for views, when :meth:`_take_slot` has let this member go on: whoever began the
-        call before this one does not read what was in it any more."""
+        """The next buffer for views, once :meth:`_take_slot` has let this member go on.
+
+        A member that began the previous call no longer reads what was in the buffer.
+        """
         self._num_views += 1
         return (self._num_views - 1) % VIEWS
 
@@ -274,14 +283,17 @@ class Rounds:
         if member.notes[slot] != note:
             self._fail_on_note(rank, member.notes[slot])
 
-    def _place(self, rank: int, slot: int, region: int = 0) -> int:
+    def _region_address(self, rank: int, slot: int, region: int = 0) -> int:
         """Address of a member's slot, or of what is in it for one member."""
         start: int = self._members[rank].slot_addresses[slot]
         return start + region * self._region_bytes
 
     def _sum(self, slot: int, at: int, mine: torch.Tensor, total: torch.Tensor, low: int, step: int) -> None:
-        """Of ``total``, the elements that this round brings: at most ``step`` bytes from ``low`` on, which
-        stand in the others' slots ``at`` this byte. ``mine`` is this member's own term of the total."""
+        """Sum the elements of ``total`` that this round brings.
+
+        These are at most ``step`` bytes from ``low`` on; in the others' slots they begin at byte ``at``.
+        ``mine`` is this member's own term of the total.
+        """
         size = mine.element_size()
         first, stop = low // size, min((low + step) // size, mine.numel())
         if first >= stop:
@@ -300,16 +312,16 @@ class Rounds:
     def _await(self, rank: int, word: memoryview, target: int) -> None:
         if word[0] < target:
             self._patience.wait(
-                word, target, lambda: self._standing.check(rank, lambda: bool(word[0] >= target))
+                word, target, lambda: self._health.check(rank, lambda: bool(word[0] >= target))
             )
 
     def _check_bytes(self, rank: int, sent: int, expected: int) -> None:
         if sent != expected:
-            self._standing.fail_on_bytes(rank, sent, expected)
+            self._health.fail_on_bytes(rank, sent, expected)
 
     def _fail_on_note(self, rank: int, note: int) -> None:
         num_bytes, call = divmod(note, len(CALLS))
-        self._standing.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
+        self._health.fail(f"rank {rank} calls {CALLS[call]} of {num_bytes} bytes", rank, "closed")
 
 
 def _note(call: str, num_bytes: int) -> int:
@@ -318,6 +330,9 @@ def _note(call: str, num_bytes: int) -> int:
 
 
 def _elements(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Of a contiguous tensor, flat. Views cost time, so none is made without need."""
+    """The elements of a contiguous tensor, flat.
+
+    Views cost time, so none is made without need.
+    """
     flat = tensor if tensor.dim() == 1 else tensor.view(-1)
     return flat if stop - first == len(flat) else flat[first:stop]

@@ -20,11 +20,17 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the others find a member's segment."""
 
     host: str
-    """Of one boot of one machine and one namespace of process ids: in it, ``pid`` means the same to all."""
+    """One boot of one machine and one namespace of process ids.
+
+    Within it, ``pid`` means the same to all.
+    """
     pid: int
     descriptor: int
     name: str
-    """Of this segment alone: once its owner has concealed it, the number may be another file's."""
+    """A name that no other segment has.
+
+    Once the owner has unlinked its file, the number may be another file's.
+    """
 
 
 class Segment:

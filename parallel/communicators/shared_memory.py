@@ -1,7 +1,7 @@
-"""A communicator for members on one host: each writes into memory of its own, the others read it there.
+"""A communicator for members on one host, each writing memory that the others read.
 
 Collectives go in rounds. In round k a member writes its part into one of its two slots (k modulo 2), then
-sets its counter to k, and reads the others' slots when their counters have reached k. Whoever publishes
+sets its counter to k, and reads the others' slots when their counters have reached k. A member that publishes
 round k has finished reading round k - 1, so when all counters stand at k, the slots of round k - 1 are free
 for round k + 1: two slots suffice, and nobody ever acknowledges anything. Tensors larger than a slot take
 several rounds. What the members must agree on stands beside each slot (the note), so that calls that do not
@@ -18,8 +18,8 @@ Send and receive have two slots of their own (letters), since only two members t
 
 The rounds are in ``native_rounds`` (one call into C++ for a whole collective) and, where nothing can be
 compiled, in ``rounds``; both do the same with the same memory, so members of a group need not agree. What
-can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``standing`` for when it
-gives up, ``segments`` for the memory and ``slots`` for how it is cut.
+can be known before a call is in ``plans``. See ``waiting`` for how a member waits, ``group_health`` for when
+it gives up, ``segments`` for the memory and ``slots`` for how it is cut.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from parallel.communicators.slots import VIEWS, Layout, Slots
 from parallel.topology import usable_cores
 
 SLOT_BYTES = 1 << 20
-"""Of each of the two slots and two letters of a member.
+"""Size of each of a member's two slots and two letters.
 
 Memory is used as far as tensors fill them.
 """
 VIEW_BYTES = 64 << 20
-"""Of each of the three buffers for views; as far as they are filled, again."""
+"""Size of each buffer for views; memory is used as far as they are filled."""
 ARENA_BYTES = 1 << 30
-"""Of what each member has besides, for native code.
+"""Size of a member's further memory for native code.
 
 Memory is used as far as it is written.
 """
@@ -80,10 +80,10 @@ class SharedMemoryCommunicator:
             )
         self.rank, self.size = rank, size
         self.arena_bytes = arena_bytes
-        """Of the memory at each of :attr:`arenas`."""
+        """Size of the memory at each of :attr:`arenas`."""
         self.processes: dict[int, int] = {}
         self.on_broken: Callable[[CollectiveError], None] | None = None  # deaths are seen by who waits
-        self._standing = GroupHealth(rank, timeout, should_stop)
+        self._health = GroupHealth(rank, timeout, should_stop)
         self._members: list[Slots] = []
         self._plans: Plans | None = None
         library = load() if native else None  # compiled before others wait for this member
@@ -93,7 +93,7 @@ class SharedMemoryCommunicator:
             own = OwnSegment(layout.num_bytes)
             try:
                 self._members = self._map(store, patience, own, layout, should_stop)
-                rounds = make_rounds(library, rank, layout, self._members, self._standing, self.is_crowded)
+                rounds = make_rounds(library, rank, layout, self._members, self._health, self.is_crowded)
                 self._plans = Plans(rank, layout, self._members, rounds)
                 rounds.all_gather_ints([rank])  # whoever took part has mapped everything
             finally:
@@ -101,7 +101,7 @@ class SharedMemoryCommunicator:
         except BaseException:
             self.close()
             raise
-        self._standing.formed()
+        self._health.formed()
 
     def _map(
         self,
@@ -113,7 +113,7 @@ class SharedMemoryCommunicator:
     ) -> list[Slots]:
         """Make this member's segment known and map those of the others."""
         mine = Slots(own, layout)
-        self._standing.know(self.rank, mine.state)
+        self._health.know(self.rank, mine.state)
         said = exchange(
             store,
             self.rank,
@@ -129,15 +129,13 @@ class SharedMemoryCommunicator:
                 members.append(mine)
                 continue
             self.processes[member] = address.pid
-            segment: Segment = open_segment(member, address, layout.num_bytes, self._standing.watch)
+            segment: Segment = open_segment(member, address, layout.num_bytes, self._health.watch)
             members.append(Slots(segment, layout))
-            self._standing.know(member, members[-1].state)
+            self._health.know(member, members[-1].state)
         return members
 
     def __repr__(self) -> str:
-        return (
-            f"<SharedMemoryCommunicator rank {self.rank} of {self.size}, {self._standing.reason or 'open'}>"
-        )
+        return f"<SharedMemoryCommunicator rank {self.rank} of {self.size}, {self._health.reason or 'open'}>"
 
     # ---- the contract
 
@@ -197,10 +195,10 @@ class SharedMemoryCommunicator:
         return result
 
     def abort(self) -> None:
-        self._standing.abort()
+        self._health.abort()
 
     def close(self) -> None:
-        self._standing.close()
+        self._health.close()
         self._members, self._plans = [], None
 
     def _into_new(
@@ -231,17 +229,20 @@ class SharedMemoryCommunicator:
             plan = plans.find(call, tensor, sizes, receive_sizes)
         if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.requires_grad:
             tensor = plain(tensor)
-        self._standing.begin(call)
+        self._health.begin(call)
         return plans, plan, tensor
 
     def _begin(self, call: str) -> Plans:
-        """Its deadline counts from now. Who holds the plans holds the memory, whoever closes this."""
+        """Start the call's deadline; return the plans.
+
+        A holder of the plans holds the memory, even if another thread closes this communicator.
+        """
         plans = self._plans or self._closed(call)
-        self._standing.begin(call)
+        self._health.begin(call)
         return plans
 
     def _closed(self, call: str) -> NoReturn:
-        self._standing.begin(call)
+        self._health.begin(call)
         raise AssertionError("it is open")
 
     # ---- for native code that exchanges by itself
@@ -253,8 +254,11 @@ class SharedMemoryCommunicator:
 
     @property
     def arenas(self) -> list[Slots]:
-        """By rank, who has an arena: zeros at first, written by that member alone, read by all. It stays
-        mapped as long as the holder keeps these."""
+        """Segments by rank, each with an arena.
+
+        An arena is zeros at first, written by its own member alone, and read by all. It stays mapped as long
+        as the caller keeps these.
+        """
         return list(self._members)
 
     @property
@@ -268,7 +272,7 @@ class SharedMemoryCommunicator:
         Raises:
             CollectiveError: the group is broken.
         """
-        self._standing.begin(call)
+        self._health.begin(call)
 
     def check_exchange(self, rank: int, has_arrived: Callable[[], bool]) -> None:
         """To be called every few milliseconds while waiting for member ``rank``.
@@ -277,4 +281,4 @@ class SharedMemoryCommunicator:
             CollectiveError: the wait can no longer end well; from now on all calls fail, here and at the
                 others.
         """
-        self._standing.check(rank, has_arrived)
+        self._health.check(rank, has_arrived)

@@ -1,4 +1,4 @@
-"""How a member's segment is cut: words that tell how far it is, slots for what it gives."""
+"""Layout of a member's segment: words that count its progress, slots for its data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from parallel.communicators.segments import Segment
 
 _WORD_BYTES = 8
 LINE_BYTES = 64
-"""Of a cache line. Words that different members wait for stand on different ones."""
+"""Size of a cache line.
+
+Words that different members wait for are on different lines.
+"""
 _PAGE_BYTES = 4096
 OWN_BYTES = 16 << 10
-"""What a member of an all-to-all for views gives itself is copied, too, up to so many bytes: that takes less
-than to cut a tensor."""
+"""Most bytes of a member's own all-to-all part that are copied.
+
+Copying so few takes less time than slicing a tensor.
+"""
 VIEWS = 3
 """Buffers for results that are read where they were written: see ``shared_memory``."""
 
@@ -31,7 +36,7 @@ class Layout(NamedTuple):
     slot_bytes: int
     counter: int
     notes: int
-    """Two words, on the line of the counter: who waits for the one reads the other next."""
+    """Two words on the counter's line: a waiter for the counter reads them next."""
     state: int
     announced: int
     """Twice as many lines as 1 + ``size`` words need."""
@@ -70,12 +75,12 @@ class Layout(NamedTuple):
 
     @property
     def region_bytes(self) -> int:
-        """Of a slot, what is for one member."""
+        """Part of a slot that is for one member."""
         return _region_bytes(self.slot_bytes, self.size)
 
     @property
     def view_region_bytes(self) -> int:
-        """Of a buffer for views, what is for one member."""
+        """Part of a buffer for views that is for one member."""
         return _region_bytes(self.view_bytes, self.size)
 
     @property
@@ -111,15 +116,15 @@ class Slots:
         """By sender: letters read."""
         first = layout.slots
         self.slot_offsets = first, first + slot_bytes
-        """Of what this member gives in every other round."""
+        """Offsets of the two slots, used in alternate rounds."""
         slots = torch.frombuffer(self.memory, dtype=torch.uint8, offset=first, count=2 * slot_bytes)
         self._slots = slots.split(slot_bytes)
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
         self.address: int = slots.data_ptr() - first
-        """Of the segment."""
+        """Address of the segment."""
         self.slot_addresses = self.address + first, self.address + first + slot_bytes
         self.letter_addresses = self.address + layout.letters, self.address + layout.letters + slot_bytes
-        """Of what it sends to one other."""
+        """Addresses of the data sent to a single member."""
         self.arena = self.address + layout.arena
         """Address of memory whose use is up to the group's owner: see the communicator."""
         self.arena_bytes = layout.num_bytes - layout.arena
@@ -149,17 +154,17 @@ class Span(NamedTuple):
     address: int
     length: int
 
-    def copy_to(self, place: int, low: int = 0, most: int = sys.maxsize) -> int:
+    def copy_to(self, target: int, low: int = 0, most: int = sys.maxsize) -> int:
         """At most so many bytes from ``low`` on; returns how many."""
         num_bytes = min(most, self.length - low)
         if num_bytes > 0:
-            ctypes.memmove(place, self.address + low, num_bytes)
+            ctypes.memmove(target, self.address + low, num_bytes)
         return num_bytes
 
-    def copy_from(self, place: int, low: int = 0, most: int = sys.maxsize) -> None:
+    def copy_from(self, source: int, low: int = 0, most: int = sys.maxsize) -> None:
         num_bytes = min(most, self.length - low)
         if num_bytes > 0:
-            ctypes.memmove(self.address + low, place, num_bytes)
+            ctypes.memmove(self.address + low, source, num_bytes)
 
 
 def span_of(tensor: torch.Tensor) -> Span:

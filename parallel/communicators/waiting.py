@@ -1,4 +1,7 @@
-"""Waiting for a word of shared memory without burning a core that others need (loads no torch)."""
+"""Waiting for a word of shared memory without burning a core that others need.
+
+This module loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ class Patience:
     Learns from how long the last waits took.
 
     Waking a sleeping process costs more than most collectives, so a short wait should never sleep. A long
-    one should do nothing else. Between looks the core is offered to whoever else can run, which leaves a
-    process that computes on the same core as fast as if it were alone (measured).
+    one should do nothing else. Between looks the core is offered to any other thread that can run, which
+    leaves a process that computes on the same core as fast as if it were alone (measured).
     """
 
     def __init__(self, crowded: bool) -> None:
-        """``crowded``: there are more members than cores, so a peer may need this very core to go on."""
+        """A patience to start with.
+
+        ``crowded``: there are more members than cores, so a peer may need this very core to go on.
+        """
         self._alone = 0.0 if crowded else _ALONE_SECONDS
         self._budget = _LONGEST_BUDGET
 

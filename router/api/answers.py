@@ -1,4 +1,4 @@
-"""What the generating endpoints have in common: how pieces of samples become JSON."""
+"""Common parts of the generating endpoints: pieces of samples as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.text.output_stream import OutputStream, Piece
 DONE = b"data: [DONE]\n\n"
 
 MARK = "\0"
-"""Stands for the text in a chunk that is made once and filled in for every token."""
+"""Placeholder of the text in a chunk that is encoded once per sample."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -31,7 +31,7 @@ def event(content: msgspec.Struct) -> bytes:
 
 
 def named_event(content: msgspec.Struct) -> bytes:
-    """The same under the name of its type, which is the struct's tag."""
+    """A server-sent event under the name of its type, which is the struct's tag."""
     name = str(type(content).__struct_config__.tag)
     return b"event: " + name.encode() + b"\n" + event(content)
 
@@ -58,15 +58,12 @@ class Answer(ABC):
         return f"<{type(self).__name__} {self.id} with {len(self.samples)} samples>"
 
     @abstractmethod
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
-        """The body of an answer that is not streamed: the pieces of each sample, in their order."""
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        """Body of an answer that is not streamed, from the pieces of each sample."""
 
     @abstractmethod
     def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
-        """The events for one more piece of a sample.
-
-        Nothing if the client would see nothing.
-        """
+        """Events for one more piece of a sample; empty if the client would see nothing."""
 
     @abstractmethod
     def closing(self) -> bytes:
@@ -77,8 +74,10 @@ class Answer(ABC):
         """The last events of a stream that cannot go on."""
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text (as JSON) in all events of a sample but its first and its
-        last; None if they differ in more than that."""
+        """Bytes around the text (as JSON) in a sample's events but the first and last.
+
+        None if these events differ in more than their text.
+        """
         return None
 
     def whole_usage(self) -> Usage:
@@ -88,7 +87,7 @@ class Answer(ABC):
         return usage
 
     def usage(self) -> Usage:
-        """Of all samples; a prompt with several samples counts once."""
+        """Usage of all samples; a prompt with several samples counts once."""
         of_prompts = [sample for sample in self.samples if sample.is_first_of_prompt]
         prompt_tokens = sum(len(sample.prompt.prompt_ids) for sample in of_prompts)
         usage = _usage(prompt_tokens, sum(sample.num_tokens for sample in self.samples))
@@ -108,7 +107,7 @@ class ChunkedAnswer(Answer):
         self._includes_usage = options.include_usage is True
         self._usage_in_every_chunk = self._includes_usage and options.continuous_usage_stats is True
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """By sample: what stands before and after the text in chunks with nothing but text."""
+        """By sample: bytes before and after the text in chunks of text alone."""
 
     @abstractmethod
     def text_chunk(self, sample: OutputStream, text: str) -> bytes:
@@ -116,7 +115,7 @@ class ChunkedAnswer(Answer):
 
     @abstractmethod
     def usage_chunk(self) -> bytes:
-        """The event without choices that tells the usage."""
+        """The event without choices that holds the usage."""
 
     def frame(self, sample: OutputStream) -> tuple[bytes, bytes] | None:
         if self._usage_in_every_chunk:
@@ -139,7 +138,7 @@ class ChunkedAnswer(Answer):
         return b"data: " + error_body(error) + b"\n\n" + DONE
 
     def usage_so_far(self, sample: OutputStream, num_tokens: int) -> Usage | msgspec.UnsetType | None:
-        """What a chunk says of usage: that of its sample, null, or nothing."""
+        """Usage in a chunk: that of its sample, null, or unset."""
         if self._usage_in_every_chunk:
             return _usage(len(sample.prompt.prompt_ids), num_tokens)
         return None if self._includes_usage else msgspec.UNSET

@@ -54,9 +54,9 @@ class ChatAnswer(ChunkedAnswer):
             self._readers = [turn_format.reader(sample.prompt_text) for sample in self.samples]
         self._writers = [DeltaWriter(reader) for reader in self._readers]
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
         choices = []
-        for sample, pieces in zip(self.samples, said, strict=True):
+        for sample, pieces in zip(self.samples, outputs, strict=True):
             piece = join(pieces)
             choice = ChatChoice(
                 index=sample.index,
@@ -111,10 +111,7 @@ class ChatAnswer(ChunkedAnswer):
         return usage
 
     def _opening(self, sample: OutputStream) -> bytes:
-        """The first chunk of a choice: whose message it is.
-
-        It stands before the first token.
-        """
+        """First chunk of a choice, with the role; it stands before the first token."""
         chunk = self._chunk([ChatChunkChoice(sample.index, ChatDelta("", role=self._role))], sample)
         chunk.usage = self.usage_so_far(sample, 0)
         chunk.prompt_token_ids = sample.prompt.prompt_ids if self._returns_ids else None
@@ -135,7 +132,7 @@ class ChatAnswer(ChunkedAnswer):
         return self._writers[sample.index].delta(piece.parts, echoed, ended=ended)
 
     def _delta_chunk(self, sample: OutputStream, delta: ChatDelta) -> bytes:
-        """A chunk with nothing but a delta, nothing at all for an empty one."""
+        """A chunk with nothing but a delta; empty bytes for an empty delta."""
         if delta.reasoning is UNSET and delta.tool_calls is UNSET:
             return self.framed(sample, delta.content) if delta.content else b""
         return event(self._chunk([ChatChunkChoice(sample.index, delta, token_ids=None)], sample))
@@ -153,13 +150,13 @@ class ChatAnswer(ChunkedAnswer):
 
 
 def _role_of_answer(request: ChatRequest, response_role: str) -> str:
-    """The assistant's turn, unless the client has the last message continued, whoever wrote it."""
+    """Role of the answer: the assistant's, or that of a last message which is continued."""
     continues = request.continue_final_message or request.add_generation_prompt is False
     return str(request.messages[-1]["role"]) if continues else response_role
 
 
 def _echoed(request: ChatRequest, role: str) -> str:
-    """``echo`` in chat: the last message goes before the answer, if it is of the same role."""
+    """Text before the answer for ``echo``: the last message, if it has the same role."""
     last = request.messages[-1]
     content = last.get("content")
     return content if request.echo and last["role"] == role and isinstance(content, str) else ""

@@ -1,4 +1,4 @@
-"""Parsed turns in the shapes of chat answers: a whole message, or deltas of one (pure)."""
+"""Parsed turns as chat answers: a whole message, or deltas of one (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.turns.turn_events import CallArguments, CallBegin, Content, Reasonin
 
 
 def message_of(turn: Turn, role: str) -> AssistantMessage:
-    """A whole turn. Content is null where the turn has other things only."""
+    """Message of a whole turn; content is null if the turn has other things only."""
     has_more = bool(turn.reasoning or turn.calls)
     message = AssistantMessage(role, turn.content or (None if has_more else ""))
     if turn.reasoning:
@@ -46,8 +46,10 @@ class DeltaWriter:
         return f"<DeltaWriter after {self._num_calls} calls of {self._reader!r}>"
 
     def delta(self, parts: Sequence[tuple[str, int]], echoed: str = "", *, ended: bool) -> ChatDelta:
-        """What the next texts, each with its number of tokens, add to the message, possibly nothing;
-        ``echoed`` is content before them."""
+        """Delta of the next texts, each with its number of tokens; possibly empty.
+
+        ``echoed`` is content before them.
+        """
         delta = ChatDelta(echoed or UNSET)
         calls: list[ToolCallDelta] = []
         for event in self._reader.read_parts(parts, ended=ended):

@@ -26,13 +26,15 @@ class CompletionAnswer(ChunkedAnswer):
             tokenizer, request.logprobs or 0, as_token_ids=request.return_tokens_as_token_ids is True
         )
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
         choices = []
-        for sample, pieces in zip(self.samples, said, strict=True):
+        for sample, pieces in zip(self.samples, outputs, strict=True):
             choice = self._choice(sample, join(pieces), first=True)
             most = self._num_prompt_logprobs
-            told = None if most is None else self._shapes.prompt_encoded(sample.prompt_logprobs, most)
-            choice.prompt_logprobs = told
+            if most is None:
+                choice.prompt_logprobs = None
+            else:
+                choice.prompt_logprobs = self._shapes.prompt_encoded(sample.prompt_logprobs, most)
             choices.append(choice)
         answer = Completion(self.id, self.created, self.model, choices, self.whole_usage())
         answer.service_tier = answer.system_fingerprint = answer.kv_transfer_params = None

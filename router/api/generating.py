@@ -1,6 +1,6 @@
-"""The endpoints that generate: the way of a request from its body to its answer.
+"""Endpoints that generate: the way of a request from its body to its answer.
 
-/v1/responses and /v1/messages are chat in other words: translated to a chat request, answered in their own.
+/v1/responses and /v1/messages are translated to a chat request, and answered in their own form.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class Invocation(msgspec.Struct):
-    """What distinguishes a chat from a completion."""
+    """Fields that distinguish a chat from a completion."""
 
     messages: msgspec.Raw = NULL
     prompt: msgspec.Raw = NULL
@@ -72,7 +72,7 @@ _read_count_tokens = decoder(CountTokensRequest)
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat request, understood."""
+    """A chat request with its parameters and its prompt."""
 
     wanted: ChatRequest
     turn_format: TurnFormat
@@ -80,22 +80,22 @@ class Chat:
     params: SamplingParams
     prompt: PromptText
     not_enforced: Sequence[str] = ()
-    """What the answer need not follow of the schemas that were given."""
+    """Paths of the given schemas that the answer need not follow."""
 
 
 NOT_ENFORCED = "x-lockstep-not-enforced"
 """Response header: JSON paths of the schemas given that answers need not follow."""
 MOST_REMARKS = 1000
-"""Characters of that header."""
+"""Most characters of that header."""
 LEFT_OUT = "x-lockstep-left-out"
-"""Header of an answer: types of the request's tools and items that the model did not get."""
+"""Response header: types of tools and items that the model did not get."""
 
 Shape = Callable[[dict[str, Any]], Answer]
 """Makes the answer, given what all answers have in common."""
 
 
 class Generating:
-    """Handlers."""
+    """Handlers of the endpoints that generate."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Generating:
         return await self._chat(request, body)
 
     async def invocations(self, request: Request) -> Response:
-        """A chat or a completion, whichever the fields say: the one path that SageMaker knows."""
+        """A chat or a completion, by the fields given: the one path that SageMaker knows."""
         body = await read_body(request, self._config)
         self._check_room(request)
         given = _read_invocation(body)
@@ -182,7 +182,7 @@ class Generating:
         return answer
 
     async def input_tokens(self, request: Request) -> Response:
-        """How many tokens a request to /v1/responses would have as its prompt."""
+        """Number of prompt tokens of a request to /v1/responses."""
         body = await read_body(request, self._config)
         asked = _read_responses(body)
         with in_terms_of(responses_request.NAMES):
@@ -212,12 +212,12 @@ class Generating:
     # ---- helpers
 
     def _check_room(self, request: Request) -> None:
-        """Before anything is made of a request: whether it would be let in, as far as that can be told."""
+        """Refuse a request early if it could not be admitted now, as far as known."""
         self._mesh.check_room()
         self._quotas.check(key_of(request))
 
     async def _understand(self, wanted: ChatRequest, size: int, *, budget_is_advice: bool = False) -> Chat:
-        """``budget_is_advice``: a budget of reasoning that cannot be kept is no reason to refuse."""
+        """``budget_is_advice``: a reasoning budget that cannot be kept does not refuse the request."""
         check_chat(wanted)
         model = await self._models.get(wanted.model)
         config = self._config
@@ -254,14 +254,14 @@ class Generating:
         return booked.tokens
 
     def _keep_tools_out(self, wanted: ChatRequest) -> None:
-        """Of a prompt whose answer may not call them, if that is wanted."""
+        """Leave tools out of the prompt, if configured, when the answer may not call them."""
         if wanted.tool_choice == "none" and self._config.exclude_tools_when_tool_choice_none:
             wanted.tools = None
 
     async def _with_grammar(
         self, params: SamplingParams, text: str, param: str, places: Mapping[str, str]
     ) -> tuple[SamplingParams, Sequence[str]]:
-        """Parameters with a grammar, and what of it is not enforced."""
+        """Parameters with a grammar, and the paths of it that are not enforced."""
         checked = await self._grammars.check(text, param, places)
         return msgspec.structs.replace(params, grammar=checked.text), checked.remarks(places)
 
@@ -316,7 +316,7 @@ class Generating:
         shape: Shape,
         trace: RequestTrace,
     ) -> Call:
-        """A request that is let in."""
+        """The call of a request that is admitted."""
         samples = make_samples(
             id, wanted, params, prompts, model, pinned_rank(request, wanted), self._chance,
             session(request, wanted), trace.traceparent,
@@ -344,7 +344,7 @@ class Generating:
 
 
 def _facts(id: str, model: TextModel, params: SamplingParams) -> Attributes:
-    """Of a request, for its trace, under the names that vLLM gives them."""
+    """Attributes of a request's span, under the names that vLLM gives them."""
     return {
         "gen_ai.request.id": id,
         "gen_ai.response.model": model.name,

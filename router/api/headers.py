@@ -21,10 +21,7 @@ def key_of(request: Request) -> int:
 
 
 def request_id(request: Request, wanted: GenerationRequest) -> str:
-    """The client's own id, from the header or the body.
-
-    Else the one that the server gave.
-    """
+    """The request id: the client's own from header or body, else the server's."""
     given = request.headers.get("x-request-id")
     if not given:
         at_door: str = request.state.request_id
@@ -35,7 +32,7 @@ def request_id(request: Request, wanted: GenerationRequest) -> str:
 
 
 def pinned_rank(request: Request, wanted: GenerationRequest) -> int | None:
-    """The instance that the client wants, by the header or by a field."""
+    """Rank of the instance that the client names by the header or by a field."""
     given = request.headers.get("x-data-parallel-rank")
     if given and not (given.isascii() and given.isdecimal() and len(given) < 10):
         refuse(f"X-data-parallel-rank must be a whole number, got {given[:20]!r}.", "X-data-parallel-rank")
@@ -66,7 +63,7 @@ def deadline(request: Request, wanted: GenerationRequest) -> float | None:
 
 
 def session(request: Request, wanted: GenerationRequest) -> str:
-    """What keeps the requests of one session together; empty if they are not to be."""
+    """Name of the session that a request belongs to; empty without one."""
     for name in SESSION_HEADERS:
         given = request.headers.get(name, "")
         if given and not usable_id(given):

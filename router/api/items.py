@@ -23,12 +23,12 @@ class ItemKind(enum.Enum):
 
 @dataclass
 class Item:
-    """One item, as far as it has come."""
+    """One item, as far as it has been generated."""
 
     index: int
     kind: ItemKind
     name: str = ""
-    """Of the function that is called."""
+    """Name of the function that is called."""
     call_id: str = ""
     text: str = ""
     """Reasoning, text, or the JSON text of arguments."""
@@ -70,9 +70,9 @@ class ItemSequence:
         return any(item.kind is ItemKind.CALL for item in self.items)
 
     def read(self, parts: Sequence[tuple[str, int]], *, ended: bool) -> list[ItemEvent]:
-        """What the next texts, each with its number of tokens, do to the items.
+        """Events of the items for the next texts, each with its number of tokens.
 
-        When ``ended``, all are closed.
+        When ``ended``, all items are closed.
         """
         events: list[ItemEvent] = []
         for parsed in self._reader.read_parts(parts, ended=ended):

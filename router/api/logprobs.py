@@ -22,7 +22,7 @@ from router.text.tokens import Tokenizer
 Shape = TypeVar("Shape")
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Value for minus infinity, which JSON does not have."""
 
 
 class LogprobShapes:
@@ -39,7 +39,7 @@ class LogprobShapes:
         logprobs: Sequence[TokenLogprobs | None],
         offsets: Sequence[int],
     ) -> CompletionLogprobs:
-        """Parallel lists; None stands where nothing is known, as for a prompt's first token."""
+        """Parallel lists, with None for unknown values such as a prompt's first token."""
         return CompletionLogprobs(
             tokens=[self._name(token_id) for token_id in token_ids],
             token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in logprobs],
@@ -55,7 +55,7 @@ class LogprobShapes:
         return [None if entry is None else self._by_id(entry, num_top) for entry in logprobs]
 
     def prompt_encoded(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> PromptLogprobs:
-        """The same for an answer."""
+        """The same as JSON, for an answer."""
         return [None if entry is None else encoded(self._by_id(entry, num_top)) for entry in logprobs]
 
     def _name(self, token_id: int) -> str:
@@ -69,9 +69,9 @@ class LogprobShapes:
         return [(token_id, _finite(logprob)) for token_id, logprob in top]
 
     def _top_by_text(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens and the one that stands there.
+        """Log-probabilities of the most likely tokens and of the one sampled, by text.
 
-        Of those that read alike, the likeliest.
+        Among tokens with the same text, the likeliest counts.
         """
         found: dict[str, float] = {}
         for token_id, logprob in [*self._top(entry), (entry.token_id, _finite(entry.logprob))]:
@@ -104,9 +104,9 @@ def _first(ids: Sequence[int], count: int) -> Sequence[int]:
 
 
 def encoded(value: Shape) -> Shape:
-    """JSON in place of what it says.
+    """A shape with its parts encoded as JSON.
 
-    All of a large answer at once would hold up the other threads, too, and as objects it is several times as
+    Encoding all of a large answer at once would hold up the other threads. As objects it is several times as
     large.
     """
     return cast(Shape, msgspec.Raw(msgspec.json.encode(value)))

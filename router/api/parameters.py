@@ -1,4 +1,4 @@
-"""The sampling parameters of a request: its own, then the model's defaults, then neutral ones (pure)."""
+"""Sampling parameters of a request, with the model's or neutral defaults (pure)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from router.text.tokens import Tokenizer
 COMPLETION_MAX_TOKENS = 16
 """The default of /v1/completions; chat goes on up to the context length."""
 MIN_TEMPERATURE = 0.01
-"""Lower ones, except 0 for greedy, are raised to this: dividing logits by less overflows."""
+"""Lower temperatures, except 0 for greedy, are raised to this, to avoid an overflow.
+
+Logits are divided by the temperature.
+"""
 RANDOM_SEED = -1
-"""Stands for no seed, as in vLLM."""
+"""The seed that means none, as in vLLM."""
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 MAX_NAMED = 8
-"""Keys at most that an error names."""
+"""Most keys that an error names."""
 MAX_STOP_CHARACTERS = 8000
-"""Of all stop strings together, and of all bad words."""
+"""Most characters of all stop strings together, and of all bad words."""
 
 
 def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: int) -> SamplingParams:
-    """All parameters, in range. ``max_tokens`` stays as asked: :func:`room_for` settles it per prompt."""
+    """All parameters, checked; ``max_tokens`` is settled per prompt by :func:`room_for`."""
     given = model.defaults
     is_chat = isinstance(request, ChatRequest)
     temperature = float(_first(request.temperature, given.get("temperature"), 1.0))
@@ -84,7 +87,7 @@ def sampling_params(request: GenerationRequest, model: TextModel, max_logprobs: 
 
 
 def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingParams, model: TextModel) -> int:
-    """How many tokens to generate: as asked, or as many as the default and the context allow."""
+    """Number of tokens to generate: as requested, or what default and context allow."""
     room = model.served.max_model_len - len(prompt.ids)
     if params.max_tokens is not None and params.max_tokens > room:
         raise too_long(len(prompt.ids), params.max_tokens, request, model)
@@ -98,8 +101,10 @@ def room_for(prompt: PromptText, request: GenerationRequest, params: SamplingPar
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens: as it is and, where that begins with another token, as the next word of a text.
-    Source: vLLM's ``SamplingParams.update_from_tokenizer``."""
+    """Token ids of each word as it is and, if different, inside a text.
+
+    Inside a text it may begin with another token. Source: vLLM's ``SamplingParams.update_from_tokenizer``.
+    """
     if len(words) > MAX_BAD_WORDS // 2 or sum(map(len, words)) > MAX_STOP_CHARACTERS:
         refuse(
             f"bad_words may be {MAX_BAD_WORDS // 2} words of {MAX_STOP_CHARACTERS} characters together.",
@@ -116,7 +121,7 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 
 def _biases(given: Mapping[int | str, float]) -> dict[int, float]:
-    """By token id; biases beyond the bounds are brought to them, as in vLLM."""
+    """Biases by token id, clipped to the bounds as in vLLM."""
     if len(given) > MAX_LOGIT_BIAS:
         refuse(f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens.", "logit_bias")
     if wrong := [str(key) for key in given if not TOKEN_ID.fullmatch(str(key))]:
@@ -138,7 +143,7 @@ def _name_of_logprobs(request: GenerationRequest) -> str:
 
 
 def _number(wanted: int | None, vocab_size: int, max_logprobs: int, name: str) -> int | None:
-    """How many log-probabilities of a token are wanted, where all tokens may be."""
+    """Number of log-probabilities requested per token, where -1 means the whole vocabulary."""
     if wanted != ALL_LOGPROBS:
         return wanted
     if max_logprobs < vocab_size:

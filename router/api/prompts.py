@@ -15,16 +15,19 @@ MAX_PROMPTS = 1024
 
 
 class PromptText(msgspec.Struct, frozen=True):
-    """One prompt as token ids, and its text where the client gave it or wants it back."""
+    """One prompt as token ids, with its text if the client gave or wants it."""
 
     ids: list[int]
     text: str = ""
     offsets: list[int] | None = None
-    """Where in the text each of them begins, if that is wanted and the client gave the text."""
+    """Where in the text each token begins, if requested and the client gave the text."""
 
 
 def completion_prompts(request: CompletionRequest, model: TextModel) -> list[PromptText]:
-    """Token ids of all prompts of a request: one text, one list of ids, or a list of either."""
+    """Token ids of all prompts of a request.
+
+    The prompts are one text, one list of ids, or a list of either.
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -78,14 +81,14 @@ def chat_prompt(request: ChatRequest, model: TextModel) -> PromptText:
 
 
 def num_prompt_tokens(request: ChatRequest, model: TextModel) -> int:
-    """How many tokens a conversation has, even somewhat more than the model takes."""
+    """Number of tokens of a conversation, which may slightly exceed the model's limit."""
     text = render_chat(request, model)
     _check_countable(text, "messages", model)
     return len(model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is True))
 
 
 def render_chat(request: ChatRequest | TokenizeRequest, model: TextModel) -> str:
-    """The text that the chat template makes of a conversation."""
+    """The prompt text of a conversation, by the chat template."""
     messages = request.messages or []
     variables = dict(model.template_kwargs)
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
@@ -194,7 +197,7 @@ def check_vocabulary(ids: list[int], model: TextModel, param: str) -> None:
 def too_long(
     prompt: int, wanted: int, request: GenerationRequest, model: TextModel, *, at_least: str = ""
 ) -> ApiError:
-    """The answer to a request beyond the context length, in words that clients look for."""
+    """The error for a request beyond the context length, in words that clients look for."""
     name = name_of_prompt(request)
     return bad_request(
         f"This model's maximum context length is {model.served.max_model_len} tokens. However, you requested "

@@ -1,4 +1,4 @@
-"""From a request that has been understood to samples that the mesh can generate (pure but for the seeds)."""
+"""Samples for the mesh from a validated request (pure but for the seeds)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ UNPREDICTABLE = random.SystemRandom()
 MAX_SAMPLES = 1024
 """Prompts times ``n`` of one request."""
 MAX_PROMPT_LOGPROBS = 1 << 22
-"""Told of the prompts of one request, times ``n``: most of a gigabyte while its answer is made."""
+"""Most log-probabilities of a request's prompts, times ``n``.
+
+They take most of a gigabyte while the answer is made.
+"""
 
 
 def make_samples(
@@ -86,9 +89,9 @@ def make_samples(
 def _check_prompt_logprobs(
     request: GenerationRequest, n: int, prompts: Sequence[PromptText], most: int | None
 ) -> None:
-    """Refuse more log-probabilities of prompts than can be told in one answer.
+    """Refuse more log-probabilities of prompts than one answer may hold.
 
-    ``most`` for each token.
+    ``most`` is the number for each token.
     """
     if most is None:
         return
@@ -103,7 +106,7 @@ def _check_prompt_logprobs(
 
 
 def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int | None) -> SamplingParams:
-    """What an instance needs to know: one sample, without the text side.
+    """Parameters for an instance: one sample, without the text side.
 
     At least one token is generated.
     """
@@ -119,7 +122,7 @@ def _for_instances(params: SamplingParams, max_tokens: int, prompt_logprobs: int
 
 
 def _prompt_logprobs(request: GenerationRequest, params: SamplingParams) -> int | None:
-    """Asked for by themselves, or as a part of the echoed prompt."""
+    """Number of log-probabilities per prompt token, for themselves or in the echoed prompt."""
     echoed = isinstance(request, CompletionRequest) and request.echo
     counts = [params.prompt_logprobs, params.logprobs if echoed else None]
     return max((count for count in counts if count is not None), default=None)

@@ -1,7 +1,7 @@
-"""Running the samples of one request, and getting what they say to the client.
+"""Runs the samples of one request, and brings their pieces to the client.
 
 One request may have many samples (prompts times ``n``). What arrives together is written together. When the
-client goes, or stops reading, every sample is closed at once; nothing of a request is left behind, however it
+client goes, or stops reading, every sample is closed at once. Nothing of a request is left behind, however it
 ends.
 """
 
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from coordinator.process.process import shortage_of
 from engine.messages import Delta, FinishReason
 from router.api.answers import Answer
-from router.api.shortcut import BodySink, ListSink, Sink
+from router.api.shortcut import BodyOutlet, ListOutlet, Outlet
 from router.api.tracing import UNTRACED, RequestTrace
 from router.errors import ApiError, ClientGone, from_mesh, short_of, too_late, unexpected
 from router.http.connection import TimedWriter, cut_off, writer_of
@@ -34,12 +34,12 @@ from router.text.output_stream import OutputStream, Piece
 logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT = 60.0
-"""Seconds that a client may refuse to take more of its stream."""
+"""Seconds that a client may take nothing of its stream."""
 
 HEAVY = 4096
-"""Tokens and log-probabilities.
+"""Tokens and log-probabilities above which a part of an answer is made in a thread.
 
-What tells more is made in a thread: other clients' streams do not wait.
+Other clients' streams do not wait for it.
 """
 
 EVENT_STREAM = {
@@ -49,7 +49,7 @@ EVENT_STREAM = {
 }
 """Headers of a stream.
 
-By the last one nginx, and others, pass events on as they come.
+The last one makes nginx and others pass events on at once.
 """
 
 Result = TypeVar("Result")
@@ -70,8 +70,10 @@ class RequestRun:
         timeout: float | None = None,
         trace: RequestTrace = UNTRACED,
     ) -> None:
-        """``arrival`` is when the request came, on the clock of ``time.perf_counter``; its answer must be
-        complete ``timeout`` seconds later."""
+        """``arrival``: when the request came, on the clock of ``time.perf_counter``.
+
+        The answer must be complete ``timeout`` seconds later.
+        """
         self.samples = samples
         self._mesh = mesh
         self._metrics = metrics
@@ -79,17 +81,17 @@ class RequestRun:
         self._timeout = timeout
         self._trace = trace
         self.refused = False
-        """The mesh did not take it, and nothing came of it."""
+        """The mesh took no sample, and nothing was generated."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.samples)} samples>"
 
     @contextlib.asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Ends what is done in it when the request's time is over.
+        """Context that is cancelled when the request's time is over.
 
         Raises:
-            ApiError: it was ended.
+            ApiError: it was cancelled (504).
         """
         if self._timeout is None:
             yield
@@ -103,10 +105,10 @@ class RequestRun:
                 raise
             raise too_late(self._timeout) from error
 
-    async def pieces(self, sink: Sink | None = None) -> AsyncGenerator[Batch, None]:
-        """What the samples say, as it comes, until all have finished.
+    async def pieces(self, outlet: Outlet | None = None) -> AsyncGenerator[Batch, None]:
+        """Pieces of the samples as they come, until all have finished.
 
-        While the reader waits, a ``sink`` may get deltas of a request's only sample: those are not yielded.
+        While the reader waits, deltas of a request's only sample may go to the ``outlet`` instead.
 
         Raises:
             MeshError: the mesh does not take a sample.
@@ -125,7 +127,7 @@ class RequestRun:
             if len(self.samples) == 1:
                 # The same as below in fewer steps.
                 (sample,), (generation,) = self.samples, generations
-                hands_over = sink is not None and not sample.may_stop
+                hands_over = outlet is not None and not sample.may_stop
                 async for delta in generation:
                     if delta.token_ids:  # else it is an error
                         meter.delta(0, generation, time.perf_counter(), delta.times)
@@ -135,8 +137,8 @@ class RequestRun:
                         yield [(sample, piece)]
                         return
                     yield [(sample, piece)]
-                    if sink is not None and hands_over:  # not before there is more than one
-                        generation.hand_over(*sink.shortcut(sample, generation, meter))
+                    if outlet is not None and hands_over:  # not before there is more than one
+                        generation.hand_over(outlet.sink(sample, generation, meter))
                         hands_over = False
                 raise ApiError(500, "The request ended without a last token.")
             async with contextlib.aclosing(merged(generations)) as batches:
@@ -173,7 +175,7 @@ class RequestRun:
             self._trace.end(self.samples, self._arrival, meter.first_at, ended)
 
     def _echoes(self) -> Batch:
-        """Of prompts that are only echoed. They count like other requests."""
+        """Pieces of prompts that are only echoed, which count like other requests."""
         meter = Meter(self._metrics, self.samples, self._arrival)
         nothing = Delta(0, [], FinishReason.LENGTH)
         pieces = [(sample, sample.take(nothing)) for sample in self.samples]
@@ -182,14 +184,14 @@ class RequestRun:
         self._trace.end(self.samples, self._arrival, None, ended)
         return pieces
 
-    async def said(self) -> list[list[Piece]]:
-        """All that each sample says, in the order of the samples. Raises as :meth:`pieces`."""
-        said: list[list[Piece]] = [[] for _ in self.samples]
-        async with contextlib.aclosing(self.pieces(ListSink(said[0]))) as batches:
+    async def outputs(self) -> list[list[Piece]]:
+        """All pieces of each sample, in the order of the samples. Raises as :meth:`pieces`."""
+        outputs: list[list[Piece]] = [[] for _ in self.samples]
+        async with contextlib.aclosing(self.pieces(ListOutlet(outputs[0]))) as batches:
             async for batch in batches:
                 for sample, piece in batch:
-                    said[sample.index].append(piece)
-        return said
+                    outputs[sample.index].append(piece)
+        return outputs
 
 
 class Call(RequestRun):
@@ -211,23 +213,23 @@ class Call(RequestRun):
         self._lease = lease
 
     def end(self) -> None:
-        """However it ended: its client may ask for more."""
+        """End the lease of the client's quota, however the request ended."""
         if self._lease is not None:
             self._lease.end(sum(sample.num_tokens for sample in self.samples), refused=self.refused)
 
 
 async def whole_answer(call: Call, receive: Receive) -> bytes:
-    """Run a request to its end and return the body of its answer.
+    """Run a request to its end; returns the body of its answer.
 
     Raises:
         MeshError, ApiError: it cannot be answered.
-        ClientGone: nobody waits for it any more.
+        ClientGone: the client has disconnected.
     """
 
     async def run() -> bytes:
         async with call.deadline():
-            said = await call.said()
-            return await made_of(call.samples, lambda: call.answer.whole(said))
+            outputs = await call.outputs()
+            return await made_of(call.samples, lambda: call.answer.whole(outputs))
 
     try:
         return await unless_gone(receive, run())
@@ -236,12 +238,11 @@ async def whole_answer(call: Call, receive: Receive) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed answer.
+    """A streamed answer, whose status goes out with the first tokens.
 
-    The status goes out with the first tokens: an early failure still has its own.
-
-    With ``keep_alive`` a comment goes out when nothing has for so many seconds, for proxies that would close
-    the connection; the status goes with the first one, and a later failure is an event.
+    An early failure still has its own status. With ``keep_alive`` a comment goes out when nothing has for so
+    many seconds, for proxies that would close the connection. The status goes with the first comment, and a
+    later failure is an event.
     """
 
     def __init__(self, call: Call, *, send_timeout: float = SEND_TIMEOUT, keep_alive: float = 0.0) -> None:
@@ -252,17 +253,20 @@ class EventStream(Response):
         self._send_timeout = send_timeout
         self._keep_alive = keep_alive
         self._wrote_at = time.perf_counter()
-        self._shortcut: TimedWriter | None = None
+        self._timed_writer: TimedWriter | None = None
         self._waits_since: float | None = None
-        """When the server began to hold back the latest write, as the client did not take the ones before."""
+        """Start of the write in progress, None if there is none.
+
+        It waits while the client does not take the writes before.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             writer = writer_of(scope)
             if writer is not None and self._keep_alive:
-                writer = self._shortcut = TimedWriter(writer)
-            sink = BodySink(self._call.answer, writer) if writer is not None else None
-            await unless_gone(receive, self._run(send, sink), self._is_stuck, self._send_timeout / 4)
+                writer = self._timed_writer = TimedWriter(writer)
+            outlet = BodyOutlet(self._call.answer, writer) if writer is not None else None
+            await unless_gone(receive, self._run(send, outlet), self._is_stuck, self._send_timeout / 4)
         except ClientGone:
             cut_off(scope)
         finally:
@@ -272,7 +276,7 @@ class EventStream(Response):
         since = self._waits_since
         return since is not None and time.perf_counter() - since > self._send_timeout
 
-    async def _run(self, send: Send, sink: Sink | None) -> None:
+    async def _run(self, send: Send, outlet: Outlet | None) -> None:
         started = False
         writing = asyncio.Lock()
 
@@ -290,7 +294,7 @@ class EventStream(Response):
 
         try:
             async with self._call.deadline(), self._kept_alive(write):
-                await self._write_pieces(write, sink)
+                await self._write_pieces(write, outlet)
             last = self._call.answer.closing()
         except Exception as error:
             if not started:
@@ -306,8 +310,8 @@ class EventStream(Response):
 
         async def comment() -> None:
             while True:
-                wrote_at = max(self._wrote_at, self._shortcut.wrote_at if self._shortcut else 0.0)
-                silence_left = wrote_at + self._keep_alive - time.perf_counter()
+                written_at = self._timed_writer.wrote_at if self._timed_writer else 0.0
+                silence_left = max(self._wrote_at, written_at) + self._keep_alive - time.perf_counter()
                 if silence_left > 0:
                     await asyncio.sleep(silence_left)
                 else:
@@ -320,9 +324,9 @@ class EventStream(Response):
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
 
-    async def _write_pieces(self, write: Write, sink: Sink | None) -> None:
+    async def _write_pieces(self, write: Write, outlet: Outlet | None) -> None:
         begun: set[int] = set()
-        async with contextlib.aclosing(self._call.pieces(sink)) as batches:
+        async with contextlib.aclosing(self._call.pieces(outlet)) as batches:
             async for batch in batches:
                 opened = [sample for sample, _ in batch if sample.index not in begun]
                 await write(await made_of(opened, partial(self._events, batch, begun)))
@@ -336,13 +340,13 @@ class EventStream(Response):
 
 
 async def made_of(samples: Sequence[OutputStream], make: Callable[[], bytes]) -> bytes:
-    """A part of an answer that tells all that there is of these samples."""
-    is_heavy = sum(sample.num_told for sample in samples) > HEAVY
+    """A part of an answer with all pieces of these samples so far."""
+    is_heavy = sum(sample.num_values for sample in samples) > HEAVY
     return await asyncio.to_thread(make) if is_heavy else make()
 
 
 def _as_api_error(error: Exception) -> ApiError:
-    """Why a stream ends that cannot go on."""
+    """The error that ends a stream which has begun."""
     if isinstance(error, MeshError):
         return from_mesh(error)
     if isinstance(error, ApiError):
@@ -359,10 +363,10 @@ async def unless_gone(
     is_stuck: Callable[[], bool] = lambda: False,
     interval: float | None = None,
 ) -> Result:
-    """Do the work, but give it up when the client disconnects, or ``is_stuck`` says that it does not read.
+    """Do the work unless the client disconnects, or does not read (``is_stuck``).
 
     Raises:
-        ClientGone: it was given up.
+        ClientGone: the work was given up.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
@@ -384,7 +388,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
-    """The deltas of all generations, each with its generation's position; those at hand come together."""
+    """Deltas of all generations in batches, each with its generation's position."""
     arrived: list[tuple[int, Delta]] = []
     wake = asyncio.Event()
 

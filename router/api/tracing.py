@@ -1,6 +1,6 @@
-"""The span of one request at the router.
+"""Span of one request at the router.
 
-Where none is wanted, only the client's context is passed on.
+Without tracing, only the client's trace context is passed on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class RequestTrace:
-    """From the arrival of a request to the end of its last sample."""
+    """Trace of a request from its arrival to the end of its last sample."""
 
     def __init__(
         self, traceparent: str = "", tracing: Tracing | None = None, span: Span | None = None
     ) -> None:
         self.traceparent = traceparent
-        """What the instances are told."""
+        """Trace context for the instances."""
         self._tracing = tracing
         self._span = span
 
@@ -58,7 +58,7 @@ class RequestTrace:
         self._tracing.end(self._span, attributes, "the request failed" if failed else "")
 
     def end_with(self, error: Exception) -> None:
-        """Of a request that is refused before anything of it runs."""
+        """End the span of a request that is refused before anything of it runs."""
         if self._tracing is not None and self._span is not None:
             self._tracing.end(self._span, {}, str(error))
 

@@ -1,7 +1,7 @@
-"""Which requests make sense, as far as that can be told without a model (pure).
+"""Checks of requests that need no model (pure).
 
-What is wrong ends in a 400 that names the field. What would change the answer and is not supported is refused
-rather than ignored.
+A wrong field ends in a 400 that names it. A field that would change the answer and is not supported is
+refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNSUPPORTED = {
     "return_routed_experts": "",
     "audio": "answers are text",
 }
-"""Refused when set to anything that would matter, with what to use instead."""
+"""Fields refused when their value would matter, with what to use instead."""
 
 
 def check_completion(request: CompletionRequest) -> None:
@@ -187,7 +187,7 @@ def _check_allowed(allowed: Any, tools: list[dict[str, Any]]) -> None:
 
 
 def keep_allowed_tools(request: ChatRequest) -> None:
-    """Reduces a checked request whose ``tool_choice`` is of type ``allowed_tools`` to those tools.
+    """Reduce the tools of a checked request to those of an ``allowed_tools`` choice.
 
     Its mode becomes the choice.
     """

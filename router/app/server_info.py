@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.distribution import DISTRIBUTION
 from coordinator.messages import Settings
 from coordinator.settings import flags
 from router.config import HttpConfig
@@ -46,7 +47,7 @@ class Sleeping(msgspec.Struct):
 
 def version_of(package: str) -> str:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(DISTRIBUTION if package == "lockstep" else package)
     except importlib.metadata.PackageNotFoundError:
         return UNKNOWN
 

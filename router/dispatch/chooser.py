@@ -1,5 +1,7 @@
-"""Finding an instance for a request, and booking it there (pure): the pool, the policy and the prefix index
-put together. :mod:`router.dispatch.client` moves the messages."""
+"""Choice of an instance for a request, and its booking there (pure).
+
+Puts the pool, the policy and the prefix index together. :mod:`router.dispatch.mover` sends the messages.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from router.mesh import MeshError, Prompt
 MAX_NAMED_TOKENS = 262_144
 """Tokens of a prompt that are looked up in the prefix index.
 
-Naming them takes about 15 ms.
+Naming their blocks takes about 15 ms.
 """
 RETRY_AFTER = 1
-"""Seconds that clients are asked to wait when nobody can take their request."""
+"""Seconds in Retry-After when no instance can take a request."""
 
 
 class Chooser:
@@ -44,14 +46,14 @@ class Chooser:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether instances are to tell of their prefix caches."""
+        """Whether instances send block events of their prefix caches."""
         return self._policy is Policy.PREFIX_AWARE
 
     def candidates(self, now: float) -> list[Candidate]:
         return [instance.candidate(now) for instance in self._pool]
 
     def check_room(self, now: float) -> None:
-        """Before a prompt is made of a request, which may take long.
+        """Refuse a request early, before its prompt is made, which may take long.
 
         Raises:
             MeshError: every queue is full (503).
@@ -83,7 +85,7 @@ class Chooser:
         if limit is not None and entry.most >= limit and entry.prompt.asked and not entry.owed:
             raise _too_long(entry.prompt, limit)
         holding = (
-            policy.that_hold(able, entry.most)  # or one that failed, rather than end before all is said
+            policy.that_hold(able, entry.most)  # or one that failed, rather than end early
             or policy.that_hold(policy.eligible(found), entry.most)
             or policy.that_hold(able, entry.work)
         )
@@ -124,17 +126,19 @@ class Chooser:
         return number
 
     def settle(self, entry: Entry) -> None:
-        """The first token of the current try is there, or will never come: its prompt's blocks are no longer
-        promised, but told of by the instance."""
+        """End the booking of a try's blocks: its first token came, or never will.
+
+        From then on the blocks of its prompt count as the instance reports them, no longer as expected there.
+        """
         if entry.address is not None:
             self._pool.index.settle(*entry.address)
 
     # ---- helpers
 
     def _instances_for(self, entry: Entry) -> Sequence[Instance]:
-        """All, or the one that the client asked for.
+        """All instances, or the one that the client named.
 
-        A request that was taken already goes on anywhere.
+        A request that an instance has already taken may continue on any.
         """
         pinned = entry.prompt.rank
         instances = list(self._pool)
@@ -154,7 +158,7 @@ class Chooser:
         return found
 
     def _blocks_of(self, entry: Entry) -> Sequence[int]:
-        """Names of the prompt's blocks that a cache may spare computing."""
+        """Hashes of the prompt's blocks that a prefix cache may hold."""
         prompt = entry.prompt
         if not self.wants_blocks or prompt.params.prompt_logprobs is not None:
             return ()
@@ -195,7 +199,7 @@ def _why_nobody(entry: Entry, waiting_for: str) -> str:
 
 
 def full(num_instances: int) -> MeshError:
-    """All of so many."""
+    """The error for full queues of ``num_instances`` instances."""
     return unavailable("the queues of all instances are full" if num_instances > 1 else "the queue is full")
 
 

@@ -9,42 +9,42 @@ from __future__ import annotations
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
-"""Seconds without requests after a failure: after the first one, and at most.
+"""Seconds without requests after the first failure, and at most.
 
 Doubled in between.
 """
 TRIAL_INTERVAL = 1.0
-"""Seconds between two requests to an instance that has not proved itself yet."""
+"""Seconds between two requests to an instance on trial."""
 FORGOTTEN_AFTER = 600.0
-"""Seconds after which the failures of a rank that nobody has now are forgotten."""
+"""Seconds after which the failures of an absent rank are forgotten."""
 
 
 class CircuitBreaker:
-    """What the failures of one rank have left of it.
+    """Failures of one rank, and whether it may be tried again.
 
     Times are in seconds, of any one clock.
     """
 
     def __init__(self) -> None:
         self.failures = 0
-        """In a row, without tokens in between."""
+        """Failures in a row, without tokens in between."""
         self._next_try = 0.0
 
     def __repr__(self) -> str:
         return f"<CircuitBreaker {self.failures} failures in a row>"
 
     def failed(self, now: float) -> None:
-        """It died, or the connection to it broke."""
+        """Record that it died, or that the connection to it broke."""
         self._next_try = now + min(FIRST_PAUSE * 2.0 ** min(self.failures, 10), LONGEST_PAUSE)
         self.failures += 1
 
     def dispatched(self, now: float) -> None:
-        """A request was sent to it."""
+        """Record that a request was sent to it."""
         if self.failures:
             self._next_try = max(self._next_try, now + TRIAL_INTERVAL)
 
     def proved(self) -> None:
-        """Tokens came from it."""
+        """Record that tokens came from it, which ends a trial."""
         self.failures = 0
 
     def admits(self, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a step brought, to those who wait for it."""
+"""Delivers the tokens of one engine step to the streams of their requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Delivery:
     """Books tokens in the ledger, and passes them on to the streams of their entries."""
 
     def __init__(self, ledger: Ledger, streams: dict[Entry, Stream], settle: Callable[[Entry], None]) -> None:
-        """``streams`` loses those that end.
+        """``streams`` loses the entries that end.
 
-        ``settle`` is told of an entry when the first delta of a try has come.
+        ``settle`` is called with an entry when the first delta of a try has come.
         """
         self._ledger = ledger
         self._streams = streams
@@ -29,16 +29,19 @@ class Delivery:
         return f"<Delivery to {len(self._streams)} streams>"
 
     def singles(self, instance: str, singles: Sequence[int]) -> None:
-        """See :attr:`engine.messages.Tokens.singles`. As :meth:`deltas`, for nearly every token."""
+        """Deliver single tokens, which nearly all are: see :attr:`engine.messages.Tokens.singles`.
+
+        Those of requests that are no longer there are dropped.
+        """
         entries, now = self._ledger.at(instance), time.perf_counter()
         numbers = iter(singles)
         for number, token_id in zip(numbers, numbers, strict=False):
             entry = entries.get(number)
             if entry is None:
                 continue
-            take = entry.take
+            sink = entry.sink
             try:
-                taken = take is not None and take(token_id, now)
+                taken = sink is not None and sink.take_token(token_id, now)
             except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
                 if (stream := self._streams.get(entry)) is not None:
                     stream.fail(error)
@@ -49,7 +52,7 @@ class Delivery:
                 self._pass_on(entry, Delta(number, [token_id]))
 
     def deltas(self, instance: str, deltas: Sequence[Delta]) -> None:
-        """Those of requests that are not there (any more) are dropped."""
+        """Deliver deltas; those of requests that are no longer there are dropped."""
         entries = self._ledger.at(instance)
         for delta in deltas:
             entry = entries.get(delta.request)

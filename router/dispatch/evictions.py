@@ -9,16 +9,21 @@ measure refaults (the ghost lists of ARC: Megiddo and Modha, 2003; Linux's worki
 from __future__ import annotations
 
 WINDOW = 1024.0
-"""Dropped blocks after which what was before counts a third."""
+"""Dropped blocks after which older ones weigh a third."""
 DOUBT = 64.0
-"""Dropped blocks that are taken to be unwanted before any was seen."""
+"""Dropped blocks that count as unwanted before any was seen."""
 MAX_SHARE = 0.8
-"""A share nearer to 1 is not told from 1, where dropping would have no end."""
+"""Upper bound of the share of dropped blocks that are computed again.
+
+At 1 the cost of dropping would be infinite; a measured share nearer to 1 cannot be distinguished from it.
+"""
 
 
 class Evictions:
-    """Remembers the blocks that nobody holds any more, at most as many as somebody holds: caches of twice the
-    size would still have them. The oldest are forgotten first."""
+    """Memory of the blocks that no instance holds any more, the oldest forgotten first.
+
+    It remembers at most as many as are held now: caches of twice the size would still have them.
+    """
 
     def __init__(self) -> None:
         self._gone: dict[int, None] = {}
@@ -33,11 +38,11 @@ class Evictions:
 
     @property
     def share(self) -> float:
-        """Of the blocks dropped lately, those that were computed again."""
+        """Share of the lately dropped blocks that were computed again."""
         return min(MAX_SHARE, self._wanted / self._dropped)
 
     def dropped(self, block: int, num_held: int) -> None:
-        """The last holder of a block has dropped it; so many others are held."""
+        """Record that the last holder of a block dropped it, with ``num_held`` others held."""
         left = 1 - 1 / WINDOW
         self._dropped = self._dropped * left + 1
         self._wanted *= left
@@ -46,11 +51,11 @@ class Evictions:
             del self._gone[next(iter(self._gone))]
 
     def computed(self, block: int) -> None:
-        """Somebody has a block that nobody had."""
+        """Record that an instance computed a block that no instance had."""
         if block in self._gone:
             del self._gone[block]
             self._wanted += 1
 
     def found(self, block: int) -> None:
-        """Somebody turned out to have had a block all the time."""
+        """Record that an instance had a block all the time."""
         self._gone.pop(block, None)

@@ -1,6 +1,7 @@
-"""The connection to one instance: opened when it enters the world, kept alive, opened again when it breaks.
+"""Connection to one instance, kept alive and reopened while the instance is in the world.
 
-What comes over it is handed to a :class:`Receiver`, which is :class:`router.dispatch.client.MeshClient`.
+What comes over it is handed to a :class:`Receiver`, which is
+:class:`router.dispatch.receiver.MessageReceiver`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ RECONNECT_INTERVAL = 0.05
 class Receiver(Protocol):
     def received(self, instance: Instance, message: ToRouter) -> None: ...
     def connection_broke(self, instance: Instance) -> None: ...
-    def link_failed(self, instance: Instance) -> None:
-        """It does nothing any more: another one is needed."""
+    def connection_failed(self, instance: Instance) -> None:
+        """A task of the connection ended by an error: another connection is needed."""
         ...
 
 
@@ -65,15 +66,21 @@ class InstanceConnection:
         return f"<InstanceConnection to instance {self._instance.rank} at {self._connection.endpoint}>"
 
     def send(self, message: ToInstance) -> bool:
-        """False if there is no connection, or the instance does not read what was sent before."""
+        """Send a message at once or not at all.
+
+        Returns False if there is no connection, or the instance does not read what was sent before.
+        """
         return self._connection.send(message)
 
     def take_waiting(self) -> None:
-        """Hand on what has arrived: the last tokens of an instance that has left, above all."""
+        """Hand the messages that have arrived to the receiver.
+
+        Above all these are the last tokens of an instance that has left.
+        """
         self._connection.take_waiting()
 
     def ask_for_blocks(self) -> None:
-        """Some of what the instance told of its prefix cache was missed."""
+        """Ask for all block events again, as some of the instance's were missed."""
         self.send(Attach(self._attach.router, True, True))
 
     def close(self) -> None:
@@ -83,16 +90,17 @@ class InstanceConnection:
         self._connection.close(linger_ms=0)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """By an error of ours, in what is done with a message, say.
+        """Report a task that ended by an error of ours.
 
-        Half a link would be worse than none: nobody would notice that it is deaf.
+        It may be one in acting on a message. Half a connection would be worse than none: nothing would show
+        that it no longer receives.
         """
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        logger.error("the connection to instance %d is made anew", self._instance.rank, exc_info=error)
+        logger.error("reconnecting to instance %d after an error", self._instance.rank, exc_info=error)
         if not self._is_closed:
-            self._receiver.link_failed(self._instance)
+            self._receiver.connection_failed(self._instance)
 
     async def _attach_again(self) -> None:
         while True:

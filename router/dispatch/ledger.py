@@ -1,25 +1,28 @@
-"""What a router remembers of the requests in flight (pure).
+"""A router's record of each request in flight (pure).
 
-The router owns a request until its last token is delivered: from an entry any instance can finish it.
-Each try has an address, (instance, dispatch number); what comes in under an address that is no longer
-the entry's is late and is dropped.
+The router owns a request until its last token is delivered: from an entry any instance can finish it. Each
+try has an address, (instance, dispatch number). What comes in under an address that is no longer the entry's
+is late and is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.messages import Delta, Submit
-from router.mesh import Prompt
+from router.mesh import Prompt, TokenSink
 
 Address = tuple[str, int]
 """Instance name, dispatch number there."""
 
 MAX_FRUITLESS = 8
-"""Tries of one request in a row without a token before its client is told: it may be what ends instances."""
+"""Fruitless tries of a request in a row after which it ends with a 503.
+
+A request that ends instances would otherwise end one after the other.
+"""
 
 MAX_NAMED = 8
 """Requests that a log line names, of those that it is about."""
@@ -34,20 +37,23 @@ def named(request_ids: Iterable[str]) -> str:
 
 @dataclass
 class Loss:
-    """Requests that lost their instance together, until each has a token again, or is given up. Seconds."""
+    """Requests that lost their instance together; times are in seconds.
+
+    It lasts until each of them has a token again, or is given up.
+    """
 
     rank: int
-    """Of that instance."""
+    """Rank of the lost instance."""
     at: float
     """When the router knew."""
     away: int
     """Requests that have no token yet."""
     waits: list[float] = field(default_factory=list)
-    """Of those that have one: how long it took."""
+    """Seconds until the first new token, for each request that has one."""
     computed: int = 0
     """Tokens of prompts and outputs that were computed again."""
     cached: int = 0
-    """Tokens that were not: the other instance's prefix cache had them."""
+    """Tokens that the other instance's prefix cache had."""
 
     def __str__(self) -> str:
         count, first, last = len(self.waits), 1000 * min(self.waits), 1000 * max(self.waits)
@@ -57,7 +63,7 @@ class Loss:
         )
 
     def back(self, work: int, cached: int, now: float) -> None:
-        """A request of ``work`` tokens has its first one again."""
+        """Count a request of ``work`` tokens whose first new token came."""
         self.away -= 1
         self.waits.append(now - self.at)
         self.computed += work - cached
@@ -72,34 +78,41 @@ class Entry:
     address: Address | None = None
     attempts: int = 0
     fruitless: int = 0
-    """Tries in a row without a token, as far as they count (:meth:`uncount_try`); 0 once the current one has
-    given one."""
+    """Tries in a row without a token, less those uncounted by :meth:`uncount_try`.
+
+    0 once the current try has given a token.
+    """
     emitted: list[int] = field(default_factory=list)
     """Every output token already passed on, over all attempts."""
     has_begun: bool = False
     """A delta of some try has come."""
     owed: bool = False
-    """An instance had taken it: whoever is asked next takes it, too."""
+    """An instance had taken the request, so the next one must take it, too."""
     blocks: list[int] | None = None
-    """Names of the blocks of its prompt, once they were needed."""
+    """Hashes of the prompt's blocks, once they were needed."""
     uncached: int = 0
-    """Tokens that its instance had to compute before the first one comes out, as far as was known."""
+    """Tokens to compute before the first one comes out, as known at dispatch."""
     recalled: bool = False
-    """It was asked back from the instance where it is now, which happens once: if it stays, it has begun."""
+    """The request was recalled from its current instance.
+
+    That happens once per try: a request that stays has begun.
+    """
     failed_ranks: frozenset[int] = frozenset()
-    """Those that it lost since its last token: others are asked first."""
+    """Ranks that failed the request since its last token: others are preferred."""
     waits_until: float = 0.0
-    """When it is given up, should no instance be able to take it before, on the monotonic clock."""
+    """When the request is given up for want of an instance, on the monotonic clock."""
     begun_at: float = 0.0
     """When the client's request came, on the monotonic clock."""
     loss: Loss | None = None
-    """What made it move, until it has a token again."""
-    take: Callable[[int, float], bool] | None = None
-    """Where a single token can go at once: see :meth:`router.mesh.Generation.hand_over`. Not so the first one
-    of a try, which has more to tell."""
+    """The loss that made the request move, until it has a token again."""
+    sink: TokenSink | None = None
+    """Where a single token goes at once: see :meth:`router.mesh.Generation.hand_over`.
+
+    None for the first delta of a try, which holds more than a token, and while the reader is busy.
+    """
 
     def submit(self, number: int) -> Submit:
-        """The message that makes an instance go on where the last one stopped."""
+        """The message that makes an instance continue where the last one stopped."""
         return Submit(
             request=number,
             request_id=self.prompt.request_id,
@@ -115,32 +128,34 @@ class Entry:
         )
 
     def moves(self, loss: Loss) -> None:
-        """It lost its instance.
+        """Record that the request lost its instance.
 
-        Should it be on the move already, it counts for the later loss.
+        A request that has not come back from an earlier loss counts for the later one.
         """
         self.ends_its_move()
         self.loss = loss
 
     def uncount_try(self) -> None:
-        """It was asked back or refused, or its instance leaves: if the try has given no token, that is not
-        because of the request."""
+        """Take the current try out of the count of fruitless tries.
+
+        It was recalled or refused, or its instance leaves: a try without a token is not the request's fault.
+        """
         self.fruitless = max(0, self.fruitless - 1)
 
     def failed_at(self, rank: int) -> None:
-        """Its try there came to nothing more."""
+        """Record that the try at an instance failed."""
         self.failed_ranks |= {rank}
 
     def ends_its_move(self) -> None:
-        """It is given up, or moves again."""
+        """Take the request out of its loss: it is given up, or moves again."""
         if self.loss is not None:
             self.loss.away -= 1
             self.loss = None
 
     def returns(self, delta: Delta, now: float) -> Loss | None:
-        """Its first delta after a loss, booked already.
+        """Record the first delta after a loss, which is booked already.
 
-        The loss, if it was the last one away.
+        Returns the loss if the request was the last one away.
         """
         loss, self.loss = self.loss, None
         if loss is None:
@@ -155,7 +170,7 @@ class Entry:
 
     @property
     def most(self) -> int:
-        """Tokens that will have keys and values at its end, as far as its client has said."""
+        """Tokens with keys and values at the request's end, by what its client asked for."""
         return max(self.work, len(self.prompt.prompt_ids) + self.prompt.asked - 1)
 
 
@@ -163,14 +178,14 @@ NONE: Mapping[int, Entry] = {}
 
 
 class Flight(msgspec.Struct, frozen=True):
-    """One request in flight, for operators: nothing of what it says."""
+    """One request in flight, for operators: nothing of its text or tokens."""
 
     request_id: str
     rank: int | None
     """Where it runs; None while it waits for an instance."""
     prompt_tokens: int
     output_tokens: int
-    """Passed on so far."""
+    """Tokens passed on so far."""
     attempts: int
     """Above 1: it was resumed."""
     age: float
@@ -191,11 +206,11 @@ class Ledger:
         return f"<Ledger {len(self)} in flight>"
 
     def place(self, entry: Entry, instance: str, number: int) -> None:
-        """A new try begins; the one before, if any, is void."""
+        """Begin a new try at an instance; an earlier one is void."""
         self.drop(entry)
         entry.address, entry.attempts, entry.recalled = (instance, number), entry.attempts + 1, False
         entry.fruitless += 1
-        entry.take = None
+        entry.sink = None
         self._entries.setdefault(instance, {})[number] = entry
         self._size += 1
 
@@ -204,12 +219,12 @@ class Ledger:
         return self._entries.get(instance, NONE)
 
     def book(self, entry: Entry, delta: Delta) -> Delta:
-        """Book a delta of an entry's current try; as it is to be passed on.
+        """Book a delta of an entry's current try; returns the delta to pass on.
 
-        An entry whose last delta this is leaves.
+        After its last delta, an entry is dropped.
         """
         if entry.has_begun and delta.prompt_logprobs is not None:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # told by an earlier try
+            delta = msgspec.structs.replace(delta, prompt_logprobs=None)  # sent by an earlier try
         entry.emitted += delta.token_ids
         entry.fruitless, entry.failed_ranks = 0, frozenset()
         entry.has_begun = True
@@ -218,7 +233,7 @@ class Ledger:
         return delta
 
     def find(self, instance: str, number: int) -> Entry | None:
-        """Whose current try this is; None if it is none's (any more)."""
+        """The entry whose current try this is, if there is one."""
         there = self._entries.get(instance)
         return there.get(number) if there else None
 
@@ -227,7 +242,7 @@ class Ledger:
         return list(self._entries.get(instance, {}).values())
 
     def drop(self, entry: Entry) -> Address | None:
-        """Forget an entry; the address of the try that this ends, if it had one."""
+        """Forget an entry; returns the address of its current try, if it has one."""
         address, entry.address = entry.address, None
         if address is not None:
             there = self._entries[address[0]]

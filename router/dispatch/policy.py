@@ -1,6 +1,6 @@
 """Which instance gets a request (pure): filter, score, pick.
 
-Each step is a function over :class:`Candidate` values; none of them keeps state, so front ends that know the
+Each step is a function over :class:`Candidate` values; none of them keeps state, so routers that know the
 same choose the same.
 """
 
@@ -16,18 +16,27 @@ import msgspec
 from engine.messages import Capacity
 
 STALLED_AFTER = 15.0
-"""Seconds without a step, having work, after which an instance gets nothing new."""
+"""Seconds without a step despite work after which an instance gets no new requests."""
 COPY_COST = 0.2
-"""What a token costs somebody at least that is computed though another instance has it or is computing it."""
+"""Least cost to others of computing a token that another instance has or computes."""
 DECODE_COST = 32.0
-"""What a running request costs, in prompt tokens: it takes a token of every step to come. For the first
-token at hand alone it would be 5 or so; but conversations stay where they begin, as do shared prefixes."""
+"""Cost of a running request in prompt tokens: it takes part in every later step.
+
+For the first token at hand alone it would be 5 or so; but conversations stay where they begin, as do shared
+prefixes.
+"""
 CONTEXT_COST = 512.0
-"""What a KV cache full of running requests costs, in prompt tokens: every step to come reads it."""
+"""Cost of a KV cache full of running requests, in prompt tokens.
+
+Every later step reads it.
+"""
 QUEUE_COST = 2048.0
-"""What a request costs that waits for another to end, in prompt tokens."""
+"""Cost of a request that waits for another to end, in prompt tokens."""
 SESSION_SLACK = 64.0
-"""Prompt tokens more that the home of a session may cost, where nothing else speaks for another instance."""
+"""Extra cost in prompt tokens at which a session's requests still stay at its home.
+
+It decides where nothing else speaks for another instance.
+"""
 
 
 class Policy(enum.StrEnum):
@@ -57,23 +66,23 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     dispatches: int
     """Requests ever sent to it; breaks ties in turn."""
     cached_tokens: int = 0
-    """Of the prompt at hand, from its first token on: those whose keys and values it has."""
+    """Tokens of the prompt, from the first one on, whose keys and values it has."""
     blocks: int = 0
     """KV blocks of what is there, the unreported requests included."""
     queued_tokens: int = 0
     """All tokens of requests that wait there, as ``--max-num-queued-tokens`` counts them."""
     queued: int = 0
-    """Requests for whom it has no room yet."""
+    """Requests that wait because it has no room for them yet."""
     host: str = ""
     """Instances of the same host may share its cores."""
     waiting: int = 0
     """Requests that no step has begun, the unreported ones included."""
     crowd: float = 0.0
-    """How many these were lately, on average."""
+    """Average number of such requests lately."""
     vacant: int | None = None
-    """Blocks that new tokens fill before they take the place of cached ones; None: that is not known."""
+    """Blocks that new tokens fill before cached ones are evicted; None if unknown."""
     wanted_share: float = 0.0
-    """Of the blocks that caches drop to make room, those that are computed again."""
+    """Share of evicted blocks that are computed again."""
     capacity: Capacity | None = None
     """None until it has answered."""
 
@@ -82,22 +91,22 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """A request, as far as the choice depends on it."""
 
     tokens: int
-    """To have keys and values before the next one comes out."""
+    """Tokens to compute before the next one comes out, less those that are cached."""
     key: str = ""
-    """Requests of the same session have the same; empty: of none."""
+    """Name of the request's session; empty if it has none."""
     request_id: str = ""
     turn: int = 0
-    """Number of this choice, counted by the front end that makes it."""
+    """Number of this choice, counted by the router that makes it."""
 
 
 # ---- filter
 
 
 def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozenset()) -> list[Candidate]:
-    """Those that may get a request.
+    """Candidates that may get a request.
 
-    ``excluded`` ranks (they just failed it) and those that have failed others lately only if nobody else is
-    there, stalled ones never.
+    ``excluded`` ranks just failed it. They, and those that have failed others lately, are used only if there
+    is no other; stalled ones never are.
     """
     able = [
         candidate for candidate in candidates if candidate.ready and candidate.stalled_for < STALLED_AFTER
@@ -107,15 +116,18 @@ def eligible(candidates: Sequence[Candidate], excluded: frozenset[int] = frozens
 
 
 def with_room(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose queues are not full, as far as is known here.
+    """Candidates whose queues are not full, as far as is known here.
 
-    The instances have the last word.
+    The instances decide in the end.
     """
     return [candidate for candidate in candidates if not is_full(candidate)]
 
 
 def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
-    """Those whose KV cache holds a request of so many tokens, and one more: caches of one mesh may differ."""
+    """Candidates whose KV cache holds a request of so many tokens, and one token more.
+
+    Caches of one mesh may differ in size.
+    """
     return [
         candidate
         for candidate in candidates
@@ -125,7 +137,7 @@ def that_hold(candidates: Sequence[Candidate], tokens: int) -> list[Candidate]:
 
 
 def longest(candidates: Sequence[Candidate]) -> int | None:
-    """Tokens of prompt and answer that one of these can hold at most; None if none has answered yet."""
+    """Most tokens of prompt and answer that one candidate holds; None if none has answered."""
     capacities = [each.capacity for each in candidates if each.capacity is not None]
     return max((each.num_blocks * each.block_size for each in capacities), default=None)
 
@@ -144,10 +156,12 @@ def is_full(candidate: Candidate) -> bool:
 
 
 def cost(candidate: Candidate, tokens: int, elsewhere: int = 0) -> float:
-    """The work before the first token of a prompt of so many tokens, in prompt tokens to compute: those that
-    wait there, the prompt's own that are not cached, and what decoding takes of each step meanwhile; and what
-    that costs others. ``elsewhere``: of those that are not cached, so many are on another instance, and need
-    not be computed at all."""
+    """Work before the first token of a prompt, in prompt tokens to compute.
+
+    It is the tokens that wait there, those of the prompt's ``tokens`` that are not cached, what decoding
+    takes of each step meanwhile, and what that costs other requests. ``elsewhere`` of the uncached tokens are
+    cached on another instance, and need not be computed at all.
+    """
     uncached = tokens - candidate.cached_tokens
     found = candidate.waiting_tokens + uncached + DECODE_COST * candidate.requests
     found += (COPY_COST + delayed(candidate)) * elsewhere
@@ -160,16 +174,21 @@ def cost(candidate: Candidate, tokens: int, elsewhere: int = 0) -> float:
 
 
 def delayed(candidate: Candidate) -> float:
-    """Requests that wait longer for each token more that is computed here: those that come before the queue
-    is empty again. As many come while a prompt waits as wait there (Little's law), now or lately, and more
-    come while these are served: in an M/M/1 queue of n, n * (1 + n) in all."""
+    """Number of requests that each further token computed here delays.
+
+    These are the ones that come before the queue is empty again. As many come while a prompt waits as wait
+    there (Little's law), now or lately. More come while these are served: in an M/M/1 queue of n, n * (1 + n)
+    in all.
+    """
     those = max(candidate.waiting, candidate.crowd)
     return those * (1.0 + those)
 
 
 def eviction_cost(candidate: Candidate, uncached: int) -> float:
-    """The tokens that will be computed again because so many take the place of theirs, and of others again
-    when they are: a geometric series."""
+    """Tokens to compute again because so many uncached ones evict theirs.
+
+    Computing them evicts others in turn: a geometric series.
+    """
     if candidate.vacant is None or candidate.capacity is None:
         return 0.0
     displaced = max(0, uncached - candidate.vacant * candidate.capacity.block_size)
@@ -177,9 +196,11 @@ def eviction_cost(candidate: Candidate, uncached: int) -> float:
 
 
 def core_shares(candidates: Sequence[Candidate]) -> dict[int, float]:
-    """The part of its speed that each would have with one more request, by rank: instances that compute on
-    the same cores slow each other down, and one that is idle now would be one more. Without those that
-    have devices of their own."""
+    """Share of its speed that each instance would have with one more request, by rank.
+
+    Instances that compute on the same cores slow each other down, and one that is idle now would be one more.
+    Instances with devices of their own are left out.
+    """
     sharing = [each for each in candidates if each.capacity is not None and each.capacity.at_once is not None]
     busy = Counter(each.host for each in sharing if each.requests)
     return {
@@ -228,7 +249,7 @@ def _prefix_aware(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
 
 
 def _least_loaded(candidates: Sequence[Candidate], wish: Wish) -> Candidate:
-    """The lowest cost, were nothing cached; among equals the one used least, then by rank."""
+    """The lowest cost if nothing were cached; among equals the least used, then by rank."""
     return min(
         candidates,
         key=lambda each: (cost(each, wish.tokens) + each.cached_tokens, each.dispatches, each.rank),
@@ -260,8 +281,10 @@ _PICKS: dict[Policy, Callable[[Sequence[Candidate], Wish], Candidate]] = {
 
 
 def _home(candidates: Sequence[Candidate], key: str) -> Candidate:
-    """Rendezvous hashing (Thaler and Ravishankar, 1998): when an instance comes or goes, only its own
-    sessions move."""
+    """The home of a key by rendezvous hashing (Thaler and Ravishankar, 1998).
+
+    When an instance comes or goes, only its own sessions move.
+    """
     return min(candidates, key=lambda each: (_affinity(key, each.rank), each.rank))
 
 

@@ -1,5 +1,7 @@
-"""What a router knows of each instance (pure): its place in the world, its last report, and what was
-dispatched to it since that report."""
+"""A router's knowledge of each instance (pure).
+
+It is the instance's entry in the world, its last report, and what was dispatched to it since that report.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from router.dispatch.prefix_index import PrefixIndex
 ANSWER_TIMEOUT = 5.0
 """Seconds within which an instance answers on a new connection, if it ever does."""
 CROWD_TIME = 0.3
-"""Seconds after which the number of those who waited counts a third."""
+"""Seconds after which a number of waiting requests weighs a third."""
 NO_REPORT = InstanceReport(0, 0, 0, 0, 0, 0, Counters())
 
 
@@ -28,11 +30,11 @@ class Sent(msgspec.Struct, frozen=True):
 
     number: int
     tokens: int
-    """To compute."""
+    """Tokens to compute."""
     uncached: int
-    """Of these, those that its cache will not spare."""
+    """Tokens of these that the prefix cache does not hold."""
     blocks: int
-    """That the request will hold."""
+    """KV blocks that the request will hold."""
 
 
 NOTHING_SENT = Sent(0, 0, 0, 0)
@@ -53,27 +55,29 @@ class Instance:
 
     member: Member
     report: InstanceReport | None = None
-    trust: CircuitBreaker = field(default_factory=CircuitBreaker)
-    """Of its rank: a process that is started again does not begin with a clean record."""
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    """Breaker of the rank: a process that is started again inherits its failures."""
     attached: bool = False
     """Whether it has answered on our connection."""
     leaves: bool = False
-    """It has said that it takes no requests any more: known before a view tells it."""
+    """It refuses new requests, which may be known before a view has it."""
     seen_at: float = 0.0
     """When it entered the pool."""
     idle_since: float | None = None
-    """When a view first said that it has its weights and cannot serve, for want of a group; None: it serves,
-    loads or drains."""
+    """When a view first had it loaded but without a group to serve in.
+
+    None while it serves, loads or drains.
+    """
     capacity: Capacity | None = None
     asked_back: bool = False
-    """Requests were asked back from it, and it has not said yet which have not begun there."""
+    """Requests were recalled from it, and its answer has not come."""
     moved: bool = False
-    """Whether a report told of steps that were taken since the newest view."""
+    """Whether a report since the newest view counted further steps."""
     last_dispatch: int = 0
     unreported: deque[Sent] = field(default_factory=deque)
-    """What the last report does not include."""
+    """Dispatches that the last report does not include."""
     sent: Sent = NOTHING_SENT
-    """All of that together."""
+    """Sum of these."""
     _crowd: float = 0.0
     _crowd_at: float = 0.0
 
@@ -91,16 +95,16 @@ class Instance:
 
     @property
     def is_leaving(self) -> bool:
-        """Of its own accord, which no request has brought about."""
+        """Whether it leaves by drain, which no request has brought about."""
         return self.leaves or not self.member.state.stays
 
     def is_answering(self, now: float) -> bool:
-        """Whether it serves, and will have answered on our new connection in a moment."""
+        """Whether it serves, and should answer on a new connection within ANSWER_TIMEOUT."""
         is_new = now < self.seen_at + ANSWER_TIMEOUT
         return is_new and self.member.state is State.READY and not self.attached
 
     def sees(self, member: Member, now: float) -> None:
-        """What a new view says of it."""
+        """Take over its entry in a new view."""
         self.member, self.moved = member, False
         if member.state is not State.LOADED:
             self.idle_since = None
@@ -108,9 +112,11 @@ class Instance:
             self.idle_since = now
 
     def dispatch(self, tokens: int, now: float, *, cached: int = 0) -> int:
-        """Number the next request to this instance, with so many tokens to compute of which its cache has
-        ``cached``, and count it until a report does."""
-        self.trust.dispatched(now)
+        """Number the next request to this instance, and count it until a report does.
+
+        It has ``tokens`` to compute, of which the prefix cache has ``cached``.
+        """
+        self.breaker.dispatched(now)
         self._crowd, self._crowd_at = self.crowd(now), now
         self.last_dispatch += 1
         blocks = -(-tokens // self.capacity.block_size) if self.capacity else 0
@@ -125,7 +131,7 @@ class Instance:
         return (self.report or NO_REPORT).waiting + len(self.unreported)
 
     def crowd(self, now: float) -> float:
-        """How many these were until now on average, what is long ago counting less."""
+        """Average of these until now, in which older values weigh less."""
         waiting = self.waiting
         if waiting == self._crowd:  # most often none
             return waiting
@@ -133,7 +139,10 @@ class Instance:
         return kept * self._crowd + (1.0 - kept) * waiting
 
     def take_report(self, report: InstanceReport, now: float) -> None:
-        """A report counts every dispatch up to its ``last_dispatch``; only later ones remain to add."""
+        """Take over a report, which includes every dispatch up to its ``last_dispatch``.
+
+        Only later dispatches remain to be added to it.
+        """
         self._crowd, self._crowd_at = self.crowd(now), now
         before, self.report = self.report, report
         if before is not None and report.counters.steps > before.counters.steps:
@@ -142,14 +151,14 @@ class Instance:
             self.sent = _sum(self.sent, self.unreported.popleft(), -1)
 
     def lost(self, now: float) -> bool:
-        """The connection to it broke, or it was taken out of the world.
+        """Record that its connection broke, or that it was taken out of the world.
 
-        Whether that was news. What was sent to it goes on elsewhere; it is not used before it answers on a
-        new connection, and then on trial.
+        Returns False if it was lost already. What was sent to it continues elsewhere. It is not used before
+        it answers on a new connection, and then on trial.
         """
         was_attached, self.attached = self.attached, False
         if was_attached and self.member.state is State.READY:
-            self.trust.failed(now)
+            self.breaker.failed(now)
         self.unreported.clear()
         self.sent = NOTHING_SENT
         self.asked_back = False
@@ -158,13 +167,13 @@ class Instance:
     def candidate(
         self, now: float, *, cached_tokens: int = 0, vacant: int | None = None, wanted_share: float = 0.0
     ) -> Candidate:
-        """This instance for the policy. Of its cache :meth:`Pool.candidate` knows."""
+        """This instance for the policy; :meth:`Pool.candidate` adds what is known of its cache."""
         report, sent = self.report or NO_REPORT, self.sent
         return Candidate(
             rank=self.rank,
             host=self.member.host,
             ready=self.ready,
-            admitted=self.trust.admits(now),
+            admitted=self.breaker.admits(now),
             stalled_for=0.0 if self.moved else self.member.load.stalled_for,
             waiting_tokens=report.uncached_tokens + sent.uncached,
             requests=report.running + report.waiting + len(self.unreported),
@@ -182,12 +191,12 @@ class Instance:
 
 
 class InstanceHealth(msgspec.Struct, frozen=True):
-    """How one router stands with an instance, for operators."""
+    """Health of an instance as one router sees it, for operators."""
 
     attached: bool
     """It answers on our connection."""
     failures: int
-    """In a row, without tokens in between; above 0 it is on trial."""
+    """Failures in a row, without tokens in between; above 0 it is on trial."""
     in_flight: int
     """Requests of ours there."""
 
@@ -205,13 +214,16 @@ class Pool:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self.index = PrefixIndex()
-        self._trust: dict[int, CircuitBreaker] = {}
-        """By rank, also of ranks that are away."""
+        self._breakers: dict[int, CircuitBreaker] = {}
+        """By rank, also for ranks that are away."""
         self._size = 0
         """Instances that the mesh starts with, as far as is known."""
 
     def __repr__(self) -> str:
         return f"<Pool {' '.join(f'{i.rank}:{i.member.state}' for i in self)}>"
+
+    def __len__(self) -> int:
+        return len(self._instances)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
@@ -219,15 +231,15 @@ class Pool:
     def get(self, name: str) -> Instance | None:
         return self._instances.get(name)
 
-    def with_rank(self, rank: int) -> Instance | None:
-        return next((instance for instance in self if instance.rank == rank), None)
-
     def expects(self, rank: int) -> bool:
         """Whether an absent rank is one that the mesh starts with, or was lost lately."""
-        return rank < self._size or rank in self._trust
+        return rank < self._size or rank in self._breakers
 
     def candidate(self, instance: Instance, now: float, cached_tokens: int = 0) -> Candidate:
-        """An instance for the policy, with its cache, that has ``cached_tokens`` of the prompt at hand."""
+        """An instance for the policy, with its cache.
+
+        ``cached_tokens`` are those of the prompt that its cache holds.
+        """
         if instance.capacity is None:
             return instance.candidate(now)
         used = (instance.report or NO_REPORT).blocks_used + instance.sent.blocks
@@ -240,7 +252,10 @@ class Pool:
         )
 
     def without_group(self, now: float, patience: float) -> list[Instance]:
-        """Those that no group has taken in for so many seconds: what they have is not computed."""
+        """Instances that no group has taken in for ``patience`` seconds.
+
+        What they have is not computed.
+        """
         return [
             instance
             for instance in self
@@ -250,9 +265,9 @@ class Pool:
     def apply(self, view: View, now: float) -> Changes:
         """Bring the pool up to a view.
 
-        An instance enters once it has an address. Who is missing leaves, unless the coordinator has just
-        started and may not know of it yet; but a rank that another instance has by now is lost to its old
-        holder in any case.
+        An instance enters once it has an address. One that is missing leaves, unless the coordinator has just
+        started and may not know of it yet. A rank that another instance has by now is lost to its old holder
+        in any case.
         """
         self._size = view.size or 0
         members = {member.instance: member for member in view.members if member.address}
@@ -268,12 +283,12 @@ class Pool:
             if name in self._instances:
                 self._instances[name].sees(member, now)
             else:
-                trust = self._trust.setdefault(member.rank, CircuitBreaker())
-                self._instances[name] = Instance(member, trust=trust, seen_at=now)
+                breaker = self._breakers.setdefault(member.rank, CircuitBreaker())
+                self._instances[name] = Instance(member, breaker=breaker, seen_at=now)
                 self._instances[name].sees(member, now)
                 added.append(self._instances[name])
         here = {instance.rank for instance in self}
-        for rank in [rank for rank in self._trust if rank not in here]:
-            if self._trust[rank].is_forgotten(now):
-                del self._trust[rank]
+        for rank in [rank for rank in self._breakers if rank not in here]:
+            if self._breakers[rank].is_forgotten(now):
+                del self._breakers[rank]
         return Changes(added, removed)

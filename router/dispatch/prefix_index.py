@@ -1,6 +1,6 @@
-"""Which instance holds which blocks of prompts (pure): what instances say, and what they are about to hold.
+"""Index of the prompt blocks that each instance holds, or is about to hold (pure).
 
-Names of blocks come from :func:`engine.scheduling.blocks.prefix_names`. One table for all instances, with a
+Block hashes come from :func:`engine.scheduling.blocks.prefix_names`. One table serves all instances, with a
 bit for each: looking a prompt up costs one look per block, however many instances there are.
 """
 
@@ -14,7 +14,7 @@ from engine.scheduling.block_log import split_names
 from router.dispatch.evictions import Evictions
 
 MAX_BLOCKS = 2_000_000
-"""Different blocks that are remembered; more are not learned, which costs hits and nothing else."""
+"""Different blocks that are remembered; more are ignored, which costs only hits."""
 
 
 class _Holder:
@@ -23,7 +23,7 @@ class _Holder:
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.next: int | None = None
-        """The change that comes next; None: the next word has to be about everything."""
+        """Number of the next change; None: the next events must be of all blocks."""
         self.has_gap = False
         self.num_blocks = 0
         self.promised: Counter[int] = Counter()
@@ -32,7 +32,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Knows instances by name."""
+    """Block hashes of all instances, which it knows by name."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -49,7 +49,7 @@ class PrefixIndex:
         return len(self._stored)
 
     def num_blocks(self, name: str) -> int:
-        """That an instance is known to hold."""
+        """Blocks that an instance is known to hold."""
         return self._holders[name].num_blocks if name in self._holders else 0
 
     def num_promised(self, name: str) -> int:
@@ -59,7 +59,10 @@ class PrefixIndex:
     # ---- what instances say
 
     def apply(self, name: str, events: BlockEvents) -> bool:
-        """Take in what an instance says; False if something before it was missed: then it must tell all."""
+        """Apply an instance's block events.
+
+        Returns False if earlier events were missed: then the instance must send all of its blocks.
+        """
         holder = self._holder(name)
         if events.reset:
             self._clear(holder)
@@ -76,7 +79,7 @@ class PrefixIndex:
         return True
 
     def forget(self, name: str) -> None:
-        """An instance is gone, or knows nothing of us any more."""
+        """Forget an instance that is gone, or knows nothing of this router any more."""
         holder = self._holders.pop(name, None)
         if holder is None:
             return
@@ -87,7 +90,7 @@ class PrefixIndex:
     # ---- what was sent there and is not computed yet
 
     def promise(self, name: str, number: int, blocks: Sequence[int]) -> None:
-        """Dispatch ``number`` will make an instance hold these, unless :meth:`settle` comes first."""
+        """Expect an instance to hold blocks by a dispatch, until :meth:`settle`."""
         if not blocks:
             return
         holder = self._holder(name)
@@ -97,7 +100,7 @@ class PrefixIndex:
             self._promised[block] = self._promised.get(block, 0) | holder.bit
 
     def settle(self, name: str, number: int) -> None:
-        """A dispatch has been computed, or never will be."""
+        """End the expectation of a dispatch: it has been computed, or never will be."""
         holder = self._holders.get(name)
         blocks = holder.promises.pop(number, None) if holder else None
         if holder is None or blocks is None:
@@ -111,9 +114,9 @@ class PrefixIndex:
     # ---- looking up
 
     def prefix_lengths(self, blocks: Sequence[int]) -> dict[str, int]:
-        """How many blocks from the first one on each instance has, or will have.
+        """Number of the leading blocks that each instance has, or is expected to have.
 
-        Only those that have any.
+        Instances that have none are left out.
         """
         lengths: dict[int, int] = {}
         left = -1

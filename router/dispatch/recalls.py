@@ -1,8 +1,8 @@
 """Which queued requests had better wait elsewhere (pure).
 
 A choice is made when a request comes; what comes later may prove it wrong. A request that has not begun is
-asked back from its instance when another one would have the first token sooner by a good deal. Whether it
-has begun is for its instance to say: it gives back what has not, and the rest goes on where it is.
+recalled from its instance when another one would have the first token sooner by a good deal. Whether it has
+begun is for its instance to decide: it gives back what has not, and the rest stays where it is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from router.dispatch.policy import Candidate
 from router.dispatch.pool import Instance, Pool
 
 INTERVAL = 0.02
-"""Seconds between two looks at the queues at least."""
+"""Least seconds between two looks at the queues."""
 MAX_MOVES = 16
-"""Requests that are asked back at once."""
+"""Most requests recalled at once."""
 MOST_TRIES = 4
-"""A request that had so many tries stays where it is."""
+"""Tries after which a request stays where it is."""
 MARGIN = 1024.0
 """Prompt tokens that a move must save."""
 
 
 class Recaller:
-    """Asks an instance once for each request, and for the next ones when it has answered."""
+    """Recalls requests from an instance in rounds, each after the answer to the one before.
+
+    Each request is recalled at most once per try.
+    """
 
     def __init__(self, pool: Pool, ledger: Ledger) -> None:
         self._pool = pool
@@ -35,12 +38,12 @@ class Recaller:
         self._looked_at = float("-inf")
 
     def recalls(self, now: float) -> dict[str, list[int]]:
-        """Dispatch numbers to ask back, by instance; called whenever an instance has reported."""
+        """Dispatch numbers to recall, by instance; called whenever an instance has reported."""
         if now - self._looked_at < INTERVAL:
             return {}
         self._looked_at = now
         crowded = [each for each in self._pool if each.report is not None and each.report.queued]
-        if not crowded or len(list(self._pool)) < 2:
+        if not crowded or len(self._pool) < 2:
             return {}
         candidates = {instance.name: self._pool.candidate(instance, now) for instance in self._pool}
         usable = {
@@ -64,11 +67,11 @@ class Recaller:
         return found
 
     def answered(self, instance: Instance) -> None:
-        """It has said which requests it gives back. The others stay, as they have begun."""
+        """Record an instance's answer to a recall; requests it does not give back have begun."""
         instance.asked_back = False
 
     def _last_queued(self, instance: Instance) -> list[Entry]:
-        """Requests of ours that may still wait there, the last one first."""
+        """Requests of this router that may still wait there, the last one first."""
         assert instance.report is not None
         if instance.asked_back:
             return []  # what comes of that is not known yet
@@ -85,7 +88,7 @@ class Recaller:
     def _better(
         self, here: Instance, entry: Entry, candidates: dict[str, Candidate], usable: set[int]
     ) -> str | None:
-        """An instance where the request would be served sooner than here, where it is counted already."""
+        """An instance that would serve the request sooner than the one where it is counted."""
         lengths = self._pool.index.prefix_lengths(entry.blocks or ())
         without = candidates[here.name]
         without = msgspec.structs.replace(without, requests=without.requests - 1)
@@ -103,7 +106,7 @@ class Recaller:
 
 
 def _shifted(candidate: Candidate, entry: Entry, sign: int) -> Candidate:
-    """With one queued request more or less."""
+    """The candidate with one queued request more or less."""
     return msgspec.structs.replace(
         candidate,
         requests=candidate.requests + sign,

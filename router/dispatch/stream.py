@@ -1,7 +1,7 @@
-"""The deltas of one request, from the connection that brings them to the HTTP handler that reads them.
+"""Deltas of one request on their way from an instance's connection to the HTTP handler.
 
-A handler that would only write a delta on can leave word how (:meth:`Stream.hand_over`): while it waits,
-deltas go that way at once, and no task is woken for them.
+A handler can hand a sink over (:meth:`Stream.hand_over`): while it waits, deltas go to the sink at once, and
+no task is woken for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.messages import Delta
 from router.dispatch.ledger import Entry
-from router.mesh import Take, TakeSingle
+from router.mesh import TokenSink
 
 
 class Owner(Protocol):
@@ -32,10 +32,12 @@ class Stream:
         self._deltas: deque[Delta] = deque()
         self._arrived = asyncio.Event()
         self._error: Exception | None = None
-        self._take: Take | None = None
-        self._take_single: TakeSingle | None = None
+        self._sink: TokenSink | None = None
         self._is_reader_idle = False
-        """The reader has dealt with all that came, and waits: only then may anybody else take what comes."""
+        """The reader has dealt with all that came, and waits.
+
+        Only then may the sink take what comes.
+        """
 
     def __repr__(self) -> str:
         return f"<Stream of {self._entry.prompt.request_id}, {len(self._deltas)} deltas unread>"
@@ -45,15 +47,15 @@ class Stream:
         """The instance that it runs on now, None while it has none."""
         return self._owner.rank_of(self._entry)
 
-    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
+    def hand_over(self, sink: TokenSink) -> None:
         """See :class:`router.mesh.Generation`."""
-        self._take, self._take_single = take, take_single
+        self._sink = sink
 
     def push(self, delta: Delta) -> None:
-        if self._is_reader_idle and self._take is not None:
+        if self._is_reader_idle and self._sink is not None:
             try:
-                if self._take(delta):
-                    self._entry.take = self._take_single
+                if self._sink.take(delta):
+                    self._entry.sink = self._sink
                     return
             except Exception as error:  # noqa: BLE001 (is the reader's to raise: others go on)
                 self._wake(error)
@@ -75,21 +77,21 @@ class Stream:
                 raise self._error
             self._arrived.clear()
             self._is_reader_idle = True
-            self._entry.take = self._take_single
+            self._entry.sink = self._sink
             try:
                 await self._arrived.wait()
             finally:
                 self._is_reader_idle = False
-                self._entry.take = None
+                self._entry.sink = None
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
-        # They know this stream: what is left is freed without the garbage collector.
-        self._take = self._take_single = self._entry.take = None
+        # The sink refers to this stream: without it, both are freed without the garbage collector.
+        self._sink = self._entry.sink = None
         self._owner.forget(self._entry)
 
     def _wake(self, error: Exception | None = None) -> None:
         self._is_reader_idle = False
-        self._entry.take = None
+        self._entry.sink = None
         self._error = self._error or error
         self._arrived.set()

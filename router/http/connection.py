@@ -26,8 +26,12 @@ MOST_KEPT = 64
 """Bytes of a token's text up to which the heads of chunks are kept, by their length."""
 
 
-Fill = Callable[[bytes], bool]
-"""Writes a part, given what stands in its middle; False, and nothing is written, while there is no way."""
+class BodyPart(Protocol):
+    """Writer of parts of a body that differ only in their middle."""
+
+    def write(self, between: bytes) -> bool:
+        """Write a part with this middle; returns False, and writes nothing, while the body is not open."""
+        ...
 
 
 class BodyWriter(Protocol):
@@ -48,7 +52,7 @@ class BodyWriter(Protocol):
         """Only while open, and not for nothing: an empty part would end the body."""
         ...
 
-    def filling(self, before: bytes, after: bytes) -> Fill:
+    def part(self, before: bytes, after: bytes) -> BodyPart:
         """For parts of a body that has begun which differ only in what stands between these two."""
         ...
 
@@ -92,25 +96,40 @@ class ChunkWriter:
     def write(self, part: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
-    def filling(self, before: bytes, after: bytes) -> Fill:
+    def part(self, before: bytes, after: bytes) -> BodyPart:
         """See :class:`BodyWriter`."""
-        write, length, end = self._write, len(before) + len(after), after + b"\r\n"
-        heads: dict[int, bytes] = {}  # by the length between: it is in the head of a chunk
-        flow, cycle, is_chunked = self._flow, self._cycle, self._cycle.chunked_encoding is True
+        return ChunkPart(self._cycle, before, after)
 
-        def fill(between: bytes) -> bool:
-            if flow.write_paused or cycle.disconnected or cycle.response_complete or not is_chunked:
-                return False
-            size = len(between)
-            head = heads.get(size)
-            if head is None:
-                head = b"%x\r\n%b" % (length + size, before)
-                if size < MOST_KEPT:
-                    heads[size] = head
-            write(head + between + end)
-            return True
 
-        return fill
+class ChunkPart:
+    """A :class:`BodyPart`: one chunk of HTTP/1.1, straight to the transport."""
+
+    __slots__ = ("_before", "_cycle", "_end", "_flow", "_heads", "_is_chunked", "_length", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle, before: bytes, after: bytes) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+        self._is_chunked = cycle.chunked_encoding is True
+        self._before = before
+        self._end = after + b"\r\n"
+        self._length = len(before) + len(after)
+        self._heads: dict[int, bytes] = {}
+        """Head of a chunk and what stands before the middle, by the middle's length."""
+
+    def write(self, between: bytes) -> bool:
+        """See :class:`BodyPart`."""
+        cycle = self._cycle
+        if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not self._is_chunked:
+            return False
+        size = len(between)
+        head = self._heads.get(size)
+        if head is None:
+            head = b"%x\r\n%b" % (self._length + size, self._before)
+            if size < MOST_KEPT:
+                self._heads[size] = head
+        self._write(head + between + self._end)
+        return True
 
 
 class TimedWriter:
@@ -129,15 +148,22 @@ class TimedWriter:
         self.wrote_at = time.perf_counter()
         self._writer.write(part)
 
-    def filling(self, before: bytes, after: bytes) -> Fill:
+    def part(self, before: bytes, after: bytes) -> BodyPart:
         """See :class:`BodyWriter`."""
-        fill = self._writer.filling(before, after)
+        return _TimedPart(self, self._writer.part(before, after))
 
-        def timed(between: bytes) -> bool:
-            self.wrote_at = time.perf_counter()
-            return fill(between)
 
-        return timed
+class _TimedPart:
+    """A :class:`BodyPart` of a :class:`TimedWriter`."""
+
+    def __init__(self, writer: TimedWriter, part: BodyPart) -> None:
+        self._writer = writer
+        self._part = part
+
+    def write(self, between: bytes) -> bool:
+        """See :class:`BodyPart`."""
+        self._writer.wrote_at = time.perf_counter()
+        return self._part.write(between)
 
 
 class _Transport:

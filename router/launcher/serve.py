@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ import msgspec
 import uvloop
 
 from coordinator.config import url
+from coordinator.distribution import installed_version
 from coordinator.messages import Settings, View
 from coordinator.process import process
 from coordinator.process.runtime import runtime_directory
@@ -109,7 +109,7 @@ def _parsed(argv: list[str]) -> ServeConfig:
         prog="serve",
         description="Serve a language model from a mesh of instances behind one OpenAI-compatible endpoint.",
         foreign=foreign,
-        version=f"lockstep {lockstep_version()}",
+        version=f"lockstep {installed_version()}",
     )
     process.set_up("Serve", config.log_level, config.mesh.observability.log_format)
     for line in filter(None, (*foreign.said, config.http.structured_outputs.ignored)):
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
     """``lockstep SUBCOMMAND ...``"""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--version"]:
-        print(f"lockstep {lockstep_version()}")
+        print(f"lockstep {installed_version()}")
         return 0
     if not argv or argv[0] not in COMMANDS:
         wrong = bool(argv) and argv[0] not in ("-h", "--help")
@@ -426,13 +426,6 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "drain": (_of("router.tools.operate", "main_drain"), "have an instance finish what it has and leave"),
     "scale": (_of("router.tools.operate", "main_scale"), "bring a mesh to a number of instances"),
 }
-
-
-def lockstep_version() -> str:
-    try:
-        return version("lockstep")
-    except PackageNotFoundError:
-        return "0 (not installed)"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How choices of instances came out, for /metrics: of this front end and of those beside it (pure)."""
+"""Outcomes of routing for /metrics, of all routers of one ``serve`` (pure)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 OUTCOMES = ("affinity_hits", "affinity_misses", "moves", "queue_full")
 """Dispatches to an instance that had some of the prompt, or none.
 
-Requests asked back from a queue to wait less elsewhere; requests refused because all queues were full.
+Then requests recalled from a queue to wait less elsewhere; requests refused because all queues were full.
 """
 
 
 class ChoiceCounts:
-    """Counts of a process that may have taken over a dead one's place."""
+    """Counts of a process that may have replaced one that died."""
 
     def __init__(self, now: Callable[[], Mapping[str, int]]) -> None:
         """``now``: what this process has counted by itself, by outcome."""
@@ -26,15 +26,15 @@ class ChoiceCounts:
         return f"<ChoiceCounts {self.total()}>"
 
     def go_on_from(self, left: Mapping[str, int]) -> None:
-        """Begin with what the process before it has counted."""
+        """Begin with the counts of the process before it."""
         self._before = left
 
     def total(self) -> dict[str, int]:
-        """By outcome, in the order of :data:`OUTCOMES`."""
+        """Counts by outcome, in the order of :data:`OUTCOMES`."""
         return self._sum([])
 
     def family(self, others: Iterable[Mapping[str, int]]) -> Metric:
-        """With the counts of other front ends."""
+        """The counter with the counts of other routers."""
         family = CounterMetricFamily(
             "lockstep:choices", "How choices of instances came out.", labels=("outcome",)
         )

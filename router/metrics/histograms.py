@@ -1,4 +1,4 @@
-"""Histograms of what requests experience: counted here, added up over processes, told to Prometheus."""
+"""Histograms of request times and lengths, added up over processes for Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Series:
         self.total += value
 
     def add(self, totals: Totals) -> None:
-        """Count in what another process observed; another version's buckets are left out."""
+        """Add the observations of another process; another version's buckets are left out."""
         if len(totals.counts) == len(self.counts):
             self.counts = [own + other for own, other in zip(self.counts, totals.counts, strict=True)]
             self.total += totals.total
@@ -54,7 +54,7 @@ class Histogram:
         return series
 
     def totals(self) -> dict[str, Totals]:
-        """By engine."""
+        """Totals by engine."""
         return {engine: series.totals() for engine, series in self._series.items()}
 
     def add(self, totals: Mapping[str, Totals]) -> None:
@@ -62,7 +62,7 @@ class Histogram:
             self.of(engine).add(of_engine)
 
     def family(self, model: str, others: Iterable[Mapping[str, Totals]] = ()) -> Metric:
-        """``others``: what other processes observed of the same."""
+        """The metric with the observations of ``others``, which are other processes."""
         whole = Histogram(self.name, self._help, self._bounds)
         for part in (self.totals(), *others):
             whole.add(part)

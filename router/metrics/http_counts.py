@@ -20,17 +20,17 @@ from router.metrics.report_metrics import buckets
 from router.metrics.shared_counts import HttpTotals
 
 BOUNDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Seconds. The first three are all that vLLM has; answers that are generated take longer."""
+"""Bounds in seconds. The first three are all that vLLM has; generated answers take longer."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER_METHOD = "OTHER"
 NO_HANDLER = "none"
-"""Of paths that lead nowhere."""
+"""Handler of paths that no route has."""
 WATCHING = frozenset({"/metrics", "/health", "/livez", "/load", "/ping", "/version", "/server_info"})
-"""Not counted."""
+"""Paths that are not counted."""
 
 
 class _Answers:
-    """Of one method and handler."""
+    """Answers of one method and handler."""
 
     __slots__ = ("seconds", "statuses")
 
@@ -45,7 +45,7 @@ class _Answers:
 
 
 class HttpCounts:
-    """Of one front end."""
+    """Counts of one router."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], _Answers] = {}
@@ -54,14 +54,14 @@ class HttpCounts:
         return f"<HttpCounts of {sorted(self._answers)}>"
 
     def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         answers = self._of(method if method in METHODS else OTHER_METHOD, handler)
         group = f"{status // 100}xx"
         answers.statuses[group] = answers.statuses.get(group, 0) + 1
         answers.seconds.observe(seconds)
 
     def totals(self) -> list[HttpTotals]:
-        """For the shelf."""
+        """Totals for the shared counts."""
         return [
             HttpTotals(method, handler, answers.statuses, answers.seconds.totals())
             for (method, handler), answers in self._answers.items()
@@ -72,7 +72,7 @@ class HttpCounts:
             self._of(each.method, each.handler).add(each)
 
     def families(self, others: Iterable[Sequence[HttpTotals]]) -> list[Metric]:
-        """With what other front ends counted."""
+        """The metrics, with the counts of other routers."""
         whole = HttpCounts()
         for part in (self.totals(), *others):
             whole.add(part)
@@ -96,7 +96,7 @@ class HttpCounts:
 
 
 class Handlers:
-    """Which route a path leads to."""
+    """The route that each path leads to."""
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         found = [route for route in routes if isinstance(route, Route)]
@@ -116,9 +116,9 @@ class Handlers:
 
 
 class Counting:
-    """Counts what goes through.
+    """Middleware that counts answers.
 
-    Who hangs up before an answer begins has none, and is not counted.
+    A client that hangs up before an answer begins gets none, and is not counted.
     """
 
     def __init__(self, app: ASGIApp, counts: HttpCounts, handlers: Handlers) -> None:

@@ -1,4 +1,4 @@
-"""What each instance has to do, from its latest report (pure). Field names are SGLang's."""
+"""Load of each instance, from its latest report (pure). Field names are SGLang's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from engine.messages import InstanceReport
 
 
 class ServerLoad(msgspec.Struct):
-    """HTTP requests that are being generated for."""
+    """Number of HTTP requests that are being generated for."""
 
     server_load: int
 
 
 class Load(msgspec.Struct):
-    """One instance."""
+    """Load of one instance."""
 
     dp_rank: int
     num_running_reqs: int
@@ -27,13 +27,13 @@ class Load(msgspec.Struct):
     num_used_blocks: int
     max_total_num_blocks: int
     token_usage: float
-    """Used part of the KV cache, 1 is all."""
+    """Used share of the KV cache; 1 is all."""
     cache_hit_rate: float
-    """Part of the prompt tokens looked up in the prefix cache that were found, since its start."""
+    """Share of prompt tokens found in the prefix cache, since the instance's start."""
 
 
 class OlderLoad(msgspec.Struct):
-    """One instance, as SGLang's /get_load has it."""
+    """Load of one instance in the form of SGLang's /get_load."""
 
     dp_rank: int
     num_reqs: int
@@ -44,7 +44,7 @@ class OlderLoad(msgspec.Struct):
 
 
 class Aggregate(msgspec.Struct):
-    """All instances together."""
+    """Load of all instances together."""
 
     total_running_reqs: int
     total_waiting_reqs: int

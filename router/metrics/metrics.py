@@ -1,4 +1,4 @@
-"""What Prometheus is told, under vLLM's names and labels, so that dashboards made for it work.
+"""Metrics for Prometheus, under vLLM's names and labels, which its dashboards expect.
 
 What requests experience is kept here (histograms, request_success) and measured by
 :mod:`router.metrics.meter`; what instances report is read from their latest report when Prometheus asks.
@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from engine.messages import FinishReason, InstanceReport
 from router.faults import KINDS, Faults
-from router.mesh import Mesh
+from router.mesh import MeshFacts
 from router.metrics.choice_counts import ChoiceCounts
 from router.metrics.histograms import Histogram
 from router.metrics.http_counts import HttpCounts
@@ -43,7 +43,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 def _openmetrics(registry: CollectorRegistry) -> bytes:
-    """In OpenMetrics, names as they are.
+    """The page in OpenMetrics, with names as they are.
 
     Left to choose, prometheus_client 0.23 and later writes vllm:x as vllm_x for every Prometheus before 3.0,
     and no dashboard would find it.
@@ -54,33 +54,23 @@ def _openmetrics(registry: CollectorRegistry) -> bytes:
 
 
 class Metrics:
-    """All metrics of one router process and, over the shelf, of the front ends beside it. The callables
-    tell of the mesh as it is when Prometheus asks."""
+    """All metrics of one router process and, over shared counts, of the routers beside it."""
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: MeshFacts,
         *,
-        reports: Callable[[], Mapping[int, InstanceReport]] = dict,
-        epoch: Callable[[], int | None] = lambda: None,
-        instances: Callable[[], Mapping[str, int]] = dict,
-        refused_peers: Callable[[], Mapping[str, int]] = dict,
-        block_size: Callable[[], int | None] = lambda: None,
-        choices: Callable[[], Mapping[str, int]] = dict,
         faults: Faults | None = None,
-        shelf: SharedCounts | None = None,
+        shared: SharedCounts | None = None,
         alone: bool = True,
     ) -> None:
-        """``alone``: no other front end answers on this port, so that the process's own figures mean
-        something."""
+        """``mesh`` is asked at each scrape.
+
+        ``alone``: no other router answers on this port, so that the process's own figures mean something.
+        """
         self._mesh = mesh
-        self.reports = reports
-        self._epoch = epoch
-        self._instances = instances
-        self._refused_peers = refused_peers
-        self.block_size = block_size
-        self._shelf = shelf
-        self._choices = ChoiceCounts(choices)
+        self._shared = shared
+        self._choices = ChoiceCounts(mesh.choices)
         self.faults = Faults() if faults is None else faults
         self.http = HttpCounts()
         self.in_flight = 0
@@ -123,17 +113,25 @@ class Metrics:
             "vllm:request_params_max_tokens", "Tokens asked for at most.", LENGTH_BUCKETS
         )
         self.success: dict[tuple[str, str], int] = {}
-        """By engine and finish reason."""
+        """Finished requests by engine and finish reason."""
         self._histograms = [each for each in vars(self).values() if isinstance(each, Histogram)]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         if alone:
             ProcessCollector(registry=self._registry)
-        if shelf is not None and (left := shelf.own()) is not None:
+        if shared is not None and (left := shared.own()) is not None:
             self._go_on_from(left)
 
     def __repr__(self) -> str:
         return f"<Metrics {self.in_flight} in flight, {sum(self.success.values())} finished>"
+
+    def reports(self) -> Mapping[int, InstanceReport]:
+        """The newest report of each instance, by rank."""
+        return self._mesh.reports()
+
+    def block_size(self) -> int | None:
+        """Tokens of a KV block, if that is known."""
+        return self._mesh.block_size()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, in the format that the scraper accepts."""
@@ -142,12 +140,12 @@ class Metrics:
         return generate_latest(self._registry), TEXT
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """All metrics, for the registry."""
         model = self._mesh.model.names[0] if self._mesh.model is not None else ""
         others: list[Snapshot] = []
-        if self._shelf is not None:
-            self._shelf.write(self.snapshot())  # what a scrape was told does not fall again
-            others = self._shelf.others()
+        if self._shared is not None:
+            self._shared.write(self.snapshot())  # a count that a scrape has seen does not fall again
+            others = self._shared.others()
         reports = self.reports()
         engines = [str(rank) for rank in sorted(reports)]
         for histogram in self._histograms:
@@ -166,7 +164,7 @@ class Metrics:
         yield from self._of_mesh(others)
 
     def snapshot(self) -> Snapshot:
-        """What this process has counted, for the shelf."""
+        """Counts of this process, for the shared counts."""
         success: dict[str, dict[str, int]] = {}
         for (engine, reason), count in self.success.items():
             success.setdefault(engine, {})[reason] = count
@@ -181,16 +179,16 @@ class Metrics:
         )
 
     def faults_of_all(self) -> Faults:
-        """Of this process, the front ends beside it and the launcher."""
-        others = self._shelf.others() if self._shelf else []
+        """Faults seen by this process, the routers beside it and the launcher."""
+        others = self._shared.others() if self._shared else []
         return Faults.merged([self.faults, *(other.faults for other in others)])
 
     def in_flight_of_all(self) -> int:
-        """HTTP requests being generated for, here and at the front ends beside this one."""
-        return self.in_flight + _in_flight(self._shelf.others() if self._shelf else [])
+        """HTTP requests being generated for, here and at the routers beside this one."""
+        return self.in_flight + _in_flight(self._shared.others() if self._shared else [])
 
     def _go_on_from(self, left: Snapshot) -> None:
-        """Counters of a process that took over a dead one's place do not begin at zero again."""
+        """Continue the counters of a process that this one replaces."""
         for histogram in self._histograms:
             histogram.add(left.histograms.get(histogram.name, {}))
         self.success = {
@@ -226,16 +224,16 @@ class Metrics:
                 faults.add_metric((event.value, kind), count)
         yield faults
         yield self._choices.family([other.choices for other in others])
-        if (epoch := self._epoch()) is not None:
+        if (epoch := self._mesh.epoch()) is not None:
             yield GaugeMetricFamily("lockstep:epoch", "The number of the world.", epoch)
         instances = GaugeMetricFamily("lockstep:instances", "Instances by state.", labels=("state",))
-        for state, count in sorted(self._instances().items()):
+        for state, count in sorted(self._mesh.instances_by_state().items()):
             instances.add_metric((state,), count)
         yield instances
         refused = CounterMetricFamily(
             "lockstep:refused_peers", "Connections without the mesh's key.", labels=("by",)
         )
-        for by, count in sorted(self._refused_peers().items()):
+        for by, count in sorted(self._mesh.refused_peers().items()):
             refused.add_metric((by,), count)
         yield refused
 

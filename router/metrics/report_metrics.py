@@ -1,4 +1,4 @@
-"""What instances say of themselves, as metrics: under vLLM's names where it has one, else ours (pure)."""
+"""Reports of instances as metrics, under vLLM's names where it has one (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHE_LABELS = ("block_size", "num_gpu_blocks")
 
 
 def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Cumulative buckets, which Prometheus expects."""
     names = [*map(floatToGoString, bounds), "+Inf"]
     return list(zip(names, accumulate(counts), strict=True))
 
@@ -28,7 +28,7 @@ def buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
 def of_reports(
     model: str, reports: Mapping[int, InstanceReport], block_size: int | None = None
 ) -> Iterable[Metric]:
-    """What instances say of themselves, by rank.
+    """Metrics from the reports of instances, by rank.
 
     ``block_size``: tokens of a KV block, if that is known.
     """
@@ -75,7 +75,7 @@ def of_reports(
 
 
 def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int | None) -> Iterable[Metric]:
-    """Those of vLLM's that have a label more, and the sizes of steps."""
+    """Metrics of vLLM's that have a label more, and the sizes of steps."""
     waiting = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Requests that wait: for room (capacity), or held back (deferred).",
@@ -118,7 +118,7 @@ def _by_kind(model: str, reports: Mapping[int, InstanceReport], block_size: int 
 
 
 def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[Metric]:
-    """What instances say of the steps that they take together."""
+    """Metrics of the steps that instances take together."""
     totals = {
         "steps": "Steps taken in lockstep.",
         "empty_steps": "Of those, steps without tokens of this instance.",
@@ -126,7 +126,7 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
         "busiest_tokens": "Sum over steps of the busiest instance's tokens; over mean_tokens: the imbalance.",
         "mean_tokens": "Sum over steps of the instances' mean tokens.",
         "attention_calls": "Layers of steps in which this instance computed attention.",
-        "changes": "Groups that followed another by agreement: somebody came or left.",
+        "changes": "Groups that followed another by agreement: an instance came or left.",
         "recoveries": "Groups that followed another after a loss.",
     }
     parts = ("wait", "attention", "dispatch", "experts", "combine", "rest")
@@ -140,7 +140,7 @@ def _of_lockstep(model: str, reports: Mapping[int, InstanceReport]) -> Iterable[
     )
     recovery = CounterMetricFamily(
         "lockstep:recovery_seconds",
-        "Time from a loss noticed to the first step after it by part: form (the coordinator's word), experts "
+        "Time from a loss noticed to the first step after it by part: form (the coordinator's plan), experts "
         "(reading the lost ones), group (forming it), step (the first one).",
         labels=(*LABELS, "part"),
     )

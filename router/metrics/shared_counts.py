@@ -1,9 +1,10 @@
-"""Where the front ends of one ``serve`` leave their counts, so that each can tell the sum of all.
+"""Counts that the routers of one ``serve`` share, so that each can report the sum.
 
-A scrape of the shared port reaches one front end, by chance. Each writes what it has counted to a file of
-its own whenever that changed, at most every half second and before each scrape, and adds the others' files to
-its answer. Who is started again goes on from its file, so counters never fall from one scrape to the next,
-whoever answers and whoever died; at most the last half second, of which nobody was told, is lost.
+A scrape of the shared port reaches one router, by chance. Each writes its counts to a file of its own
+whenever they changed, at most every half second and before each scrape. It adds the others' files to its
+answer. A router that is started again continues from its file. So counters never fall from one scrape to the
+next, whichever router answers and whichever died; at most the last half second, which no scrape has seen, is
+lost.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from router.faults import Faults
 logger = logging.getLogger(__name__)
 
 WRITE_INTERVAL = 0.5
-"""Seconds between two writes at least."""
+"""Least seconds between two writes."""
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True):
-    """One series of a histogram: observations per bucket, and the sum of what was observed."""
+    """One series of a histogram: observations per bucket, and the sum of their values."""
 
     counts: list[int]
     total: float
@@ -38,12 +39,12 @@ class HttpTotals(msgspec.Struct, frozen=True, array_like=True):
     method: str
     handler: str
     statuses: dict[str, int]
-    """By group, as "2xx"."""
+    """Counts by group, as "2xx"."""
     seconds: Totals
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has counted since the mesh started."""
+    """Counts of one process since the mesh started."""
 
     pid: int
     in_flight: int = 0
@@ -58,33 +59,33 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedCounts:
-    """A directory with one file per process, seen by the process called ``name``."""
+    """Directory with one file per process, seen by the process called ``name``."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._file = directory / f"{name}.counts"
         self._written = b""
         self._complaints = Complaints(logger, "the counts of this process cannot be kept")
-        self._unread = Complaints(logger, "counts of other processes cannot be read: older ones are told")
+        self._unread = Complaints(logger, "counts of other processes cannot be read: older ones are reported")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Snapshot)
         self._known: dict[Path, Snapshot] = {}
-        """The last values read from each file: no sum may fall while no file can be opened."""
+        """Last values read from each file: no sum may fall while files cannot be opened."""
 
     def __repr__(self) -> str:
         return f"<SharedCounts {self._file}>"
 
     def own(self) -> Snapshot | None:
-        """What the last process of this name left."""
+        """Counts left by the last process of this name."""
         return self._read(self._file)
 
     def others(self) -> list[Snapshot]:
-        """What all other processes have left, dead ones included."""
+        """Counts of all other processes, dead ones included."""
         found = (self._read(file) for file in self._files() if file != self._file)
         return [snapshot for snapshot in found if snapshot is not None]
 
     def write(self, snapshot: Snapshot) -> None:
-        """Replace one's own file, unless nothing changed."""
+        """Replace this process's file, unless nothing changed."""
         encoded = self._encoder.encode(snapshot)
         if encoded == self._written:
             return

@@ -1,4 +1,4 @@
-"""The keyword arguments of ``LLM`` as the settings of a mesh (pure): they are the long flags of ``serve``."""
+"""Keyword arguments of ``LLM``, the long flags of ``serve``, as a mesh's settings (pure)."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ OF_TEXT = (
     "max_logprobs",
     "log_level",
 )
-"""Settings of the front end that mean something without an HTTP endpoint."""
+"""Settings of the router that have a meaning without an HTTP endpoint."""
 
 KNOWN = frozenset(OF_TEXT) | {
     field.key for config in (MeshConfig, EngineConfig) for field in fields_of(config)
 }
 
 _BUILT = msgspec.json.Decoder(ServeConfig)
-"""So that all types are known before programs make an LLM in several threads: msgspec (0.22) looks at a type
-when it is first used, and two threads that do at once crash."""
+"""Decoder built at import, so that all types are known before threads use them.
+
+msgspec (0.22) looks at a type when it is first used, and two threads that do so at once crash.
+"""
 
 LONG_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 

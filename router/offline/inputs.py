@@ -1,4 +1,4 @@
-"""From what users of the offline class give as prompts to samples that the mesh can generate.
+"""Samples for the mesh from the prompts given to the offline class.
 
 Pure but for the seeds. The way is that of a request to the endpoint: the same checks, tokens and parameters.
 """
@@ -29,7 +29,7 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt, ready to be generated for: its samples, and what its output tells again."""
+    """One prompt, ready to be generated for, with what its output repeats."""
 
     request_id: str
     params: SamplingParams
@@ -39,10 +39,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class JobMaker:
-    """Makes the jobs of one call.
+    """Maker of the jobs of one call.
 
     Raises (all methods):
-        ApiError: a prompt or a parameter that the model cannot take, as the endpoint would say it.
+        ApiError: a prompt or a parameter that the model cannot take, in the endpoint's words.
         ValueError, TypeError: something that is no prompt.
     """
 
@@ -132,7 +132,7 @@ def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def one_per_prompt(value: Any, count: int, name: str) -> list[Any]:
-    """The same for all prompts, or one for each.
+    """One value per prompt, from one for all or a list.
 
     Raises:
         ValueError: neither.

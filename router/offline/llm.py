@@ -1,4 +1,4 @@
-"""The offline class: a mesh started, used and ended from a Python program, with the names of vLLM's ``LLM``.
+"""The offline class ``LLM``: a mesh for one Python program, with vLLM's names.
 
     from lockstep import LLM, SamplingParams
 
@@ -57,7 +57,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 QUEUED_PER_RUNNING = 2
-"""Samples in flight per place in the running batches: so many that no batch waits for the next prompt."""
+"""Samples in flight per slot of the running batches.
+
+With so many, no batch waits for the next prompt.
+"""
 
 Message = Mapping[str, Any]
 
@@ -94,9 +97,12 @@ class LLM:
         trust_remote_code: bool = False,
         **flags: Any,
     ) -> None:
-        """``model``: a directory or a Hugging Face repository id; None: the one that ships with Lockstep.
-        ``enable_expert_parallel``: None spreads experts where ``serve`` does. ``seed`` makes samples without
-        a seed of their own repeatable, call by call; None: unpredictable."""
+        """``model``: a directory or a Hugging Face repository id.
+
+        None is the model that ships with Lockstep. ``enable_expert_parallel``: None spreads experts where
+        ``serve`` does. ``seed`` makes samples without a seed of their own repeatable, call by call; None:
+        unpredictable.
+        """
         config = llm_config(
             {
                 "model": model,
@@ -230,7 +236,7 @@ class LLM:
         return AutoTokenizer.from_pretrained(self._config.http.tokenizer or self._model.served.directory)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of the model's generation_config.json, neutral ones where it has none."""
+        """The model's generation_config.json as parameters, neutral where it has none."""
         whole = {"top_k", "max_tokens"}
         known = self._model.defaults.keys() & set(SamplingParams.__struct_fields__)
         given = {name: self._model.defaults[name] for name in known}
@@ -268,7 +274,7 @@ class LLM:
     def _run(
         self, count: int, make: Callable[[int, str], Job], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Make all jobs first: what cannot be used is said before anything is generated."""
+        """Make all jobs, then run them: a bad prompt raises before anything is generated."""
         if not self._mesh.is_alive:
             raise self._mesh.dead()
         jobs = []
@@ -287,8 +293,10 @@ class LLM:
             )
 
     def _most_samples(self) -> int:
-        """Samples in flight at once: enough for as many instances as this program started (other nodes fill
-        theirs), far below what their queues hold."""
+        """Samples in flight at once, for as many instances as this program started.
+
+        Other nodes fill theirs. It is far below what the queues of instances hold.
+        """
         scheduler = self._config.engine.scheduler
         of_one = min(QUEUED_PER_RUNNING * scheduler.max_num_seqs, max(1, scheduler.max_num_queued_reqs))
         return of_one * max(1, self._config.mesh.local_size)
@@ -299,7 +307,7 @@ class LLM:
 
 
 def _check_adapters(given: object) -> None:
-    """vLLM takes one adapter for all prompts, or a list with one or None for each."""
+    """Refuse adapters: vLLM takes one for all prompts, or a list."""
     if given is not None and not (isinstance(given, Sequence) and all(each is None for each in given)):
         raise ValueError("lora_request is not supported: merge the adapter into the model's weights.")
 

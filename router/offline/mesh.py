@@ -1,4 +1,4 @@
-"""The processes behind one ``LLM``, and the thread in the user's program that starts and uses them.
+"""Processes behind one ``LLM``, and the thread in the program that runs them.
 
 The processes are those of ``serve`` without a router: that part is played by this thread, whose event loop
 supervises them and runs a :class:`router.dispatch.client.MeshClient`. The user's own thread may block, run an
@@ -45,7 +45,7 @@ ALIVE_INTERVAL = 1.0
 CONNECT_TIMEOUT = 30.0
 """Seconds until all instances, ready by then, have answered on our connections."""
 OTHERS_TIMEOUT = 60.0
-"""Seconds that a closing head waits for instances of other nodes which do nothing and do not leave."""
+"""Seconds that a closing head waits for idle instances of other nodes to leave."""
 
 Result = TypeVar("Result")
 
@@ -69,7 +69,7 @@ class PrivateMesh:
             coordinator.rpc.keys.KeyFileError: --mesh-key-file cannot be used.
         """
         self._held = contextlib.ExitStack()
-        """What is given back when the processes have ended."""
+        """Descriptors to close when the processes have ended."""
         self._listener: socket.socket | None = None
         listen_fd = None
         mesh_name = ""
@@ -113,7 +113,7 @@ class PrivateMesh:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that run."""
+        """Ids of all processes that run."""
         return self._supervisor.pids
 
     def start(self) -> None:
@@ -204,9 +204,7 @@ class PrivateMesh:
             keys=self._keys,
             policy=Policy(self._config.http.load_balancing_policy),
         )
-        self.metrics = Metrics(
-            mesh, reports=mesh.reports, epoch=mesh.epoch, instances=mesh.instances_by_state
-        )
+        self.metrics = Metrics(mesh)
         self._loop = asyncio.get_running_loop()
         self._begun.set()
         following = asyncio.create_task(mesh.run())
@@ -229,7 +227,10 @@ class PrivateMesh:
             await asyncio.gather(following, overseeing, return_exceptions=True)
 
     async def _until_ready(self) -> None:
-        """All instances are ready, and connected: the first requests are spread over all of them."""
+        """Wait until all instances are ready and connected.
+
+        So the first requests are spread over all of them.
+        """
         await wait_for_instances(self._config, self._supervisor, self._overseer)
         deadline = time.monotonic() + CONNECT_TIMEOUT
         while not self._is_connected():
@@ -239,7 +240,10 @@ class PrivateMesh:
         self._ready.set_result(None)
 
     def _is_connected(self) -> bool:
-        """To all that are ready, as the view says that was waited for: the client's own may be older."""
+        """Whether the client is connected to all ready instances.
+
+        These are the ones of the overseer's view, which was waited for: the client's own may be older.
+        """
         view = self._overseer.view
         if view is None or self.client.model is None:
             return False
@@ -260,7 +264,7 @@ class PrivateMesh:
             task.cancel()
 
     async def _others_have_left(self) -> None:
-        """Bounded by OTHERS_TIMEOUT without any sign of work of theirs."""
+        """Wait for instances of other nodes, at most OTHERS_TIMEOUT without a sign of work."""
         seen: list[tuple[str, int]] = []
         deadline = time.monotonic() + OTHERS_TIMEOUT
         while others := self._members_elsewhere():
@@ -290,7 +294,7 @@ class PrivateMesh:
         self._supervisor.stop()
 
     def dead(self) -> EngineDeadError:
-        """Why nothing more can be asked."""
+        """The error for calls after the end of the processes, with its reason."""
         problem = self._supervisor.problem
         if not problem:
             return EngineDeadError("this LLM is closed")
@@ -298,14 +302,17 @@ class PrivateMesh:
 
 
 def _keys_of(mesh: MeshConfig, *, is_private: bool) -> keys.MeshKeys | None:
-    """``is_private``: nobody else knows the coordinator's port, so nobody has to find the key."""
+    """The mesh's keys; ``is_private``: no other program knows the port, or needs the key."""
     if own_key.is_own(mesh):
         return keys.generate() if is_private else own_key.obtain(mesh)
     return keys.load(Path(mesh.mesh_key_file)) if mesh.mesh_key_file is not None else None
 
 
 def _listen(config: ServeConfig, *, any_port: bool) -> tuple[socket.socket, int]:
-    """A socket that listens where the coordinator shall: held before anybody is told the port."""
+    """The coordinator's listening socket and its port.
+
+    It is held before the port is passed to any process.
+    """
     mesh = config.mesh
     address = (mesh.data_parallel_address, 0 if any_port else mesh.data_parallel_rpc_port)
     family = socket.AF_INET6 if is_ipv6(address[0]) else socket.AF_INET

@@ -30,7 +30,7 @@ class CompletionOutput:
     finish_reason: str | None
     """``stop`` or ``length``."""
     stop_reason: int | str | None
-    """The stop token or string that ended it; None for the end of sequence and for length."""
+    """Stop token or string that ended it; None at the end of sequence or length."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -51,14 +51,11 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose KV cache was there already."""
     metrics: None = None
-    """vLLM's, which has none either unless it is told to keep them.
-
-    Ours are those of ``serve``.
-    """
+    """Always None, as vLLM's is by default; our metrics are those of ``serve``."""
 
 
 def output_of(job: Job, pieces: Sequence[Piece], tokenizer: Tokenizer) -> RequestOutput:
-    """The output of a job whose samples said these ``pieces``, one each."""
+    """Output of a job, from the joined piece of each sample."""
     params, first = job.params, job.samples[0]
     num_prompt = params.prompt_logprobs
     shapes = LogprobShapes(tokenizer, params.logprobs or 0)

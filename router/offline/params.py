@@ -1,4 +1,4 @@
-"""``SamplingParams`` as users of the offline class write them, and the request that they make (no torch)."""
+"""``SamplingParams`` of the offline class, and the request they make (no torch)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.openai_api import CompletionRequest
 WHOLE_OUTPUTS = (None, 0, 2)
 """Values of vLLM's ``RequestOutputKind`` but for DELTA (1)."""
 OFFLINE_ONLY = ("detokenize", "extra_args", "output_kind")
-"""What no request has."""
+"""Fields that requests do not have."""
 
 FIELD_OF_ERROR = re.compile(r"^(.*) - at `\$\.(\w+)(.*)`$")
 
@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """None: up to the model's context, which ends any generation."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Most likely tokens to tell per generated token, 0 for the generated one alone."""
+    """Most likely tokens to return per generated token, 0 for the generated one alone."""
     prompt_logprobs: int | None = None
     detokenize: bool = True
     """False leaves ``text`` empty."""
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def request_of(params: SamplingParams) -> CompletionRequest:
-    """A request that sets every parameter: no default of the model or of the endpoint comes in.
+    """A request that sets every parameter, so that no default of model or endpoint applies.
 
     Raises:
         ValueError: a value of the wrong type.

@@ -1,4 +1,4 @@
-"""Running many prompts through a mesh, a bounded number at a time.
+"""Runs many prompts through a mesh, a bounded number at a time.
 
 The outputs come in the prompts' order.
 """
@@ -35,13 +35,13 @@ async def run_jobs(
     most_samples: int,
     on_output: Callable[[RequestOutput], None],
 ) -> list[RequestOutput]:
-    """``most_samples`` are in flight at once, and those of at least one prompt.
+    """Run all jobs with at most ``most_samples`` samples in flight.
 
-    The first failure ends all.
+    Those of one job are always allowed. The first failure ends all.
 
     Raises:
         ValueError: an instance refuses a prompt, or its grammar turned out to be too complex.
-        GenerationError: nobody could take a prompt for NOBODY_TIMEOUT seconds.
+        GenerationError: no instance could take a prompt for NOBODY_TIMEOUT seconds.
     """
     outputs: dict[int, RequestOutput] = {}
     waiting = iter(enumerate(jobs))
@@ -71,7 +71,7 @@ async def _run_job(mesh: Mesh, metrics: Metrics, tokenizer: Tokenizer, job: Job)
     while not mesh.healthy and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
         await asyncio.sleep(NOBODY_INTERVAL)
     run = RequestRun(mesh, metrics, job.samples, time.perf_counter())
-    return output_of(job, [join(pieces) for pieces in await run.said()], tokenizer)
+    return output_of(job, [join(pieces) for pieces in await run.outputs()], tokenizer)
 
 
 def _readable(error: ApiError | MeshError, job: Job, index: int, count: int) -> Exception:

@@ -1,7 +1,7 @@
 """Chat messages to one prompt text, by the model's own Jinja template.
 
-Templates come with models and see what clients send, so they run in Jinja's immutable sandbox, with a bound
-on time and on the length of what they write. What they may use is what transformers gives them.
+Templates come with models and see what clients send. They run in Jinja's immutable sandbox, with a bound on
+time and on the length of what they write. What they may use is what transformers gives them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_RENDERED = 32 * 1024**2
 """Characters that a template may write."""
 MAX_SECONDS = 10.0
 MAX_ERROR = 500
-"""Characters of an error that are told: templates may quote whole messages in theirs."""
+"""Characters of an error that are passed on: templates may quote whole messages in theirs."""
 PROBE = "lockstepprobe"
 """A text that no template has of its own."""
 KEEPS_NOTHING = (
@@ -40,21 +40,21 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 INVALID_JSON = "INVALID_JSON"
 """The key of call arguments that are no JSON object, as on Anthropic's pages."""
 INSTRUCTIONS = ("system", "developer")
-"""Roles of messages that say how to answer."""
+"""Roles of messages that instruct the model."""
 BETWEEN_INSTRUCTIONS = "\n\n"
-"""Between the texts of several of them that become one."""
+"""Separator between the texts of several instructions that become one."""
 RESERVED = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""What ``chat_template_kwargs`` may not set: requests have fields for it."""
+"""Variables that ``chat_template_kwargs`` may not set: requests have fields for them."""
 
 Message = dict[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """Messages that make no prompt with this template, or no template that works.
+    """Messages that make no prompt with this template, or a template that does not work.
 
-    ``logged`` stands in the log in place of words that may quote the messages.
+    ``logged`` goes to the log instead of a message that may quote the conversation.
     """
 
     def __init__(self, message: str, logged: str | None = None) -> None:
@@ -113,8 +113,10 @@ class ChatTemplate:
         return self._write_open(variables) if continue_final_message else self._write(variables)
 
     def _write_open(self, variables: dict[str, Any]) -> str:
-        """Without what the template writes after the last message's text, so that the model goes on with it.
-        A mark says where that ends: what comes after it may well read like it."""
+        """The prompt up to the last message's text, which the model continues.
+
+        A mark in the message shows where that ends: what the template writes after it may look like it.
+        """
         *earlier, last = variables["messages"]
         content = last["content"] or ""
         text: str = content if isinstance(content, str) else content[-1]["text"]
@@ -148,7 +150,7 @@ class ChatTemplate:
         return "".join(written)
 
     def _shape(self, index: int, message: Message) -> Message:
-        """A message as the template wants it: content as text, or as a list of parts."""
+        """A message with its content as the template expects it: a text or parts."""
         content = message.get("content")
         if content is None and isinstance(message.get("refusal"), str):
             content = message["refusal"]  # OpenAI's name for the text of an answer that declines
@@ -164,15 +166,18 @@ class ChatTemplate:
         return _with_reasoning(shaped)
 
     def _with_one_system(self, messages: list[Message], *, keeps_last: bool) -> list[Message]:
-        """All instructions as one message in front, if the template does not write later ones in place.
-        ``keeps_last``: the last message is gone on with, so it stays."""
+        """The messages with all instructions as one in front.
+
+        They stay where they are if the template writes later instructions in place. ``keeps_last``: the model
+        continues the last message, so it stays as it is.
+        """
         end = len(messages) - 1 if keeps_last else len(messages)
         if all(self._takes_more.get(str(message.get("role")), True) for message in messages[1:end]):
             return messages
-        told = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
+        instructions = [message for message in messages[:end] if message.get("role") in INSTRUCTIONS]
         turns = [message for message in messages[:end] if message.get("role") not in INSTRUCTIONS]
-        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, told)))
-        return [told[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
+        text = BETWEEN_INSTRUCTIONS.join(filter(None, map(_text_of, instructions)))
+        return [instructions[0] | {"content": self._shape_content(0, text)}, *turns, *messages[end:]]
 
     def _shape_content(self, index: int, content: Any) -> Any:
         if content is None:
@@ -187,20 +192,25 @@ class ChatTemplate:
         return [(part if isinstance(part, dict) else {}) | _part(text) for part, text in parts]
 
     def _probe(self, content: Any) -> bool:
-        """Whether content in this form comes out as its text, not as a printed list or not at all."""
+        """Whether content in this form is written as its text, not as a printed list."""
         text = self._try([{"role": "user", "content": content}])
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 
     def _probe_null(self) -> bool:
-        """Whether a call may come with content null: some templates look for that, others would print it."""
+        """Whether a tool call may come with content null.
+
+        Some templates look for that, others would print it.
+        """
         call = {"id": PROBE, "type": "function", "function": {"name": PROBE, "arguments": {}}}
         user: Message = {"role": "user", "content": "" if self.takes_strings else [_part("")]}
         text = self._try([user, {"role": "assistant", "content": None, "tool_calls": [call]}])
         return PROBE in text and "None" not in text
 
     def _probe_more(self, role: str) -> bool:
-        """Whether messages of a role come out behind a first message of instructions, and between turns. Many
-        templates look at the first message alone, and drop or refuse what comes later."""
+        """Whether later messages of a role are written, behind instructions and between turns.
+
+        Many templates look at the first message alone, and drop or refuse what comes later.
+        """
         behind, between = f"{PROBE}1", f"{PROBE}2"
         turns = [
             ("system", PROBE), (role, behind), ("user", PROBE),
@@ -210,7 +220,7 @@ class ChatTemplate:
         return behind in text and between in text
 
     def _try(self, messages: list[Message]) -> str:
-        """What comes of some messages, nothing if they do not fit."""
+        """The prompt of some messages; empty if they do not fit the template."""
         variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
         try:
             return self._write(self._special_tokens | variables)
@@ -244,8 +254,9 @@ class ChatTemplates:
 
 
 def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplates:
-    """The templates to use: ``override`` (a file or the text itself), else chat_template.jinja and its like,
-    else tokenizer_config.json, else chat_template.json.
+    """The model's chat templates, or ``override``: a file or the text itself.
+
+    Sources in order: chat_template.jinja and its like, tokenizer_config.json, chat_template.json.
 
     Raises:
         ChatTemplateError: one does not compile, or cannot be read.
@@ -259,7 +270,7 @@ def load_chat_templates(directory: Path, tokenizer: Tokenizer, override: str | N
 
 
 def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The one that --chat-template names: a file, or the text itself.
+    """The template that --chat-template names: a file, or the text itself.
 
     Raises:
         ChatTemplateError: it does not compile, cannot be read, or is not there.
@@ -270,7 +281,7 @@ def named_chat_template(named: str, special_tokens: Mapping[str, str]) -> ChatTe
 
 
 def content_texts(index: int, content: Any) -> list[str]:
-    """The text parts of a list-of-parts content.
+    """The texts of a content that is a list of parts.
 
     Raises:
         ChatTemplateError: it is no list of parts, or has others than text.
@@ -310,7 +321,7 @@ def _read(path: Path) -> str:
 
 
 def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """One string, or a list of ``{"name", "template"}``."""
+    """Templates of tokenizer_config.json: one string, or a list of ``{"name", "template"}``."""
     found = config.get("chat_template")
     if isinstance(found, str):
         return {"default": found}
@@ -325,7 +336,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_processor(directory: Path) -> dict[str, str]:
-    """chat_template.json, as older models with other modalities have it beside the tokenizer's own."""
+    """Template of chat_template.json, which older multimodal models have."""
     path = directory / "chat_template.json"
     if not path.is_file():
         return {}
@@ -354,13 +365,16 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _text_of(message: Message) -> str:
-    """The text of a message whose content is shaped."""
+    """The text of a message that :meth:`ChatTemplate._shape` has returned."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call whose arguments, JSON text in the API, are an object, as templates expect them."""
+    """A tool call with its arguments as an object, which templates expect.
+
+    In the API they are JSON text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -374,7 +388,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 def _arguments(text: str) -> dict[str, Any]:
     """Arguments as an object.
 
-    A model may slip, or be cut, and its conversation goes on all the same.
+    A model may write invalid JSON, or be cut off; its conversation continues all the same.
     """
     if many := too_many(text.encode()):
         raise ChatTemplateError(f"The arguments of a tool call hold more than {many}.")
@@ -386,8 +400,10 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Reasoning of an earlier turn under all of its names: templates know one, clients send another. That of
-    GPT-OSS calls it ``thinking``, and takes a call with that or with content."""
+    """A message with its reasoning under all names: templates know one, clients send another.
+
+    GPT-OSS's template calls it ``thinking``, and takes a call with that or with content.
+    """
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if not isinstance(reasoning, str):
         return message
@@ -398,7 +414,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _cut_after(text: str, core: str, trailing: str) -> str:
-    """A text up to the last place where it has another, and with what trails that if it is there, too."""
+    """A text up to the last occurrence of ``core``, and ``trailing`` if that follows."""
     before, found, after = text.rpartition(core)
     if not found:
         raise ChatTemplateError(KEEPS_NOTHING)
@@ -409,7 +425,7 @@ def _cut_after(text: str, core: str, trailing: str) -> str:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model wrote, for training; here it is nothing."""
+    """The tag ``{% generation %}``, which marks the model's text for training; ignored here."""
 
     tags = {"generation"}
 
@@ -433,7 +449,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own ``tojson`` escapes HTML, which prompts must not have."""
+    """The filter ``tojson`` without the HTML escapes of Jinja's own."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

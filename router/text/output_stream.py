@@ -1,4 +1,4 @@
-"""One sample of a request on the text side: token ids come in, text goes out (pure)."""
+"""Text side of one sample of a request: token ids in, text out (pure)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Piece(msgspec.Struct, gc=False):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    """One per token, when asked for."""
+    """One per token, if requested."""
     offsets: list[int] = []
-    """Where in the generated text each token begins, when log-probabilities are asked for."""
+    """Where in the generated text each token begins, if log-probabilities are requested."""
     cuts: list[int] = []
-    """Of several tokens, where in ``text`` each begins but the first."""
+    """Where in ``text`` each token but the first begins, if there are several."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     @property
     def parts(self) -> list[tuple[str, int]]:
-        """Its text, cut where its tokens begin, each with how many tokens it is."""
+        """The text, cut where its tokens begin, and the number of tokens of each part."""
         if not self.cuts:
             return [(self.text, len(self.token_ids))]
         return [(self.text[begin:end], 1) for begin, end in pairwise([0, *self.cuts, len(self.text)])]
@@ -67,15 +67,15 @@ class OutputStream:
         self._wants_logprobs = params.logprobs is not None
         self._shows_stop_token = params.include_stop_str_in_output
         self._plain_end = None if params.ignore_eos else tokenizer.eos_id
-        """As a reason to stop, clients are told of any other end of a sequence, not of this one (as vLLM)."""
+        """The end-of-sequence token that is not reported as ``stop_reason``; others are (as in vLLM)."""
         self._length = 0
-        """Characters that came out of the detokenizer."""
+        """Characters that the detokenizer has returned."""
         self.detokenizer = tokenizer.detokenizer(
             prompt.prompt_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._search = stops.search(include_in_output=params.include_stop_str_in_output) if stops else None
         self.is_text_alone = not (self._drops_output or self._wants_logprobs or self._search)
-        """All that its tokens say is text, and no text ends it."""
+        """Its tokens bring text and nothing else, and no text ends it."""
 
     def __repr__(self) -> str:
         return f"<OutputStream {self.prompt.request_id}: {self.num_tokens} tokens, {self.finish_reason}>"
@@ -86,35 +86,38 @@ class OutputStream:
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether anything has to be computed: not so for a prompt that is only echoed."""
+        """Whether a token has to be computed, unlike for a prompt that is only echoed."""
         return not self._drops_output or self.prompt.params.prompt_logprobs is not None
 
     @property
-    def num_told(self) -> int:
-        """Tokens and log-probabilities that there are to tell so far: making an answer takes as long."""
+    def num_values(self) -> int:
+        """Number of tokens and log-probabilities for the answer so far.
+
+        The time to make the answer is proportional to it.
+        """
         params = self.prompt.params
         of_prompt = len(self.prompt_logprobs) * (1 + (params.prompt_logprobs or 0))
         return of_prompt + self.num_tokens * (1 + (params.logprobs or 0))
 
     @property
     def may_stop(self) -> bool:
-        """Whether its text may end it, at any delta."""
+        """Whether stop strings may end it at any delta."""
         return self._search is not None
 
     def read(self, token_ids: list[int]) -> str:
-        """The text of its next tokens, where text is all and these are not the last ones."""
+        """Text of its next tokens, where text is all and more tokens follow."""
         self.num_tokens += len(token_ids)
         if len(token_ids) == 1:
             return self.detokenizer.step(token_ids[0])
         return "".join(map(self.detokenizer.step, token_ids))
 
     def take(self, delta: Delta) -> Piece:
-        """The next delta of the mesh.
+        """Take the next delta of the mesh.
 
-        After one whose piece has a ``finish_reason`` no more are wanted.
+        After a piece with a ``finish_reason``, no more deltas may come.
 
         Raises:
-            ApiError: the delta says that the request failed.
+            ApiError: the delta reports that the request failed.
         """
         if (
             self.is_text_alone

@@ -1,4 +1,4 @@
-"""Sampling parameters that requests get which do not set them: those that the model's authors recommend."""
+"""Default sampling parameters, as the model's authors or the operator set them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from engine.sampling import BadParameter, SamplingParams
 from router.config import HttpConfig
 
 MANY = 1 << 31
-"""More tokens than any vocabulary has: what must be below that is looked at with each request."""
+"""A vocabulary size above any real one.
+
+What depends on the vocabulary is checked with each request instead.
+"""
 WHOLE = ("top_k", "max_tokens")
 
 
 def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any]:
-    """By the names of :class:`engine.sampling.SamplingParams`. ``--generation-config auto`` takes the
-    model's, ``vllm`` none, else the directory named has them. ``--override-generation-config`` goes over
-    them.
+    """Default parameters by their names in :class:`engine.sampling.SamplingParams`.
+
+    ``--generation-config auto`` takes the model's, ``vllm`` none, any other value those of the directory that
+    it names. ``--override-generation-config`` has precedence over them.
 
     Raises:
-        CheckpointError: they cannot be read, or used; says what to do.
+        CheckpointError: they cannot be read, or used; the message suggests what to do.
     """
     defaults = _of_files(config.generation_config, model_directory)
     try:
@@ -32,8 +36,11 @@ def sampling_defaults(config: HttpConfig, model_directory: str) -> dict[str, Any
 
 
 def most_tokens(config: HttpConfig, defaults: dict[str, Any]) -> int | None:
-    """The most tokens of an answer if the operator set them, by an override or their own directory of
-    defaults. The model's limit is only for requests that set none (as in vLLM)."""
+    """Most tokens of an answer if the operator set them.
+
+    That is by an override or a directory of defaults. The model's limit is only for requests that set none
+    (as in vLLM).
+    """
     is_own = config.generation_config not in ("auto", "vllm") or "max_new_tokens" in config.sampling_overrides
     return defaults.get("max_tokens") if is_own else None
 
@@ -59,7 +66,7 @@ def _of_files(chosen: str, model_directory: str) -> dict[str, Any]:
 
 
 def _overrides(given: dict[str, Any]) -> dict[str, Any]:
-    """None is for a default that is not to be."""
+    """Checked overrides; None removes a default."""
     if unknown := given.keys() - SAMPLING_KEYS.keys():
         raise ValueError(f"{min(unknown)!r} is none of {', '.join(SAMPLING_KEYS)}")
     return {
@@ -83,7 +90,7 @@ def _number(key: str, value: object) -> int | float:
 
 
 def _check(defaults: dict[str, Any]) -> None:
-    """As of a request that asks for all of them."""
+    """Check the defaults as those of a request that sets all of them."""
     if defaults.get("max_tokens", 1) < 1:
         raise BadParameter("max_tokens", f"max_new_tokens must be at least 1, got {defaults['max_tokens']}")
     SamplingParams(**defaults).check(vocab_size=MANY)

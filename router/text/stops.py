@@ -23,7 +23,7 @@ class _Node:
 
 
 class StopStrings:
-    """The stop strings of a request, ready to be searched for in any number of texts."""
+    """Stop strings of a request, ready to be searched for in any text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._root = _Node(0)
@@ -44,7 +44,7 @@ class StopStrings:
         node.stop = stop
 
     def _link(self) -> None:
-        """Breadth first: where to go on when the next character does not fit."""
+        """Link each node, breadth first, to where a mismatch continues."""
         queue = deque(self._root.next.values())
         for child in queue:
             child.fail = self._root
@@ -60,7 +60,7 @@ class StopStrings:
 
 
 class StopSearch:
-    """The search through one text. ``matched`` is the stop string that ended it."""
+    """Search through one text; ``matched`` is the stop string that ended it."""
 
     def __init__(self, root: _Node, include_in_output: bool) -> None:
         self._root = root
@@ -73,9 +73,9 @@ class StopSearch:
         return f"<StopSearch holding {self._held!r}, matched {self.matched!r}>"
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Take in more text; returns what is certain to stay.
+        """Add text; returns the part that can no longer become a stop string.
 
-        Not ``armed``, a stop string is only text.
+        Unless ``armed``, a stop string is only text.
         """
         if self.matched is not None:
             return ""
@@ -94,7 +94,7 @@ class StopSearch:
         return seen[:certain]
 
     def flush(self) -> str:
-        """The end of the text: what was held back is no stop string."""
+        """End the text; returns what was held back, which is no stop string."""
         held, self._held = self._held, ""
         self._node = self._root
         return held

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextModel:
-    """All that is needed to turn requests into token ids and back."""
+    """Tokenizer, template and defaults that turn requests into token ids and back."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TextModel:
         self.defaults = defaults
         """Sampling parameters for requests that do not set them."""
         self.template_kwargs = template_kwargs or {}
-        """Variables of the chat template, likewise."""
+        """Variables of the chat template for requests that do not set them."""
         self.most_tokens = most_tokens
         """Most tokens of an answer, whatever the request asks for; None without such a limit."""
 

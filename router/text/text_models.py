@@ -1,4 +1,4 @@
-"""The text side of the mesh's model, found by name and loaded when it is first needed."""
+"""Text side of the mesh's model, loaded by name at its first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextModels:
-    """One at a time: a mesh serves one model."""
+    """Text models by name; a mesh serves one model."""
 
     def __init__(self, mesh: Mesh, config: HttpConfig) -> None:
         self._mesh = mesh

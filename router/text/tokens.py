@@ -1,4 +1,4 @@
-"""Text to token ids and back: a model's tokenizer, and the text of a stream of tokens.
+"""Text to token ids and back, for whole texts and for streams of tokens.
 
 The ``tokenizers`` package reads the model's tokenizer.json, so neither torch nor transformers is loaded here.
 """
@@ -21,13 +21,19 @@ from tokenizers.processors import TemplateProcessing
 from engine.model.tokenizer_files import TOKENIZER, TokenizerFilesError, tokenizer_directory
 
 PRIMING = 6
-"""Tokens of the prompt's tail that the first token is decoded with: some decoders strip a leading space."""
+"""Tokens of the prompt's tail that the first token is decoded with.
+
+Without them some decoders strip a leading space.
+"""
 MOST_BYTES = 4
-"""Of a character, and so the tokens that it may be."""
+"""Most bytes of a character in UTF-8, and so most tokens."""
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character, or not yet."""
 MAX_PENDING = 16
-"""Tokens without any text after which a stream starts afresh: decoding costs the square of their number."""
+"""Tokens without any text after which a stream starts afresh.
+
+The cost of decoding is quadratic in their number.
+"""
 
 PART_CHARACTERS = 8
 """Characters of text per token, in the first part tried.
@@ -38,10 +44,10 @@ CUT_TOKENS = 64
 """Tokens next to a text's cut, which may differ from those of the whole."""
 
 CUT_CHARACTERS = 4096
-"""Within which a space is looked for to cut a text at."""
+"""Characters within which a space is searched for to cut a text at."""
 
 MOST_COMPOSED = 4
-"""Characters that NFC makes one of, at most (three, but for rare Greek)."""
+"""Most characters that NFC composes into one (three, but for rare Greek)."""
 
 NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -57,18 +63,18 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
-    """A directory without a usable tokenizer. The message says what to do."""
+    """A directory without a usable tokenizer. The message suggests what to do."""
 
 
 class Tokenizer:
-    """The tokenizer of one model. Safe to use from several threads."""
+    """Tokenizer of one model, safe to use from several threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         self.backend = backend
         self.config = config
         self.special_tokens = _named_special_tokens(config)
         self.eos_id: int | None = backend.token_to_id(self.special_tokens.get("eos_token", ""))
-        """The token that tokenizer_config.json says ends a sequence; a model may have others beside it."""
+        """End-of-sequence token of tokenizer_config.json; a model may have others beside it."""
         backend.no_truncation()
         backend.no_padding()
         self._add_boundaries()
@@ -135,23 +141,29 @@ class Tokenizer:
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For a stream of tokens that follows a prompt."""
+        """The detokenizer of a stream of tokens that follows a prompt."""
         if self._is_byte_level:
             texts = self._shown_texts if skip_special_tokens else self._whole_texts
             return ByteDetokenizer(texts, prompt_ids)
         return DecodingDetokenizer(self, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     def _stream_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a stream of bytes: of added tokens, too, in the letters for bytes."""
+        """Bytes that a token adds to a stream.
+
+        Added tokens, too, are spelled in the letters for bytes.
+        """
         piece = self.backend.id_to_token(token_id)
         return b"" if piece is None else self._piece_bytes(piece, token_id)
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound that costs nothing: 0 where the longest token says nothing about texts."""
+        """A lower bound of a text's tokens, at no cost.
+
+        0 where the length of the longest token gives no bound.
+        """
         return 0 if self._most_characters is None else len(text) // self._most_characters
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token alone stands for: possibly a part of a character.
+        """Bytes that a token stands for, possibly a part of a character.
 
         Empty for ids without a token.
         """
@@ -170,7 +182,7 @@ class Tokenizer:
 
     @property
     def special_contents(self) -> Collection[str]:
-        """The texts of all those."""
+        """Texts of all tokens that ``skip_special_tokens`` hides."""
         return self._special.keys()
 
     def token_text(self, token_id: int) -> str:
@@ -190,7 +202,7 @@ class Tokenizer:
         return self._piece_bytes(piece, token_id)
 
     def _add_boundaries(self) -> None:
-        """Where tokenizer_config.json says whether to add BOS and EOS, it wins over tokenizer.json."""
+        """Add BOS and EOS as tokenizer_config.json asks, which has precedence over tokenizer.json."""
         if not {"add_bos_token", "add_eos_token"} & self.config.keys():
             return
         first, last = (self._boundary("bos"), self._boundary("eos"))
@@ -206,20 +218,23 @@ class Tokenizer:
 
 
 def _end_of(text: str, length: int) -> str:
-    """At least so many characters of the end, cut before a space (as tokenizers do) if one is near."""
+    """At least the last ``length`` characters.
+
+    The cut is before a space (as tokenizers do) if one is near.
+    """
     cut = len(text) - length
     space = text.rfind(" ", max(0, cut - CUT_CHARACTERS), cut + 1)
     return text[cut if space < 0 else space :]
 
 
 def _beginning_of(text: str, length: int) -> str:
-    """At least so many characters from the beginning, cut before a space if one is near."""
+    """At least the first ``length`` characters, cut before a space if one is near."""
     space = text.find(" ", length, length + CUT_CHARACTERS)
     return text[: length if space < 0 else space]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Read tokenizer.json and tokenizer_config.json. A tokenizer in another form is converted first.
+    """Read tokenizer.json and tokenizer_config.json; other forms are converted first.
 
     Raises:
         TokenizerError: a file is missing or broken.
@@ -260,24 +275,28 @@ NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 class Detokenizer(Protocol):
-    """The text of one stream of tokens, as far as it is certain: a character comes out whole or not yet."""
+    """Text of one stream of tokens: a character is returned once it is whole."""
 
     json_texts: Mapping[int, bytes]
-    """What :meth:`step` would give now, as JSON, for tokens of which that is known without it: it need not be
-    called for them."""
+    """Texts that :meth:`step` would return now, as JSON, by token.
+
+    :meth:`step` need not be called for these tokens.
+    """
 
     def step(self, token_id: int) -> str:
         """Text that the next token makes certain."""
         ...
 
     def flush(self) -> str:
-        """The end of the stream: text of the tokens that wait for more, U+FFFD for what is no character."""
+        """End the stream; returns pending text, with U+FFFD for what is no character."""
         ...
 
 
 class ByteDetokenizer:
-    """For vocabularies of bytes, where the text is that of all tokens' bytes in a row: nothing is decoded
-    twice, and a token of whole characters costs a look into a table."""
+    """Detokenizer for vocabularies of bytes, whose text is that of all bytes in a row.
+
+    Nothing is decoded twice, and a token of whole characters costs a look into a table.
+    """
 
     def __init__(self, whole_texts: WholeTexts, prompt_ids: Sequence[int] = ()) -> None:
         """``whole_texts`` is shared by all streams that hide the same tokens."""
@@ -287,7 +306,7 @@ class ByteDetokenizer:
         self._is_open = bool(self._decoder.getstate()[0])
         """Whether the last token ended within a character."""
         self._began_in_prompt = self._is_open
-        """Whether that character did: what the prompt leaves unfinished is no text of the stream."""
+        """Whether that character began in the prompt, which makes it no text of the stream."""
         self.json_texts: Mapping[int, bytes] = NONE_KNOWN if self._is_open else whole_texts.json
 
     def __repr__(self) -> str:
@@ -322,7 +341,7 @@ class ByteDetokenizer:
 
 
 class WholeTexts:
-    """The tokens of a vocabulary of bytes that are whole characters, found one by one."""
+    """Tokens of a vocabulary of bytes that are whole characters, found one by one."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], hidden: Collection[int]) -> None:
         """Tokens that are ``hidden`` have no text."""
@@ -336,7 +355,7 @@ class WholeTexts:
         return f"<WholeTexts of {len(self._texts)} tokens>"
 
     def of(self, token_id: int) -> str | None:
-        """None for a part of a character. Not for hidden tokens."""
+        """Text of a token that is not hidden; None for a part of a character."""
         text = self._texts.get(token_id)
         if text is None:
             with contextlib.suppress(UnicodeDecodeError):
@@ -346,7 +365,7 @@ class WholeTexts:
         return text
 
     def last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The end of these tokens' bytes, with all of a character that does not end there."""
+        """The last bytes of these tokens, with all of a character that they leave unfinished."""
         found = b""
         for token_id in reversed(token_ids[-MAX_PENDING:]):
             if token_id in self.hidden:
@@ -358,7 +377,7 @@ class WholeTexts:
 
 
 class DecodingDetokenizer:
-    """For any tokenizer: what is new when the last tokens are decoded together with the next one."""
+    """Detokenizer for any tokenizer: decodes the last tokens together with the next one."""
 
     json_texts = NONE_KNOWN
 
@@ -369,11 +388,11 @@ class DecodingDetokenizer:
         self._backend = tokenizer.backend
         self._skip = skip_special_tokens
         self._context, unfinished = self._split(prompt_ids)
-        """Tokens of the last text that came out: what the next ones are decoded with."""
+        """Tokens of the last text returned, which the next ones are decoded with."""
         self._pending: list[int] = []
-        """Tokens after those, of which nothing has come out."""
+        """Tokens after those, whose text has not been returned."""
         self._of_prompt = ""
-        """What the prompt's tokens among them are by themselves: no text of the stream."""
+        """Text of the prompt's tokens among them, which is no text of the stream."""
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
         for token_id in unfinished:
             self.step(token_id)
@@ -418,8 +437,10 @@ class DecodingDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
     def _split(self, prompt_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of the prompt's last tokens those of whole characters, and behind them those of one that it ends
-        within. A row of tokens for bytes is text only if it begins with a character's first byte."""
+        """The prompt's last tokens of whole characters, and those of an unfinished one behind them.
+
+        A row of tokens for bytes is text only if it begins with a character's first byte.
+        """
         for end in range(len(prompt_ids), max(0, len(prompt_ids) - MOST_BYTES), -1):
             for begin in range(end - PRIMING, end - PRIMING - MOST_BYTES, -1):
                 whole = list(prompt_ids[max(0, begin) : end])
@@ -467,8 +488,10 @@ def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str, int], bytes]
 
 
 def _most_characters_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """How many characters of a text one token can stand for; None if that may be any number: where characters
-    are dropped, unknown ones are fused, or spaces around a token belong to it."""
+    """Most characters of a text per token; None without such a bound.
+
+    There is none where characters are dropped, unknown ones are fused, or spaces around a token belong to it.
+    """
     normalizer = backend.normalizer
     kind = None if normalizer is None else json.loads(normalizer.__getstate__())["type"]
     added = backend.get_added_tokens_decoder().values()
@@ -488,7 +511,10 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 for itself, the rest for U+0100 and up, in order."""
+    """GPT-2's letters for bytes.
+
+    Printable Latin-1 stands for itself; the other bytes are U+0100 and up, in order.
+    """
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(rest)}

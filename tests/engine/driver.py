@@ -1,4 +1,4 @@
-"""Feeds steps to a model runner by hand: the least that stands in for a scheduler."""
+"""Steps fed to a model runner by hand, in place of a scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention whose decode steps have fixed shapes, in plain torch: what captured steps need, without Triton."""
+"""Attention in plain torch whose decode steps have fixed shapes, for captured steps.
+
+It replaces Triton in tests.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tests.engine.tiny_models import VOCAB
 BLOCK_SIZE = 16
 TABLE = CONTEXT // BLOCK_SIZE
 MOST_TEXTS, MOST_CHUNK = 4, 1024
-"""Texts that are computed side by side, and tokens of one of them in a step."""
+"""Texts that are computed side by side, and tokens of one text in a step."""
 FLOAT32_TOLERANCE = 1e-3
 NEAR_TIES = 0.01
 """Share of the positions of a mixture whose experts may be chosen otherwise.
@@ -105,7 +105,10 @@ def _compare(text: list[int], ours: torch.Tensor, theirs: Any, exact: Any) -> tu
 
 
 def draw_texts(numbers: Random, room: int) -> list[list[int]]:
-    """Random tokens: some texts of any length up to the context, of ``room`` positions or a few more."""
+    """Random tokens: some texts of any length up to the context.
+
+    Their lengths add up to ``room`` positions or a few more.
+    """
     texts: list[list[int]] = []
     for _ in range(numbers.randint(1, MOST_TEXTS)):
         length = min(int(2 ** numbers.uniform(4, CONTEXT.bit_length())), CONTEXT, max(room, 16))

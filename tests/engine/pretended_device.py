@@ -1,7 +1,8 @@
-"""A CUDA device that is not there: torch's fake tensors, and what they need to be indexed without a CUDA build.
+"""A pretended CUDA device: torch's fake tensors, made indexable without a CUDA build.
 
-Fake tensors have shapes and no numbers, so whatever would wait for a GPU's numbers (``item``, ``nonzero``, masks as
-indices, ``tolist``) raises. Copies between host and device raise, too: they must go through ``engine.attention.transfer``.
+Fake tensors have shapes and no numbers, so an operation that would wait for a GPU's numbers (``item``,
+``nonzero``, masks as indices, ``tolist``) raises. Copies between host and device raise, too: they must go
+through ``engine.attention.transfer``.
 """
 
 from __future__ import annotations

@@ -72,8 +72,11 @@ class ThreadedShards:
         place: tuple[int, int] | None = None,
         group: Callable[[int], Sequence[Communicator]] = thread_group,
     ) -> None:
-        """``place``: (number, of how many) among the instances over which experts are spread, if they are.
-        ``group`` makes all members' ends of one of so many."""
+        """A shard in a thread.
+
+        ``place``: (number, of how many) among the instances over which experts are spread, if they are.
+        ``group`` makes all members' ends of one of so many.
+        """
         self.in_flight = depth or pp
         self.needs_tokens = pp > 1 or place is not None
         self._place = place

@@ -1,4 +1,4 @@
-"""An executor without a model, whose tokens depend on every cached position that a row may read.
+"""An executor without a model, whose tokens depend on every readable cached position.
 
 The "keys and values" of a position are a digest of the token there and of all before it; the next token
 is a digest of what the block table shows. A wrong block, a stale one, or one shared by mistake changes
@@ -49,8 +49,11 @@ class SimulatedExecutor:
         checks_reads: bool = True,
         computes_apart: bool = False,
     ) -> None:
-        """Without ``checks_reads`` a row may read what is not its context, as one of an aborted request may
-        when its step is run again; what it writes and samples then shows it."""
+        """An executor of simulated steps.
+
+        Without ``checks_reads`` a row may read what is not its context, as one of an aborted request may when
+        its step is run again; its writes and samples then show it.
+        """
         self._checks_reads = checks_reads
         self.in_flight = in_flight
         self.needs_tokens = in_flight > 1

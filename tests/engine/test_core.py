@@ -1,4 +1,4 @@
-"""What an instance refuses, and what becomes of steps that are cut short, said without a model."""
+"""Requests that an instance refuses, and steps that are cut short, without a model."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_tokens_come_out_by_router_and_nothing_stays(core: EngineCore) -> None:
 
 
 class Troubled:
-    """A pace and an executor of which either may find the group broken at any step."""
+    """Stepping and executor of which either may find the group broken at any step."""
 
     must_step = False
 
@@ -215,7 +215,7 @@ class Troubled:
 
 
 class Beside:
-    """The pace of an instance in lockstep with another one, which always has so many rows."""
+    """Stepping in lockstep with another instance, which always has so many rows."""
 
     must_step = False
 

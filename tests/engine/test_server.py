@@ -106,7 +106,10 @@ class Router:
             self._socket.send(encode(message))
 
     def tokens(self, timeout: float = 10.0, requests: int = 1) -> dict[int, list[int]]:
-        """All that has come, once nothing has for a moment, or so many requests and all others have ended."""
+        """All tokens that have come once so many requests and all others have ended.
+
+        Collection also ends when none has come for a moment.
+        """
         deadline = time.monotonic() + timeout
         while len(self._finished) < max(len(self._tokens), requests):
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):

@@ -1,4 +1,4 @@
-"""What can be said of -tp and -pp before any process is started."""
+"""Checks of -tp and -pp before any process is started."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ LATER = EARLY_STEPS + 1
 
 
 def looks(watch: StepWatch, turns: list[tuple[float, int]], num_steps: int = LATER) -> list[float]:
-    """Times (of those at which the loop was in these turns) at which it was said to hang."""
+    """Times at which the watch logged a hang, of those at which it looked."""
     return [now for now, turn in turns if watch.look(turn, num_steps, now) is not None]
 
 

@@ -16,7 +16,10 @@ def run(speed: float, first: float, failed: int = 0) -> dict[str, float]:
 
 
 def page() -> dict[str, Any]:
-    """Of a benchmark that was interrupted in its second repeat, in which a request of vLLM's failed."""
+    """Results of a benchmark that was interrupted in its second repeat.
+
+    A request of vLLM's failed in it.
+    """
     runs = {
         ("lockstep", 1): [run(300, 20), run(330, 22)],
         ("vllm", 1): [run(100, 50), run(90, 40, failed=1)],

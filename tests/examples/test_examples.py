@@ -1,4 +1,7 @@
-"""What examples import from Lockstep and from each other is there: nothing else loads most of them."""
+"""Imports of examples from Lockstep and from each other exist.
+
+No other test loads most of the examples.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def source_of(module: str) -> Path | None:
 
 
 def names_in(path: Path) -> set[str]:
-    """What a module defines or imports at its top level, and the modules in its package."""
+    """Names that a module defines or imports at top level, and its package's modules."""
     names = {place.stem for place in path.parent.iterdir()} if path.name == "__init__.py" else set()
     for node in ast.walk(ast.parse(path.read_text())):
         match node:

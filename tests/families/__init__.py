@@ -1,1 +1,1 @@
-"""A table of model families: what serves each of them exactly, and what is refused why."""
+"""A table of model families: exact layouts, and refusals with their reasons."""

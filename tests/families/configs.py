@@ -208,7 +208,7 @@ def families() -> list[str]:
 
 
 def _is_part_of_itself(model_type: str) -> bool:
-    """Whether a type is a larger model, whose language part has a type of its own."""
+    """Whether a type is a larger model whose language part has another type."""
     return f"{model_type}_text" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 

@@ -124,8 +124,10 @@ def make_model(config: Any, directory: Path) -> Any:
 
 
 def fix_angles(model: Any) -> None:
-    """Rotary angles of long requests for all. transformers changes them with the length of a call; an
-    instance does not, as in vLLM."""
+    """Rotary angles of long requests, for all requests.
+
+    transformers changes them with the length of a call; an instance does not, as in vLLM.
+    """
     for rotary in model.modules():
         if getattr(rotary, "rope_type", None) == "longrope":
             longest = rotary.config.max_position_embeddings

@@ -70,7 +70,7 @@ class Member:
 
     @contextmanager
     def expect_error(self) -> Iterator[dict[str, Any]]:
-        """The block must end in a CollectiveError: what it says, whom it blames, when and after how long."""
+        """Expect a CollectiveError with this message, blame and evidence, within a time."""
         found: dict[str, Any] = {}
         began = time.monotonic()
         try:
@@ -250,7 +250,7 @@ def crowd_of_members(member: Member) -> None:
 
 
 def uneven_paces(member: Member) -> None:
-    """Members that come late now and then, and leave while others are still in their last call."""
+    """Members that come late now and then, and leave during the others' last call."""
     chance = random.Random(f"own pace of {member.rank}")
     for epoch in range(12):
         group = member.form(f"pace {epoch}")
@@ -265,8 +265,11 @@ def uneven_paces(member: Member) -> None:
 
 
 def slow_readers(member: Member) -> None:
-    """Views are held as long as they may be, by members that stop now and then before they read them while
-    the others hurry on; some are given to the last call that may have them."""
+    """Views held as long as the contract allows, by members that read them late.
+
+    The members stop now and then before they read, while the others hurry on. Some views are given to the
+    last call that may have them.
+    """
     group = member.form("slow_readers")
     alike, own = random.Random("what all do"), random.Random(f"the pace of {member.rank}")
     rank, ranks = member.rank, range(member.size)
@@ -336,7 +339,7 @@ def one_is_killed(member: Member) -> None:
 
 
 def an_onlooker_is_told(member: Member) -> None:
-    """Rank 0 is killed while rank 2 waits for rank 1, which lives and is busy."""
+    """Rank 0 is killed while rank 2 waits for rank 1, which is busy."""
     group = member.form("an_onlooker_is_told")
     member.report(ready=True)
     if member.rank == 2:

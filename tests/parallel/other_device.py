@@ -1,7 +1,7 @@
-"""A device other than the CPU, without one: tensors that say so and are computed on the CPU all the same.
+"""A pretended device other than the CPU, on which the CPU computes.
 
-Under :class:`OtherDevice` tensors that are made on, or moved to, :data:`DEVICE` are wrappers. Nothing takes them for
-tensors of the CPU, and an operator that is given both kinds raises, as it would with a GPU.
+Under :class:`OtherDevice` tensors that are made on, or moved to, :data:`DEVICE` are wrappers. Nothing takes
+them for tensors of the CPU, and an operator that is given both kinds raises, as it would with a GPU.
 """
 
 from __future__ import annotations

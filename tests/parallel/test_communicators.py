@@ -42,7 +42,10 @@ NUMBERS = itertools.count(100)
 """Tests share one store, in which each has its own."""
 
 SOON = 0.5
-"""Seconds within which a death or an abort must be known: the promise is 0.2 and 0.3, on an idle machine."""
+"""Seconds within which a death or an abort must be known.
+
+The limits on an idle machine are 0.2 and 0.3.
+"""
 
 
 @pytest.fixture(scope="module")

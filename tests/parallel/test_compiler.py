@@ -86,7 +86,7 @@ def test_a_file_that_was_cut_short_is_made_anew(
 
 
 def foreign(path: Path) -> None:
-    """Replace a library by that of another program, which leaves a mark when it is loaded."""
+    """Replace a library by another program's, which leaves a mark when it is loaded."""
     source = path.with_name("foreign.cpp")
     source.write_text(
         '#include <cstdlib>\n__attribute__((constructor)) static void loaded() { setenv("FOREIGN", "1", 1); }\n'

@@ -1,4 +1,4 @@
-"""Control groups as files: trees of both versions, seen from inside and from outside of a container."""
+"""Control groups as files: trees of both versions, from inside and outside containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts over real shared memory, read where peers wrote: the bits of one rank with all experts."""
+"""Experts over shared memory, read where peers wrote: the bits of a single rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from parallel.communicators.arithmetic import plain
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
 from parallel.expert_parallel import Dispatch, ExpertParallel
-from parallel.placement import Placement, place
+from parallel.placement import Placement, assign_experts
 from tests.parallel.other_device import DEVICE, Elsewhere, OtherDevice
 
 MEMBERS, EXPERTS, HIDDEN, TOP_K = 3, 7, 128, 2
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Scaling:
-    """Expert number e times its rows by a number of its own, after a while now and then."""
+    """Multiplies an expert's rows by the expert's number, now and then with a delay."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)])
@@ -39,7 +39,7 @@ class Scaling:
 
 
 def experts(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
-    placement = place(EXPERTS, size, "round_robin")
+    placement = assign_experts(EXPERTS, size, "round_robin")
     made = ExpertParallel(placement, rank, dispatch, lambda *_: pytest.fail("not on a CPU"))
     made.use_products(Scaling(placement, rank))
     return made
@@ -47,7 +47,7 @@ def experts(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
 
 def experts_elsewhere(size: int, rank: int, dispatch: Dispatch) -> ExpertParallel:
     """The same on another device than the CPU."""
-    placement = place(EXPERTS, size, "round_robin")
+    placement = assign_experts(EXPERTS, size, "round_robin")
     factors = torch.tensor([1.3 ** (1 + expert) for expert in placement.experts_of(rank)])
 
     def compute(

@@ -37,7 +37,7 @@ def test_every_member_gets_a_time(size: int, collective: str, monkeypatch: pytes
 
 
 class Alone:
-    """A group of one that counts calls, and says how long another member took for its share of them."""
+    """A group of one that counts calls and reports another member's time for its share."""
 
     rank, size = 0, 1
 

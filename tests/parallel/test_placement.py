@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.placement import Placement, cover, place
+from parallel.placement import Placement, assign_experts, cover
 
 
 @pytest.mark.parametrize("strategy", ["linear", "round_robin"])
@@ -14,7 +14,7 @@ from parallel.placement import Placement, cover, place
 def test_every_expert_has_one_owner_and_loads_differ_by_one_at_most(
     num_experts: int, num_ranks: int, strategy: str
 ) -> None:
-    placement = place(num_experts, num_ranks, strategy)  # type: ignore[arg-type]
+    placement = assign_experts(num_experts, num_ranks, strategy)  # type: ignore[arg-type]
     held = [placement.experts_of(rank) for rank in range(num_ranks)]
     assert sorted(expert for experts in held for expert in experts) == list(range(num_experts))
     assert max(map(len, held)) - min(map(len, held)) <= 1
@@ -23,13 +23,13 @@ def test_every_expert_has_one_owner_and_loads_differ_by_one_at_most(
 
 
 def test_strategies() -> None:
-    assert place(4, 2, "linear") == Placement((0, 0, 1, 1), 2)
-    assert place(4, 2, "round_robin") == Placement((0, 1, 0, 1), 2)
+    assert assign_experts(4, 2, "linear") == Placement((0, 0, 1, 1), 2)
+    assert assign_experts(4, 2, "round_robin") == Placement((0, 1, 0, 1), 2)
 
 
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="4 experts cannot be spread over 5 ranks"):
-        place(4, 5)
+        assign_experts(4, 5)
 
 
 def test_the_experts_of_a_lost_member_go_to_those_who_have_the_fewest() -> None:

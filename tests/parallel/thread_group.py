@@ -1,4 +1,4 @@
-"""A communicator whose members are threads of one process: for tests of what is built on the contract."""
+"""A communicator whose members are threads of one process, for tests above the contract."""
 
 from __future__ import annotations
 

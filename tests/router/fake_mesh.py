@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from engine.messages import Delta, FinishReason, TokenLogprobs
-from router.mesh import MeshError, Prompt, ServedModel, Take, TakeSingle
+from engine.messages import Delta, FinishReason, InstanceReport, TokenLogprobs
+from router.mesh import MeshError, Prompt, ServedModel, TokenSink
 
 Script = Callable[[Prompt], Sequence[Delta]]
 
@@ -69,8 +70,7 @@ class FakeGeneration:
         self.prompt = prompt
         self.taken = 0
         """Deltas that went to whoever they were handed over to."""
-        self._take: Take | None = None
-        self._take_single: TakeSingle | None = None
+        self._sink: TokenSink | None = None
         self.is_closed = False
         self.has_ended = False
 
@@ -91,23 +91,38 @@ class FakeGeneration:
         await asyncio.Event().wait()
 
     def _is_taken(self, delta: Delta) -> bool:
-        if self._take_single is not None and delta.is_single:
-            return self._take_single(delta.token_ids[0], time.perf_counter())
-        return self._take is not None and self._take(delta)
+        if self._sink is None:
+            return False
+        if delta.is_single:
+            return self._sink.take_token(delta.token_ids[0], time.perf_counter())
+        return self._sink.take(delta)
 
-    def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None:
-        self._take, self._take_single = take, take_single
+    def hand_over(self, sink: TokenSink) -> None:
+        self._sink = sink
 
     def close(self) -> None:
         self.is_closed = True
-        self._take = self._take_single = None
+        self._sink = None
+
+
+@dataclass
+class Facts:
+    """Answers to the questions of :class:`router.mesh.MeshFacts`."""
+
+    reports: Mapping[int, InstanceReport] = field(default_factory=dict)
+    epoch: int | None = None
+    block_size: int | None = None
+    instances: Mapping[str, int] = field(default_factory=dict)
+    refused_peers: Mapping[str, int] = field(default_factory=dict)
+    choices: Mapping[str, int] = field(default_factory=dict)
 
 
 class FakeMesh:
     """A :class:`router.mesh.Mesh`. ``script`` may be changed at any time."""
 
-    def __init__(self, model: ServedModel | None, script: Script) -> None:
+    def __init__(self, model: ServedModel | None, script: Script, facts: Facts | None = None) -> None:
         self.model = model
+        self._facts = facts or Facts()
         self.healthy = True
         self.script = script
         self.delay = 0.0
@@ -128,6 +143,24 @@ class FakeMesh:
         self.script, self.delay, self.refusal, self.refuse_after = script, 0.0, None, 0
         self.healthy = True
         self.generations.clear()
+
+    def reports(self) -> Mapping[int, InstanceReport]:
+        return self._facts.reports
+
+    def epoch(self) -> int | None:
+        return self._facts.epoch
+
+    def block_size(self) -> int | None:
+        return self._facts.block_size
+
+    def instances_by_state(self) -> Mapping[str, int]:
+        return self._facts.instances
+
+    def refused_peers(self) -> Mapping[str, int]:
+        return self._facts.refused_peers
+
+    def choices(self) -> Mapping[str, int]:
+        return self._facts.choices
 
     def check_room(self) -> None:
         return

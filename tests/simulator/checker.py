@@ -1,20 +1,20 @@
-"""What must hold in every schedule: an observer that sees what instances do, never their insides.
+"""Rules of every schedule, checked by an observer of what instances do.
 
-The world tells the checker every header, decision, wake and piece of work as it happens. Each rule is one of
-the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands still while any
-instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
+The world passes on to the checker every header, decision, wake and piece of work as it happens. Each rule is
+one of the proof obligations of docs/design/agreement.md. Time is the world's *counted* time, which stands
+still while any instance is paused: so a bound of b means "b ticks, and the pauses that fall between".
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from parallel.lockstep import Decision, Header, RunStep, Sleep, Switch, Wake, decide
+from parallel.lockstep import Decision, Header, RunStep, Sleep, Switch, Wake
+from tests.simulator.schedule import AgreementChecker
 
 Position = tuple[int, int]
 """(epoch, step)."""
@@ -39,38 +39,33 @@ class Rule(enum.StrEnum):
     REST = "after the last work not everything is at rest and done"
 
 
-class Violation(Exception):
-    """A rule was broken."""
-
-    def __init__(self, rule: Rule, what: str) -> None:
-        super().__init__(f"{rule.name}: {rule}: {what}")
-        self.rule = rule
-
-
 class Bounds(msgspec.Struct, frozen=True):
-    """In counted ticks; how they follow from a schedule's settings is told there."""
+    """Bounds in counted ticks; the settings of a schedule say how they follow."""
 
     asleep: int
-    """From the moment that work waits anywhere (or of falling asleep, if later) to the next step's header."""
+    """Longest sleep while work waits anywhere.
+
+    It counts from the arrival of work, or from falling asleep if that is later, to the next step's header.
+    """
     progress: int
-    """From the arrival of work at an instance, or its last tokens, to its next tokens."""
+    """Time from an instance's new work, or its last tokens, to its next tokens."""
     switch: int
-    """From the moment that all are ready for an epoch to the moment that all are in it."""
+    """Time from when all are ready for an epoch until all are in it."""
 
 
-class Checker:
+class Checker(AgreementChecker[int, Position]):
     """Observes a world; raises :class:`Violation` at the first event that breaks a rule."""
 
+    ORDER = Rule.ORDER
+    ERROR = Rule.ERROR
+    ENDLESS = Rule.REST
+
     def __init__(self, members: Iterable[int], bounds: Bounds, ignored: Collection[Rule] = ()) -> None:
+        super().__init__(ignored)
         self.now = 0
-        self.counts: Counter[str] = Counter()
-        """How often the interesting situations came up."""
         self._members = tuple(members)
         self._bounds = bounds
-        self._ignored = ignored
-        self._next: dict[int, Position] = dict.fromkeys(self._members, (0, 0))
-        self._headers: dict[Position, dict[int, Header]] = {}
-        self._function: dict[Position, Decision] = {}
+        self._next = dict.fromkeys(self._members, (0, 0))
         self._decided: dict[Position, Decision] = {}
         self._asked: dict[Position, int] = {}
         """The steps that somebody sent a wake for, and how many did."""
@@ -115,7 +110,7 @@ class Checker:
         if self.now <= since + bound:
             return since + bound
         subject = "all" if who is None else f"instance {who}, next step {self._next[who]}"
-        self._broken(rule, f"{subject}: since {since}, bound {bound}, now {self.now} (counted ticks)")
+        self.broken(rule, f"{subject}: since {since}, bound {bound}, now {self.now} (counted ticks)")
         return math.inf
 
     def _watch(self, bound: int) -> None:
@@ -126,42 +121,32 @@ class Checker:
     def header_sent(self, who: int, header: Header) -> None:
         """An instance begins a step. It is awake."""
         at = (header.epoch, header.step)
-        headers = self._headers.setdefault(at, {})
-        if at != self._next[who] or who in headers:
-            self._broken(Rule.ORDER, f"instance {who} begins step {at}, its next is {self._next[who]}")
-        headers[who], self._next[who] = header, at
+        self._record_header(who, at, header)
         since = self._asleep_since.pop(who, None)
         if since is not None and self._work_since is not None:
             slept = self.now - max(since, self._work_since)
             self.counts["sleeps as long as they may be"] += 0 < slept == self._bounds.asleep
         if at not in self._asked and isinstance(self._decided.get((header.epoch, header.step - 1)), Sleep):
-            self._broken(Rule.UNASKED, f"instance {who} begins step {at}")
+            self.broken(Rule.UNASKED, f"instance {who} begins step {at}")
 
     def decided(self, who: int, decision: Decision) -> None:
         """An instance knows what its next step is."""
         at = self._next[who]
-        function = self._function.get(at)
-        if function is None:
-            function = self._function[at] = self._function_of(at)
+        function = self._decision_at(at, self._members)
         if decision != function:
-            self._broken(Rule.FROM_HEADERS, f"instance {who} decides {decision} at {at}, not {function}")
+            self.broken(Rule.FROM_HEADERS, f"instance {who} decides {decision} at {at}, not {function}")
         first = self._decided.setdefault(at, decision)
         if decision != first:
-            self._broken(Rule.AGREEMENT, f"at {at} one decides {first} and instance {who} {decision}")
+            self.broken(Rule.AGREEMENT, f"at {at} one decides {first} and instance {who} {decision}")
         if isinstance(decision, Switch):
             self._switched(who, at, decision.epoch)
-        else:
-            self._next[who] = (at[0], at[1] + 1)
+        self._pass(who, decision)
 
-    def _function_of(self, at: Position) -> Decision:
-        """What the headers of a step mean, checked against what the words mean too."""
-        headers = self._headers.get(at, {})
-        if len(headers) != len(self._members):
-            self._broken(Rule.ORDER, f"step {at} is decided with {sorted(headers)} of {self._members}")
-        ordered = [headers[who] for who in sorted(headers)]
-        decision = decide(ordered)
-        sizes = tuple(header.num_tokens for header in ordered)
-        pending = any(header.ready_epoch > at[0] for header in ordered)
+    def _look_at(self, at: Position, headers: Sequence[Header]) -> None:
+        """Check the decision of :func:`decide` against what its words mean."""
+        decision = self._function[at]
+        sizes = tuple(header.num_tokens for header in headers)
+        pending = any(header.ready_epoch > at[0] for header in headers)
         match decision:
             case RunStep(told):
                 right = told == sizes and (any(sizes) or pending)
@@ -170,17 +155,15 @@ class Checker:
                 right = not any(sizes) and not pending
                 self.counts["sleeps asked for"] += at in self._asked
             case Switch(epoch):
-                right = all(header.ready_epoch == epoch > at[0] for header in ordered)
+                right = all(header.ready_epoch == epoch > at[0] for header in headers)
         if not right:
-            self._broken(Rule.FROM_HEADERS, f"{decision} of {ordered}")
+            self.broken(Rule.FROM_HEADERS, f"{decision} of {headers}")
         self.counts["steps"] += 1
-        self.counts[type(decision).__name__] += 1
-        return decision
 
     def _switched(self, who: int, at: Position, epoch: int) -> None:
         said = {member: header.ready_epoch for member, header in self._headers[at].items()}
         if epoch <= at[0] or set(said.values()) != {epoch}:
-            self._broken(Rule.SWITCH, f"instance {who} goes from {at} to epoch {epoch}, ready are {said}")
+            self.broken(Rule.SWITCH, f"instance {who} goes from {at} to epoch {epoch}, ready are {said}")
         self._next[who] = (epoch, 0)
         if who in self._progress_since:  # no tokens in this step, and that is right
             self._progress_since[who] = self.now
@@ -191,13 +174,9 @@ class Checker:
     def sleeps(self, who: int) -> None:
         """An instance begins no step until something comes."""
         if self._next[who][1] == 0:
-            self._broken(
-                Rule.SWITCH, f"instance {who} sleeps before {self._next[who]}, its epoch's beginning"
-            )
+            self.broken(Rule.SWITCH, f"instance {who} sleeps before {self._next[who]}, its epoch's beginning")
         if self._received[who] == self._next[who]:
-            self._broken(
-                Rule.LOST_WAKE, f"instance {who} sleeps before {self._next[who]}, a wake for it came"
-            )
+            self.broken(Rule.LOST_WAKE, f"instance {who} sleeps before {self._next[who]}, a wake for it came")
         if who not in self._asleep_since:
             self._asleep_since[who] = self.now
             self._watch(self._bounds.asleep)
@@ -208,7 +187,7 @@ class Checker:
         """An instance that has work asks for a step."""
         at = (wake.epoch, wake.step)
         if at != self._next[who] or not self._has_work(who):
-            self._broken(Rule.STORM, f"instance {who} sends {wake} before {self._next[who]}")
+            self.broken(Rule.STORM, f"instance {who} sends {wake} before {self._next[who]}")
         self._asked[at] = self._asked.get(at, 0) + 1
         self.counts["steps with two wakers"] += self._asked[at] == 2
 
@@ -216,7 +195,7 @@ class Checker:
         """An instance sends its wake again."""
         self.counts["repeats"] += 1
         if (wake.epoch, wake.step) != self._next[who]:
-            self._broken(Rule.STORM, f"instance {who} repeats {wake} though {self._next[who]} is its next")
+            self.broken(Rule.STORM, f"instance {who} repeats {wake} though {self._next[who]} is its next")
 
     def wake_received(self, who: int, wake: Wake, *, woke: bool) -> None:
         """A wake has come to an instance; ``woke``: it slept before and is awake after."""
@@ -227,20 +206,20 @@ class Checker:
             self.counts["stale wakes"] += 1
             self.counts["stale wakes in sleep"] += asleep
             if woke:
-                self._broken(Rule.STALE_WAKE, f"{wake} wakes instance {who}, whose next step is {now}")
+                self.broken(Rule.STALE_WAKE, f"{wake} wakes instance {who}, whose next step is {now}")
         elif at == now:
             self.counts["wakes" if asleep else "wakes repeated in vain"] += 1
             if asleep and not woke:
-                self._broken(Rule.LOST_WAKE, f"{wake} does not wake instance {who}, whose next step is {now}")
+                self.broken(Rule.LOST_WAKE, f"{wake} does not wake instance {who}, whose next step is {now}")
         else:
             self.counts["early wakes"] += 1
             if at != (now[0], now[1] + 1):
-                self._broken(Rule.ORDER, f"{wake} comes to instance {who}, more than a step before {now}")
+                self.broken(Rule.ORDER, f"{wake} comes to instance {who}, more than a step before {now}")
 
     # ---- work
 
     def arrived(self, who: int, tokens: int) -> None:
-        """Work has come to an instance, which may be paused and not know of it yet."""
+        """Work has come to an instance, which may be paused and not know it."""
         self._work[who] += tokens
         if who not in self._progress_since:
             self._progress_since[who] = self.now
@@ -271,7 +250,7 @@ class Checker:
     def _take(self, who: int, tokens: int) -> None:
         self._work[who] -= tokens
         if self._work[who] < 0:
-            self._broken(Rule.REST, f"instance {who} computes {-self._work[who]} tokens too many")
+            self.broken(Rule.REST, f"instance {who} computes {-self._work[who]} tokens too many")
         self._look_for_work()
 
     def _has_work(self, who: int) -> bool:
@@ -297,22 +276,10 @@ class Checker:
     def end(self) -> None:
         """Nothing will ever happen again, no message is under way."""
         if any(self._work.values()):
-            self._broken(Rule.REST, f"work left: {self._work}")
+            self.broken(Rule.REST, f"work left: {self._work}")
         if len({*self._next.values()}) > 1:
-            self._broken(Rule.REST, f"different steps: {self._next}")
+            self.broken(Rule.REST, f"different steps: {self._next}")
         if awake := [who for who in self._members if who not in self._asleep_since]:
-            self._broken(Rule.REST, f"not asleep: {awake}")
+            self.broken(Rule.REST, f"not asleep: {awake}")
         if set(self._ready.values()) != {self._next[self._members[0]][0]}:
-            self._broken(Rule.REST, f"ready for epochs {self._ready}, next steps {self._next}")
-
-    def error(self, what: str) -> None:
-        """The protocol raised an error."""
-        self._broken(Rule.ERROR, what)
-
-    def endless(self, num_events: int) -> None:
-        """The world did not come to rest."""
-        self._broken(Rule.REST, f"{num_events} events and no end")
-
-    def _broken(self, rule: Rule, what: str) -> None:
-        if rule not in self._ignored:
-            raise Violation(rule, what)
+            self.broken(Rule.REST, f"ready for epochs {self._ready}, next steps {self._next}")

@@ -140,7 +140,10 @@ class Pause(Event, frozen=True):
 
 
 class GoOn(Event, frozen=True):
-    """A paused instance goes on, and notices what came meanwhile, from several sockets, in some order."""
+    """A paused instance goes on, and takes what came meanwhile in random order.
+
+    Messages wait in several sockets, which have no common order.
+    """
 
     who: int
 

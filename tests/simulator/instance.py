@@ -103,7 +103,7 @@ class Instance:
         self.checker.cancelled(self.who, unwanted)
 
     def prepare(self, epoch: int) -> None:
-        """An epoch that is newer than the one it was ready for takes the older one's place."""
+        """Get ready for an epoch, unless a newer one is ready already."""
         if epoch > self.ready_epoch:
             self.ready_epoch = epoch
             self.checker.ready(self.who, epoch)

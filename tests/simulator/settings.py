@@ -1,29 +1,16 @@
-"""The world of one schedule, drawn from its seed, and the bounds that follow from it."""
+"""The settings of one schedule, drawn from its seed, and their bounds."""
 
 from __future__ import annotations
 
 import random
 
-import msgspec
-
 from tests.simulator.checker import Bounds
+from tests.simulator.schedule import CommonSettings
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule's world.
+class Settings(CommonSettings, frozen=True, kw_only=True):
+    """One schedule's world of instances that stay."""
 
-    Times in ticks; each delay is drawn between 0 and the value here.
-    """
-
-    size: int
-    budget: int
-    """Tokens per step and instance, at most."""
-    compute: int
-    """Duration of a step; at least 1."""
-    gather: int
-    """From the last contribution to a header exchange until a member has all headers."""
-    delay: int
-    """Of a wake message that is not lost."""
     repeat: int | None
     """A waker repeats its wake after this time, exactly.
 
@@ -37,7 +24,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A scheduler with work schedules nothing for at most this many consecutive steps."""
     gap: int
     """Between random arrivals."""
-    arrivals: int
     arrivals_at_sleep: int
     """So many more requests arrive in the ticks in which a sleep is decided."""
     pauses: int

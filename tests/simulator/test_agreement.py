@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.simulator.checker import Checker, Rule, Violation
+from tests.simulator.checker import Checker, Rule
+from tests.simulator.schedule import Violation
 from tests.simulator.settings import Settings
 from tests.simulator.world import World, simulate
 
@@ -39,7 +40,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     counts: Counter[str] = Counter()
     for seed in range(200):
         counts += simulate(seed).checker.counts
-    assert set(counts) >= {"Run", "Sleep", "Switch"}
+    assert set(counts) >= {"RunStep", "Sleep", "Switch"}
     expected = {
         "wakes": 1000,
         "early wakes": 500,

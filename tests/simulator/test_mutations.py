@@ -1,4 +1,4 @@
-"""The simulator finds planted bugs: each mutation is caught, and by the rule that its words say."""
+"""Planted bugs in the agreement: each is found, by a rule that it breaks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from parallel.lockstep import Decision, Header, Lockstep, Sleep, Switch, Wake
-from tests.simulator.checker import Rule, Violation
+from tests.simulator.checker import Rule
+from tests.simulator.schedule import Violation, first_violation
 from tests.simulator.world import simulate
 
 
@@ -151,24 +152,24 @@ MUTATIONS: dict[type[Lockstep], set[Rule]] = {
 """Each planted bug, and the rules that may be the first to notice it."""
 
 OUTCOMES = {Rule.ASLEEP, Rule.PROGRESS, Rule.SWITCH, Rule.REST, Rule.ERROR}
-"""The rules about what a user would see: work that waits, machines that never rest, an error."""
+"""Rules about effects that a user sees.
+
+These are work that waits, machines that never rest, and errors.
+"""
 
 WITHIN = 100
 """So many schedules are enough."""
 
 
-def first_violation(lockstep: type[Lockstep], ignored: Collection[Rule] = ()) -> Violation:
-    for seed in range(WITHIN):
-        try:
-            simulate(seed, lockstep, ignored)
-        except Violation as violation:
-            return violation
-    pytest.fail(f"{WITHIN} schedules, and nothing noticed {lockstep.__name__}")
+def violation_of(lockstep: type[Lockstep], ignored: Collection[Rule] = ()) -> Violation:
+    violation = first_violation(lambda seed: simulate(seed, lockstep, ignored), range(WITHIN))
+    assert violation is not None, f"{WITHIN} schedules, and nothing noticed {lockstep.__name__}"
+    return violation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_planted_bug_is_caught(mutation: type[Lockstep]) -> None:
-    violation = first_violation(mutation)
+    violation = violation_of(mutation)
     assert violation.rule in MUTATIONS[mutation]
     assert "seed " in violation.__notes__[0]
     assert "Gathered(" in violation.__notes__[0]
@@ -176,10 +177,9 @@ def test_planted_bug_is_caught(mutation: type[Lockstep]) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_planted_bug_is_caught_by_its_outcome_alone(mutation: type[Lockstep]) -> None:
-    """Nothing looks at headers, decisions and wakes here: the bug is seen by what comes of it."""
-    assert first_violation(mutation, ignored=set(Rule) - OUTCOMES).rule in OUTCOMES
+    """The bug shows in its effects, without checks of headers, decisions and wakes."""
+    assert violation_of(mutation, ignored=set(Rule) - OUTCOMES).rule in OUTCOMES
 
 
 def test_unchanged_protocol_is_not_caught() -> None:
-    for seed in range(WITHIN):
-        simulate(seed)
+    assert first_violation(simulate, range(WITHIN)) is None

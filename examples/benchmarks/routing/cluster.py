@@ -250,9 +250,8 @@ class Cluster:
         if self._baseline is None:
             instance = self._chooser.choose(entry, self._now)
         else:
-            chosen = self._pool.with_rank(self._baseline.choose(entry.prompt.prompt_ids, self._now))
-            assert chosen is not None
-            instance = chosen
+            rank = self._baseline.choose(entry.prompt.prompt_ids, self._now)
+            instance = next(each for each in self._pool if each.rank == rank)
         number = self._chooser.dispatch(entry, instance, self._now)
         self._outcomes[entry].rank = instance.rank
         self._deliver(instance.name, entry.submit(number))

@@ -28,8 +28,8 @@ class MessageAnswer(Answer):
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
-        for piece in said[0]:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        for piece in outputs[0]:
             self._read(piece)
         return encode(self._message([_block(item, item.text) for item in self._sequence.items]))
 

@@ -1,5 +1,7 @@
-"""Errors in Anthropic's shape: ``{"type": "error", "error": {type, message}}``, with ``details`` where there
-are any."""
+"""Errors in Anthropic's shape.
+
+That is ``{"type": "error", "error": {type, message}}``, with ``details`` where there are any.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from starlette.responses import Response
 from router.errors import ApiError
 
 PREFIX = "/v1/messages"
-"""Clients of paths that begin so expect this shape."""
+"""Prefix of paths whose clients expect this shape."""
 
 KIND_OF_STATUS = {
     400: "invalid_request_error",

@@ -16,18 +16,18 @@ NAMES = {
     "response_format": "output_format",
     "thinking_token_budget": "thinking",
 }
-"""What a chat request calls otherwise."""
+"""Fields that have another name in a chat request."""
 
 UNSUPPORTED = {
     "mcp_servers": "call them yourself, and offer their tools in tools",
     "container": "nothing is run here",
     "compaction": "ask for a summary in a message",
 }
-"""Refused when set to anything that would matter, with what to do instead."""
+"""Fields refused when their value would matter, with what to do instead."""
 BILLING_LINE = "x-anthropic-billing-header:"
-"""What the first line of Claude Code's instructions begins with.
+"""Beginning of the first line of Claude Code's instructions.
 
-It differs between sessions, so that no two prompts would have a beginning in common.
+It differs between sessions, so that no two prompts would have a prefix in common.
 """
 
 THINKING = ("enabled", "disabled", "adaptive")
@@ -38,9 +38,7 @@ SAME = ("stream", "temperature", "top_p", *MoreFields.__struct_fields__)
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """The same request to /v1/chat/completions.
-
-    Only what makes the prompt, if that is all there is.
+    """The request as one to /v1/chat/completions; to count tokens, only its prompt.
 
     Raises:
         ApiError: it asks for what chat does not have.
@@ -69,7 +67,7 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 
 def _check(request: CountTokensRequest) -> None:
-    """Refuse what would change the answer and is not there."""
+    """Refuse fields that would change the answer and are not supported."""
     match _kind(request.thread):
         case "continue":  # clients then send all of it, as a new thread
             message = "Threads are not kept: send the whole conversation, with a thread of type create."
@@ -94,7 +92,7 @@ def _shows_thinking(thinking: dict[str, Any] | None) -> bool:
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any] | None:
-    """Templates that can leave thinking out go by one of two names."""
+    """Template variables for the request's thinking, under both names in use."""
     kind = _kind(request.thinking)
     wants = {"enabled": True, "disabled": False}.get(kind)
     switches = {} if wants is None else {"enable_thinking": wants, "thinking": wants}
@@ -176,7 +174,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _instructions(content: Any, where: str) -> str:
-    """The text of instructions, without lines about billing that blocks begin with."""
+    """Text of the instructions, without lines about billing that blocks begin with."""
     if isinstance(content, list):
         content = [block for block in content if _kind(block) not in CHANGES]
     return "\n".join(filter(None, map(_without_billing, _texts(content or "", where))))
@@ -210,7 +208,7 @@ def _assistant(index: int, blocks: list[Any]) -> dict[str, Any]:
 
 
 def _remembered(messages: list[dict[str, Any]], management: dict[str, Any]) -> list[dict[str, Any]]:
-    """Messages without the reasoning that context_management takes out of them."""
+    """Messages without the reasoning that context_management removes."""
     edits = management.get("edits") or []
     for index, edit in enumerate(edits if isinstance(edits, list) else [None]):
         where = f"context_management.edits[{index}]"
@@ -227,9 +225,9 @@ def _remembered(messages: list[dict[str, Any]], management: dict[str, Any]) -> l
 
 
 def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
-    """Take the reasoning out of all turns of the assistant but the last ones.
+    """Remove the reasoning from all turns of the assistant but the last ones.
 
-    A turn goes on over results of tools, up to the next words of the user.
+    A turn includes results of tools, and ends at the next words of the user.
     """
     num_turns, is_inside = 0, False
     for message in reversed(messages):
@@ -243,8 +241,10 @@ def _forget_thinking(messages: list[dict[str, Any]], num_kept: int) -> None:
 
 
 def _is_begun(asked: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bool:
-    """Whether the conversation ends with the beginning of its answer. ``asked`` may end with instructions
-    that leave no message."""
+    """Whether the conversation ends with the beginning of its answer.
+
+    ``asked`` may end with instructions that leave no message.
+    """
     last = messages[-1] if messages else {}
     text = last.get("content")
     if not asked or asked[-1].get("role") != "assistant" or last.get("tool_calls"):
@@ -253,7 +253,7 @@ def _is_begun(asked: list[dict[str, Any]], messages: list[dict[str, Any]]) -> bo
 
 
 def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, and come first."""
+    """Messages of a user's turn: first the results of tools, one message each."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for block in blocks:
@@ -270,7 +270,7 @@ def _user(index: int, blocks: list[Any]) -> list[dict[str, Any]]:
 
 
 def _given(index: int, block: dict[str, Any], field: str, *, may_be_empty: bool = False) -> str:
-    """The text that a block of its type must have."""
+    """The text field that a block of its type must have."""
     value = block.get(field)
     if not isinstance(value, str) or not (value or may_be_empty):
         refuse(f"messages[{index}].content has a {block['type']} block without {field}.", "messages")

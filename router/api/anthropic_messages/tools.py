@@ -1,4 +1,4 @@
-"""The tools that a conversation offers at its end (pure).
+"""Tools that a conversation offers at its end (pure).
 
 Tools may be declared for later (``defer_loading``), and come and go on the way. Templates show one list of
 tools, so it is the list that holds where the answer begins.
@@ -20,7 +20,7 @@ REFERENCE = "tool_reference"
 
 
 def offered(tools: list[Tool], messages: list[dict[str, Any]]) -> list[Tool]:
-    """What may be called now, in the order in which it was declared.
+    """Tools that may be called now, in the order of their declaration.
 
     Raises:
         ApiError: a change names no tool that was declared.

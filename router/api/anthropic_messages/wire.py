@@ -1,4 +1,4 @@
-"""The wire of /v1/messages: what requests may hold, what answers, their events and errors look like."""
+"""Wire of /v1/messages: fields of requests, answers, their events and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.openai_api import Int, MoreFields
 
 
 class CountTokensRequest(MoreFields, kw_only=True):
-    """What makes the prompt."""
+    """Fields that make the prompt."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -28,7 +28,7 @@ class CountTokensRequest(MoreFields, kw_only=True):
     container: Any = None
     compaction: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not Anthropic's, as the rest of those in :class:`MessagesRequest`."""
+    """Not Anthropic's, like the inherited fields."""
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

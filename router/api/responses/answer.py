@@ -43,7 +43,7 @@ class ResponsesAnswer(Answer):
         names: Mapping[str, ToolName],
         **common: Any,
     ) -> None:
-        """``names``: what the client calls its tools, by their names in chat."""
+        """``names``: the client's names of its tools, by their names in chat."""
         super().__init__(**common)
         (self._sample,) = self.samples
         self._request = request
@@ -59,14 +59,14 @@ class ResponsesAnswer(Answer):
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         """Log-probabilities of texts, by the index of their item."""
 
-    def whole(self, said: Sequence[Sequence[Piece]]) -> bytes:
-        for piece in said[0]:
+    def whole(self, outputs: Sequence[Sequence[Piece]]) -> bytes:
+        for piece in outputs[0]:
             self._read(piece)
         return encode(self._response(self._status()))
 
     def chunk(self, sample: OutputStream, piece: Piece, *, first: bool) -> bytes:
         opening = self._opening() if first else b""
-        return opening + b"".join([self._of_item(event, told) for event, told in self._read(piece)])
+        return opening + b"".join([self._of_item(event, logprobs) for event, logprobs in self._read(piece)])
 
     def closing(self) -> bytes:
         status = self._status()
@@ -86,7 +86,7 @@ class ResponsesAnswer(Answer):
     # ---- items
 
     def _read(self, piece: Piece) -> list[tuple[ItemEvent, list[TokenLogprob]]]:
-        """What a piece does to the items, with the log-probabilities of its shown tokens."""
+        """Events of the items for a piece, with the log-probabilities of its shown tokens."""
         ended = piece.finish_reason is not None
         if self._text_logprobs is None:
             found = [(event, NO_LOGPROBS) for event in self._sequence.read(piece.parts, ended=ended)]
@@ -105,10 +105,10 @@ class ResponsesAnswer(Answer):
         for position, (part, entries) in enumerate(parts):
             events = self._sequence.read([part], ended=ended and position == len(parts) - 1)
             for event, taken in zip(events, texts.of(part[0], entries, events), strict=True):
-                told = self._shapes.chat(taken).content
-                if told:
-                    self._logprobs.setdefault(event.item.index, []).extend(told)
-                found.append((event, told))
+                logprobs = self._shapes.chat(taken).content
+                if logprobs:
+                    self._logprobs.setdefault(event.item.index, []).extend(logprobs)
+                found.append((event, logprobs))
         return found
 
     def _status(self) -> str:
@@ -136,7 +136,10 @@ class ResponsesAnswer(Answer):
         return item.name in self._names and self._names[item.name].is_custom
 
     def _status_of(self, item: Item, status: str) -> str:
-        """Of an item of a response that is over: the last one of an answer cut short was cut with it."""
+        """Status of an item of a finished response.
+
+        The last item of an answer cut short was cut with it.
+        """
         is_last = item is self._sequence.items[-1]
         return INCOMPLETE if is_last and status != COMPLETED else COMPLETED
 

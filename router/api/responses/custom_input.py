@@ -1,4 +1,4 @@
-"""The free text of a custom tool's call, written as a function's one argument (pure)."""
+"""Free text of a custom tool's call, written as a function's one argument (pure)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INPUT = "input"
 
 BEGINNING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 BEGINNING_AT_MOST = 64
-"""Characters in which it must have come: blanks are few."""
+"""Characters within which the argument's beginning must come: blanks are few."""
 PIECE = re.compile(
     r'[^"\\]+'
     r'|\\["\\/bfnrt]'
@@ -29,13 +29,13 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The way back, as :class:`InputReader` reads it."""
+    """The free text of arguments, as :class:`InputReader` reads it."""
     reader = InputReader()
     return reader.feed(arguments) + reader.end()
 
 
 class InputReader:
-    """Reads arguments as they come, cut anywhere.
+    """Reader of arguments that come in pieces, cut anywhere.
 
     Their beginning decides. JSON with the text first gives the text as far as it goes; anything else is the
     text itself when it is over.
@@ -51,7 +51,7 @@ class InputReader:
         return f"<InputReader inside={self._is_inside} over={self._is_over}>"
 
     def feed(self, arguments: str) -> str:
-        """What the next arguments add to the text."""
+        """Text that the next arguments add."""
         if self._is_over:
             return ""
         self._text += arguments
@@ -63,7 +63,7 @@ class InputReader:
         return self._read()
 
     def end(self) -> str:
-        """What is left when no more arguments come."""
+        """Text that is left when no more arguments come."""
         rest, self._text = self._text, ""
         return rest if self._is_inside or self._is_over else _whole(rest)
 

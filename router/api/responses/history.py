@@ -23,10 +23,10 @@ LEFT_OUT = frozenset(
         "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call",
     }
 )  # fmt: skip
-"""Types of items that say nothing which a model without these tools could use."""
+"""Types of items with nothing that a model without these tools could use."""
 
 TOOLS_OF_CALLS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
-"""Calls of tools without a name of their own, and where each has its arguments."""
+"""Field of the arguments, by the type of calls whose tools have no name."""
 
 OUTPUTS = frozenset(
     {
@@ -36,18 +36,18 @@ OUTPUTS = frozenset(
 )  # fmt: skip
 
 UNFINISHED = ("in_progress", "incomplete")
-"""States of an assistant's message as the last item, which the answer goes on with."""
+"""States of an assistant's last message that the answer continues."""
 
 
 @dataclass
 class History:
-    """Messages, and what became of items that are none."""
+    """Messages of an input, and the types of items that are not among them."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Types of items that the model does not see."""
     continues: bool = False
-    """Whether the answer goes on with the last message."""
+    """Whether the answer continues the last message."""
 
 
 def history(instructions: str | None, given: str | list[dict[str, Any]]) -> History:
@@ -69,7 +69,7 @@ def history(instructions: str | None, given: str | list[dict[str, Any]]) -> Hist
 
 
 def _add(found: History, where: str, item: Mapping[str, Any]) -> None:
-    """Reasoning, text and calls that follow one another are one message of the assistant."""
+    """Add an item; adjacent reasoning, text and calls form one message of the assistant."""
     messages = found.messages
     match item.get("type", "message"):
         case "message":

@@ -1,4 +1,4 @@
-"""Which log-probabilities belong to the texts of an answer (pure).
+"""Log-probabilities of the texts of an answer (pure).
 
 Parsers hold text back until they know what it is, and take some for reasoning or calls. So tokens wait here
 until their text comes out as an item.
@@ -14,7 +14,7 @@ from router.text.output_stream import Piece
 
 
 def by_token(piece: Piece) -> Iterator[tuple[tuple[str, int], list[TokenLogprobs]]]:
-    """The texts of a piece with their numbers of tokens, as ``piece.parts``, and their log-probabilities."""
+    """Texts of a piece with their numbers of tokens (``piece.parts``) and log-probabilities."""
     parts = piece.parts
     if len(parts) == 1:
         yield parts[0], piece.logprobs
@@ -28,7 +28,7 @@ class TextLogprobs:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, TokenLogprobs]] = []
-        """Each with how many characters its token made certain."""
+        """Tokens, each with the number of characters that it made certain."""
 
     def __repr__(self) -> str:
         return f"<TextLogprobs of {len(self._waiting)} tokens that wait>"
@@ -36,8 +36,7 @@ class TextLogprobs:
     def of(
         self, text: str, logprobs: Sequence[TokenLogprobs], events: Sequence[ItemEvent]
     ) -> list[list[TokenLogprobs]]:
-        """What each event brings, given the next text, the tokens' log-probabilities, and the resulting
-        events."""
+        """Log-probabilities for each event, given the next text and its tokens' values."""
         self._waiting += [(len(text), entry) for entry in logprobs]
         found = [self._taken(event) for event in events]
         if events:
@@ -53,7 +52,7 @@ class TextLogprobs:
         return []
 
     def _last(self, num_characters: int) -> list[TokenLogprobs]:
-        """The last tokens of so many characters, with earlier ones that are a part of one."""
+        """The last tokens of so many characters, and any token that one begins within."""
         begin = len(self._waiting)
         while begin and (num_characters > 0 or not self._waiting[begin - 1][0]):
             begin -= 1

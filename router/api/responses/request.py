@@ -12,14 +12,14 @@ from router.errors import refuse
 from router.openai_api import ChatRequest, MoreFields
 
 KEPT = ("previous_response_id", "previous_response", "conversation", "background", "prompt")
-"""They refer to what a server keeps."""
+"""Fields that refer to answers kept by a server."""
 
 UNSUPPORTED = {
     "context_management": "nothing of a conversation is taken out",
     "enable_response_messages": "",
     "previous_input_messages": "send them as input",
 }
-"""Refused when set to anything that would matter, with why, or what to do instead."""
+"""Fields refused when their value would matter, with why, or what to do instead."""
 
 NAMES = {
     "messages": "input",
@@ -28,7 +28,7 @@ NAMES = {
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
-"""What a chat request calls otherwise."""
+"""Fields that have another name in a chat request."""
 
 SAME = (
     "model", "parallel_tool_calls", "temperature", "top_p", "stream", "user", "stop", "include_reasoning",
@@ -36,21 +36,21 @@ SAME = (
 )  # fmt: skip
 
 LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` names to have log-probabilities."""
+"""Entry of ``include`` that requests log-probabilities."""
 
 
 class Translated(NamedTuple):
-    """A request in chat's words."""
+    """A request to /v1/responses as a chat request."""
 
     chat: ChatRequest
     names: Mapping[str, ToolName]
-    """What the client calls the tools, by their names in chat."""
+    """The client's names of its tools, by their names in chat."""
     left_out: list[str]
     """Types of tools and items that the model does not get, sorted."""
 
 
 def translated(request: ResponsesRequest) -> Translated:
-    """The same request to /v1/chat/completions.
+    """The request as one to /v1/chat/completions.
 
     Raises:
         ApiError: it asks for what chat does not have, or needs answers that are kept.
@@ -91,7 +91,7 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _tool_choice(request: ResponsesRequest, tools: ChatTools) -> Any:
-    """None where no tool was offered, or none that may be called is left."""
+    """The choice in chat's form; None if no tool may be called."""
     if not request.tools:
         return None
     choice = chat_tool_choice(request.tool_choice)

@@ -14,7 +14,7 @@ from router.api.responses.custom_input import INPUT
 from router.errors import refuse
 
 SEPARATOR = "__"
-"""Between a namespace and the name of a function in it, as in vLLM."""
+"""Separator of a namespace and the name of a function in it, as in vLLM."""
 
 HOSTED = frozenset(
     {
@@ -27,7 +27,7 @@ HOSTED = frozenset(
 
 
 class ToolName(NamedTuple):
-    """What a client calls a tool."""
+    """A client's name of a tool."""
 
     name: str
     namespace: str | None = None
@@ -138,7 +138,7 @@ def _add_named(found: ChatTools, where: str, tool: Mapping[str, Any], namespace:
 
 
 def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function of one text.
+    """A function with one text argument, for a custom tool.
 
     The model is shown the grammar of that text; nothing enforces it.
     """

@@ -1,4 +1,4 @@
-"""The wire of /v1/responses: what requests may hold, what answers and their events look like."""
+"""Wire of /v1/responses: fields of requests, answers and their events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponsesRequest(MoreFields, kw_only=True):
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: Int | None = None
-    """Of the tools that a server runs itself, of which there are none."""
+    """Most calls of tools that a server runs itself, of which there are none."""
     # Refused when set to anything that would matter.
     context_management: Any = None
     enable_response_messages: Any = None
@@ -164,13 +164,13 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response", kw_only
 
 
 class WireEvent(msgspec.Struct, tag_field="type", kw_only=True):
-    """Numbered from 0 within a stream."""
+    """An event, numbered from 0 within its stream."""
 
     sequence_number: int = 0
 
 
 class ResponseEvent(WireEvent, kw_only=True):
-    """The response as it is by then."""
+    """An event with the response as it is by then."""
 
     response: ResponseObject
 

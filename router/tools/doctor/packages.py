@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.distribution import DISTRIBUTION
 from engine.probe.facts import Failed, TorchFacts
 from router.tools.doctor.findings import Finding, broken, note, ok, warning
 
@@ -41,8 +42,8 @@ def check_packages(installed: Callable[[str], str] = version) -> list[Finding]:
     ``installed`` gives a package's version.
     """
     try:
-        needs = requires("lockstep") or []
-        text = f"lockstep {version('lockstep')}"
+        needs = requires(DISTRIBUTION) or []
+        text = f"lockstep {version(DISTRIBUTION)}"
     except PackageNotFoundError:
         return [note(AREA, "packages", "lockstep itself is not installed", "pip install -e . in its clone")]
     problems = list(_problems(needs, installed))

@@ -1,4 +1,4 @@
-"""Into how many parts contexts are cut: by what keeps a device busy, and by the longest context."""
+"""Number of parts that contexts are cut into, by device load and longest context."""
 
 from __future__ import annotations
 

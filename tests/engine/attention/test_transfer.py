@@ -1,4 +1,4 @@
-"""A step on a device that only pretends to compute: nothing may ask it for numbers but the one fetch at the end.
+"""A step on a pretended device: nothing asks it for numbers before the final fetch.
 
 (``pretended_device`` raises where something else would.)
 """
@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from engine.attention.transfer import fetch, upload
 from engine.compute import runner as runner_module
-from engine.compute import sampler, token_rules
+from engine.compute import sampler, token_rules, torch_logits
 from engine.compute.runner import ModelRunner
+from engine.compute.sampler import Sampler
 from engine.messages import TokenLogprobs
 from engine.sampling import SamplingParams
 from engine.step import Admit, Masks, Step
@@ -57,8 +58,8 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
     device = PretendedDevice()
     monkeypatch.setattr(runner_module, "upload", device.upload)
     monkeypatch.setattr(runner_module, "fetch", device.fetch)
-    monkeypatch.setattr(sampler, "upload", device.upload)
-    monkeypatch.setattr(token_rules, "upload", device.upload)
+    for module in (sampler, torch_logits, token_rules):
+        monkeypatch.setattr(module, "upload", device.upload)
     made = torch.tensor
     monkeypatch.setattr(
         torch,
@@ -80,6 +81,8 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
             return torch.empty(len(wanted), VOCAB, dtype=torch.bfloat16, device="cuda")
 
     class Model:
+        device = torch.device("cuda")
+
         class stage:
             class shard:
                 size, rank, is_first, is_last = 1, 0, True, True
@@ -95,9 +98,10 @@ def test_a_step_waits_once(kinds: slice, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rehearsal_of_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "upload", PretendedDevice().upload)
+    for module in (sampler, torch_logits):
+        monkeypatch.setattr(module, "upload", PretendedDevice().upload)
     with FakeTensorMode(), Launches() as launches, Indexing():
-        sampler.rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
+        Sampler(torch.device("cuda")).rehearse(torch.empty(6, VOCAB, dtype=torch.bfloat16, device="cuda"))
     assert "sort" in launches.names
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels, on a GPU or by Triton's interpreter: against the definition, and against the torch backend.
+"""Triton kernels on a GPU or in Triton's interpreter, against the definition and torch.
 
 `pip install -e '.[cuda]'` to run these; CI does not, for Triton is larger than all else that it installs.
 """
@@ -35,7 +35,7 @@ from engine.attention import triton_kernels, triton_paged  # noqa: E402 (loads t
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Makes a cache whose contexts are cut for ``programs`` of them, with small tiles and splits."""
+    """A maker of caches whose contexts are cut for ``programs``, with small tiles and splits."""
     monkeypatch.setattr(splits, "SPLIT_KEYS", 8)
     monkeypatch.setattr(triton_paged, "MOST_KEYS", 16)
     monkeypatch.setattr(triton_paged, "QUERY_LINES", 12)
@@ -271,7 +271,10 @@ for kernel, sizes in ((kernels.attend, {"splits", "table_width"}), (kernels.merg
 
 
 def test_kernels_compile_for_real_devices(tmp_path: Path) -> None:
-    """To machine code of devices that are not here: what the interpreter accepts, the compiler might not."""
+    """Compile to machine code of devices that are not here.
+
+    The compiler might refuse what the interpreter accepts.
+    """
     environment = {name: value for name, value in os.environ.items() if name != INTERPRET}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", AHEAD_OF_TIME],

@@ -1,4 +1,4 @@
-"""What bfloat16 costs in exactness: no more here than in transformers itself, on the model that is shipped."""
+"""Deviations of bfloat16 on the shipped model: no larger than in transformers itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def of_transformers(ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deviation(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Of a token's logits, relative to their spread: median and root of mean square over the tokens."""
+    """Deviation of a token's logits, relative to their spread.
+
+    Median and root of mean square over the tokens.
+    """
     size = (exact - exact.mean(dim=-1, keepdim=True)).norm(dim=-1)
     relative = (found - exact).norm(dim=-1) / size
     return float(relative.median()), float(relative.square().mean().sqrt())
@@ -61,7 +64,10 @@ def deviation(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
 
 @torch.inference_mode()
 def of_lockstep(ids: np.ndarray, dtype: torch.dtype, *, native: bool) -> torch.Tensor:
-    """All logits of one prompt, computed in pieces as an instance does: a chunk, a chunk, tokens one by one."""
+    """All logits of one prompt, computed in pieces as an instance does.
+
+    The pieces are a chunk, a chunk, and tokens one by one.
+    """
     info = read_model_info(DIRECTORY)
     model = load_model(info, ModelConfig(), dtype=dtype, device=torch.device("cpu"))
     cuts = [0, 64, len(ids) - 5, *range(len(ids) - 4, len(ids) + 1)]
@@ -117,7 +123,10 @@ def test_float32_is_exact_on_the_native_path(ids: np.ndarray, exact: torch.Tenso
 
 @pytest.mark.skipif(library.load() is None, reason="no AVX2, or no C++ compiler, here")
 def test_bits_do_not_depend_on_neighbours_chunks_or_threads(ids: np.ndarray) -> None:
-    """With AMX where there is some: a prompt alone on one thread, and in pieces beside others on two."""
+    """A prompt alone on one thread, and in pieces beside others on two.
+
+    AMX is used where there is some.
+    """
     kernels = library.load()
     assert kernels is not None
     model = load_model(

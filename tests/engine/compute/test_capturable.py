@@ -1,6 +1,7 @@
-"""Whole models on a device that only pretends to compute: a decode step must not ask it for numbers.
+"""Whole models on a pretended device: a decode step must not ask it for numbers.
 
-What asks would make the capture of a CUDA graph fail, and raises here (``pretended_device``). Experts must be multiplied in one grouped product for all of them.
+What asks would make the capture of a CUDA graph fail, and raises here (``pretended_device``). Experts must be
+multiplied in one grouped product for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured decode steps, with a capture that computes again: all but CUDA's own part of it."""
+"""Captured decode steps, with a capture that computes again instead of CUDA's own."""
 
 from __future__ import annotations
 
@@ -221,7 +221,10 @@ def test_all_sizes_share_their_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("wrong", "is_noticed"), [(1, False), (6, False), (100, True)])
 def test_single_rows_may_differ_but_not_a_whole_size(wrong: int, is_noticed: bool, tmp_path: Path) -> None:
-    """As those of near-tied experts do: the first replays of the smallest size are of another model."""
+    """The first replays of the smallest size are of another model.
+
+    Single rows may differ as those of near-tied experts do.
+    """
     model = load(tmp_path, "qwen3_moe")
 
     def capture(compute: Compute) -> Compute:
@@ -270,7 +273,10 @@ def test_the_check_fits_any_cache_and_looks_far_back_where_it_can(num_blocks: in
 
 
 class Streams:
-    """As much of ``torch.cuda`` as a capture uses, with streams by name, and an end of the capture that fails."""
+    """The parts of ``torch.cuda`` that a capture uses.
+
+    Streams have names, and the end of the capture fails.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         streams = self

@@ -28,7 +28,7 @@ from tests.engine.tiny_models import FAMILIES, VOCAB, make_tiny_model
 PEER = b"router"
 NUM_REQUESTS = 32
 CACHE_TOKENS = 96
-"""Of the small cache: little more than the longest request."""
+"""Tokens in the small cache: little more than the longest request."""
 NATIVE = ("llama", "mistral", "mixtral", "qwen2", "qwen3_moe")
 """Families whose tiny models the native kernels compute, given blocks of 16."""
 CASES = [(family, size) for family in sorted(FAMILIES) for size in ((4, 16) if family in NATIVE else (4,))]
@@ -62,7 +62,7 @@ def block_size(case: tuple[str, int]) -> int:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, tuple[Path, list[list[int]]]]:
-    """The model of a family and what transformers makes of it, once for both block sizes."""
+    """A family's model and the outputs of transformers, once for both block sizes."""
     return {}
 
 

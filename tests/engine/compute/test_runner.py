@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from engine.attention import make_attention
 from engine.attention.transfer import upload
 from engine.compute import token_rules
+from engine.compute.logits_backend import SampleRow
 from engine.compute.runner import ModelRunner
-from engine.compute.sampler import SampleRow, sample
+from engine.compute.sampler import Sampler
 from engine.compute.token_rules import TokenRules
 from engine.config import ModelConfig
 from engine.model.checkpoint import read_model_info
@@ -211,7 +212,7 @@ def test_a_resumed_stream_goes_on_as_if_undisturbed(directories: dict[str, Path]
 
 
 def test_a_step_can_be_run_again(directories: dict[str, Path]) -> None:
-    """Every step run three times: same results, and the stream goes on as if each had run once."""
+    """Every step runs three times: results and stream stay as if it ran once."""
     model = load(directories["gpt_oss"])
     params = [SamplingParams(temperature=0.8, logprobs=2), SamplingParams(temperature=0.0, prompt_logprobs=1)]
     prompts = make_prompts((19, 6))
@@ -252,7 +253,7 @@ def test_a_slot_is_reused_and_blocks_may_be_shared(directories: dict[str, Path])
 
 
 def test_a_slot_is_taken_over_at_the_position_where_it_stood(directories: dict[str, Path]) -> None:
-    """The new request's first row begins where the old one's last row did: still another request."""
+    """Another request's first row begins where the previous one's last row did."""
     driver = make_driver(load(directories["llama"]))
     old, other = (driver.add(prompt, GREEDY) for prompt in make_prompts((22, 22)))
     driver.generate([old, other], 3)
@@ -294,7 +295,10 @@ def test_penalties_see_all_tokens_so_far(directories: dict[str, Path]) -> None:
 
 
 def test_a_draw_is_a_function_of_seed_and_position(directories: dict[str, Path]) -> None:
-    """The number that chooses the token at position p belongs to p: not to the step, nor to the slot."""
+    """The number that chooses the token at position p depends on p.
+
+    It depends neither on the step nor on the slot.
+    """
     driver = make_driver(load(directories["llama"]))
     prompt = make_prompts((9,))[0]
     request = driver.add(prompt, SamplingParams(temperature=1.0), seed=11, slot=6)
@@ -303,13 +307,16 @@ def test_a_draw_is_a_function_of_seed_and_position(directories: dict[str, Path])
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt])).logits[0, -1:]
     row = SampleRow(SamplingParams(), 11, 9, np.array(prompt), 9, TokenRules(SamplingParams()))
-    assert request.output_ids == sample(logits, [row]).tolist()
+    assert request.output_ids == Sampler(logits.device).sample(logits, [row]).tolist()
 
 
 def test_what_a_request_says_of_tokens_is_made_once(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in every step: a list of allowed tokens may be as long as the vocabulary."""
+    """Token rules are prepared once, not in every step.
+
+    A list of allowed tokens may be as long as the vocabulary.
+    """
     made = []
 
     def note(array: Any, device: torch.device) -> torch.Tensor:

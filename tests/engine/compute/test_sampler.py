@@ -1,4 +1,4 @@
-"""Choosing tokens: each parameter against a plain definition, and chance as a function of seed and place."""
+"""Sampling parameters against plain definitions, and chance by seed and position."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute import sampler
-from engine.compute.sampler import (
-    NEVER,
-    NUCLEUS_WIDTH,
-    SampleRow,
-    logprob_table,
-    read_logprobs,
-    rehearse,
-    sample,
-    shape_logits,
-)
+from engine.compute import torch_logits
+from engine.compute.logits_backend import NEVER, SampleRow
+from engine.compute.sampler import Sampler, read_logprobs
 from engine.compute.token_rules import TokenRules
+from engine.compute.torch_logits import NUCLEUS_WIDTH
 from engine.kernels import library
 from engine.sampling import SamplingParams, ThinkingBudget
 
@@ -39,6 +32,10 @@ def _computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(library, "loaded", lambda: kernels if request.param == "kernels" else None)
 
 
+def sampler() -> Sampler:
+    return Sampler(torch.device("cpu"))
+
+
 def make_row(
     params: SamplingParams, *, seed: int = 1, position: int = 7, stop_ids: tuple[int, ...] = ()
 ) -> SampleRow:
@@ -52,7 +49,7 @@ def make_logits(rows: int, vocab: int = VOCAB, seed: int = 0, spread: float = 2.
 def draw_many(logits: torch.Tensor, params: SamplingParams, count: int, **options: Any) -> torch.Tensor:
     """One row of logits, drawn from at many positions: how often each token came."""
     rows = [make_row(params, position=position, **options) for position in range(count)]
-    chosen = sample(logits.expand(count, -1), rows)
+    chosen = sampler().sample(logits.expand(count, -1), rows)
     return torch.bincount(chosen, minlength=logits.shape[-1])
 
 
@@ -72,7 +69,7 @@ def check_frequencies(counts: torch.Tensor, expected: torch.Tensor) -> None:
 def test_greedy_takes_the_first_of_the_best() -> None:
     logits = make_logits(5)
     logits[2, 17] = logits[2, 40] = 50.0
-    chosen = sample(logits, [make_row(SamplingParams(temperature=0.0))] * 5)
+    chosen = sampler().sample(logits, [make_row(SamplingParams(temperature=0.0))] * 5)
     assert chosen.tolist() == logits.argmax(dim=-1).tolist()
     assert chosen[2] == 17
 
@@ -88,7 +85,7 @@ def test_frequencies_follow_the_temperature(vocab: int, temperature: float) -> N
 def test_frequencies_over_seeds() -> None:
     logits = make_logits(1)
     rows = [make_row(SamplingParams(), seed=seed) for seed in range(-20_000, 20_000)]
-    counts = torch.bincount(sample(logits.expand(len(rows), -1), rows), minlength=VOCAB)
+    counts = torch.bincount(sampler().sample(logits.expand(len(rows), -1), rows), minlength=VOCAB)
     check_frequencies(counts, torch.softmax(logits[0].double(), dim=-1))
 
 
@@ -100,22 +97,22 @@ def test_neighbouring_draws_are_independent() -> None:
         for seed in range(2)
         for position in range(20_000)
     ]
-    chosen = sample(flat.expand(len(rows), -1), rows).view(2, -1)
+    chosen = sampler().sample(flat.expand(len(rows), -1), rows).view(2, -1)
     even = torch.full((64,), 1 / 64)
     check_frequencies(torch.bincount(chosen[0, :-1] * 8 + chosen[0, 1:], minlength=64), even)
     check_frequencies(torch.bincount(chosen[0] * 8 + chosen[1], minlength=64), even)
 
 
 def test_a_token_that_is_alone_comes_even_with_the_slowest_clock() -> None:
-    """The hash of these three is as large as one can be, to within what float32 tells apart."""
+    """The hash of these three is the largest possible, to the precision of float32."""
     row = make_row(SamplingParams(allowed_token_ids=(19144,)), seed=797, position=100)
-    assert sample(make_logits(1, 20_000), [row]).item() == 19144
+    assert sampler().sample(make_logits(1, 20_000), [row]).item() == 19144
 
 
 def test_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = make_logits(3) * 1e4
     rows = [make_row(SamplingParams(temperature=temperature)) for temperature in (1e-3, 1e-20, 1e-45)]
-    assert sample(logits, rows).tolist() == logits.argmax(dim=-1).tolist()
+    assert sampler().sample(logits, rows).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def kept_by_definition(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -169,20 +166,23 @@ def test_top_p_on_a_flat_distribution_sorts_it_all(top_p: float) -> None:
 def test_a_large_top_k_is_the_same_beside_a_row_without_one() -> None:
     logits = make_logits(1, 5000, spread=0.1)
     rows = [make_row(SamplingParams(top_k=4000), position=position) for position in range(60)]
-    alone = sample(logits.expand(len(rows), -1), rows).tolist()
+    alone = sampler().sample(logits.expand(len(rows), -1), rows).tolist()
     ranks = logits[0].argsort(descending=True).argsort()
     assert max(ranks[token] for token in alone) > NUCLEUS_WIDTH
     beside = make_row(SamplingParams(top_p=0.1), position=1)
     mixed = [row for each in rows for row in (each, beside)]
-    assert sample(logits.expand(len(mixed), -1), mixed)[::2].tolist() == alone
+    assert sampler().sample(logits.expand(len(mixed), -1), mixed)[::2].tolist() == alone
 
 
 def test_the_same_race_with_and_without_truncation() -> None:
     """Keeping all tokens, or more than there are, chooses what no truncation would have chosen."""
     logits = make_logits(200)
     for params in (SamplingParams(top_k=VOCAB), SamplingParams(top_k=5000), SamplingParams(top_p=1 - 1e-12)):
-        plain = sample(logits, [make_row(SamplingParams(), position=i) for i in range(200)])
-        assert sample(logits, [make_row(params, position=i) for i in range(200)]).tolist() == plain.tolist()
+        plain = sampler().sample(logits, [make_row(SamplingParams(), position=i) for i in range(200)])
+        assert (
+            sampler().sample(logits, [make_row(params, position=i) for i in range(200)]).tolist()
+            == plain.tolist()
+        )
 
 
 def mixed_rows() -> list[SampleRow]:
@@ -203,11 +203,11 @@ def test_any_batch_chooses_as_alone() -> None:
     rows = mixed_rows()
     logits = make_logits(len(rows))
     before = logits.clone()
-    together = sample(logits, rows).tolist()
+    together = sampler().sample(logits, rows).tolist()
     assert torch.equal(logits, before)
-    assert together == [int(sample(logits[i : i + 1], [row])) for i, row in enumerate(rows)]
+    assert together == [int(sampler().sample(logits[i : i + 1], [row])) for i, row in enumerate(rows)]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
-    assert sample(logits[order], [rows[i] for i in order]).tolist() == [together[i] for i in order]
+    assert sampler().sample(logits[order], [rows[i] for i in order]).tolist() == [together[i] for i in order]
 
 
 def test_rounding_hardly_changes_a_draw() -> None:
@@ -217,9 +217,9 @@ def test_rounding_hardly_changes_a_draw() -> None:
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     for params in (SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=40)):
         rows = [make_row(params, position=position) for position in range(count)]
-        chosen = sample(logits, rows)
-        assert (sample(logits + 1e-6 * noise, rows) != chosen).sum() <= 1
-        assert (sample(logits + 1e-2 * noise, rows) != chosen).sum() <= 0.03 * count
+        chosen = sampler().sample(logits, rows)
+        assert (sampler().sample(logits + 1e-6 * noise, rows) != chosen).sum() <= 1
+        assert (sampler().sample(logits + 1e-2 * noise, rows) != chosen).sum() <= 0.03 * count
 
 
 def test_penalties() -> None:
@@ -230,7 +230,7 @@ def test_penalties() -> None:
         SamplingParams(frequency_penalty=-0.3),
         SamplingParams(repetition_penalty=0.8, presence_penalty=0.5, frequency_penalty=0.25),
     ]
-    shaped = shape_logits(logits, [make_row(params) for params in kinds])
+    shaped = sampler().shape(logits, [make_row(params) for params in kinds])
     output = HISTORY[NUM_PROMPT:]
     for line, params, original in zip(shaped.tolist(), kinds, logits.tolist(), strict=True):
         for token, value in enumerate(original):
@@ -246,7 +246,9 @@ def test_penalties() -> None:
 def test_a_temperature_beyond_float32_is_just_very_high() -> None:
     logits = make_logits(2)
     rows = [make_row(SamplingParams(temperature=1e308), seed=seed) for seed in range(2)]
-    assert len(sample(logits, rows)) == 2  # and numpy warns of nothing, which would be an error here
+    assert (
+        len(sampler().sample(logits, rows)) == 2
+    )  # and numpy warns of nothing, which would be an error here
 
 
 def test_allowed_bias_and_minimum_length() -> None:
@@ -258,7 +260,7 @@ def test_allowed_bias_and_minimum_length() -> None:
         make_row(SamplingParams(min_tokens=4), stop_ids=(0, 9)),  # four tokens are there already
         make_row(SamplingParams(min_tokens=5, allowed_token_ids=(0, 9)), stop_ids=(0, 9)),
     ]
-    shaped = shape_logits(logits, rows)
+    shaped = sampler().shape(logits, rows)
     assert shaped[0].isfinite().nonzero().flatten().tolist() == [2, 7]
     assert torch.equal(shaped[0, [2, 7]], logits[0, [2, 7]])
     difference = shaped[1] - logits[1]
@@ -271,14 +273,14 @@ def test_allowed_bias_and_minimum_length() -> None:
 
 def test_nothing_asked_changes_nothing() -> None:
     logits = make_logits(2)
-    assert shape_logits(logits, [make_row(SamplingParams(), stop_ids=(1,))] * 2) is logits
+    assert sampler().shape(logits, [make_row(SamplingParams(), stop_ids=(1,))] * 2) is logits
 
 
 @pytest.mark.parametrize("rows", [1, 3, 2000])
 def test_logprobs(rows: int) -> None:
     logits = make_logits(rows).bfloat16()
     targets = torch.arange(rows) % VOCAB
-    table = logprob_table(logits, targets, 4)
+    table = sampler().logprob_table(logits, targets, 4)
     logprobs = logits.float().log_softmax(dim=-1)
     for index in {0, rows // 2, rows - 1}:
         entry = read_logprobs(table[index].numpy(), 2)
@@ -290,24 +292,24 @@ def test_logprobs(rows: int) -> None:
         assert entry.top_logprobs == pytest.approx(best.values.tolist())
         assert len(entry.top_ids) == 2
     assert read_logprobs(table[0].numpy(), 0).top_ids == []
-    assert read_logprobs(logprob_table(logits[:1], targets[:1], 200)[0].numpy(), 200).top_ids != []
+    assert read_logprobs(sampler().logprob_table(logits[:1], targets[:1], 200)[0].numpy(), 200).top_ids != []
 
 
 def test_bad_words_do_not_come() -> None:
-    """The output so far is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
+    """The output is 9, 3, 3, 9 after a prompt of 3, 5, 5."""
     words = ((7,), (3, 9, 11), (9, 12), (5, 9, 3, 3, 9, 13), (3, 14), (9, 3, 3, 9, 15))
     row = make_row(SamplingParams(bad_words=words))
     logits = make_logits(2)
-    shaped = shape_logits(logits, [make_row(SamplingParams()), row])
+    shaped = sampler().shape(logits, [make_row(SamplingParams()), row])
     assert torch.equal(shaped[0], logits[0])
     never = [token for token in range(VOCAB) if shaped[1, token] == NEVER]
     assert never == [7, 11, 12, 15], "not what the prompt would be part of"
     assert torch.equal(
-        shape_logits(logits[:, 10:20], [row, row], first=10)[0] == NEVER, shaped[1, 10:20] == NEVER
+        sampler().shape(logits[:, 10:20], [row, row], first=10)[0] == NEVER, shaped[1, 10:20] == NEVER
     )
     greedy = SamplingParams(temperature=0.0, bad_words=((int(logits[0].argmax()),),))
     assert not greedy.is_plain
-    assert sample(logits[:1], [make_row(greedy)]).item() == logits[0].topk(2).indices[1]
+    assert sampler().sample(logits[:1], [make_row(greedy)]).item() == logits[0].topk(2).indices[1]
 
 
 def test_a_budget_of_reasoning_leaves_one_token() -> None:
@@ -315,17 +317,17 @@ def test_a_budget_of_reasoning_leaves_one_token() -> None:
     logits = make_logits(3)
     spent = SamplingParams(thinking=ThinkingBudget(4, (), (33,)), logit_bias={33: -100.0})
     rows = [make_row(SamplingParams(thinking=ThinkingBudget(5, (), (33,)))), make_row(spent), make_row(spent)]
-    shaped = shape_logits(logits, rows)
+    shaped = sampler().shape(logits, rows)
     assert torch.equal(shaped[0], logits[0])
-    assert sample(logits, rows).tolist()[1:] == [33, 33]
+    assert sampler().sample(logits, rows).tolist()[1:] == [33, 33]
     mask = np.full(VOCAB // 8, 255, dtype=np.uint8)
     allowed = dataclasses.replace(rows[1], mask=mask)
-    assert sample(logits[:1], [allowed]).item() == 33
+    assert sampler().sample(logits[:1], [allowed]).item() == 33
     mask = mask.copy()
     mask[33 // 8] -= 1 << 33 % 8
-    assert sample(logits[:1], [dataclasses.replace(rows[1], mask=mask)]).item() != 33, "not yet"
+    assert sampler().sample(logits[:1], [dataclasses.replace(rows[1], mask=mask)]).item() != 33, "not yet"
     for first in (0, 32):  # each rank of two has half of the vocabulary
-        half = shape_logits(logits[:, first : first + 32], rows, first=first)[1]
+        half = sampler().shape(logits[:, first : first + 32], rows, first=first)[1]
         assert [first + token for token in range(32) if half[token] != NEVER] == ([33] if first else [])
 
 
@@ -333,8 +335,8 @@ def test_a_rehearsal_does_what_takes_the_most_memory(monkeypatch: pytest.MonkeyP
     """With every row: masks, penalties, the whole vocabulary in order, log-probabilities. (On a GPU.)"""
     monkeypatch.setattr(library, "loaded", lambda: None)
     done: dict[str, int] = {}
-    for name in ("_forbidden", "_penalise", "_truncate", "logprob_table"):
-        original = getattr(sampler, name)
+    for name in ("_forbidden", "_penalise", "_truncate", "_logprob_lines"):
+        original = getattr(torch_logits, name)
 
         def note(first: Any, *rest: Any, name: str = name, original: Any = original) -> Any:
             done[name] = done.get(name, 0) + len(first)
@@ -342,6 +344,6 @@ def test_a_rehearsal_does_what_takes_the_most_memory(monkeypatch: pytest.MonkeyP
                 assert rest[-1] == first.shape[1], "not only the most likely ones"
             return original(first, *rest)
 
-        monkeypatch.setattr(sampler, name, note)
-    rehearse(make_logits(5, 61))
-    assert done == {"_forbidden": 5, "_penalise": 5, "_truncate": 5, "logprob_table": 5}
+        monkeypatch.setattr(torch_logits, name, note)
+    sampler().rehearse(make_logits(5, 61))
+    assert done == {"_forbidden": 5, "_penalise": 5, "_truncate": 5, "_logprob_lines": 5}

@@ -258,7 +258,10 @@ def take_steps(relay: Channel, count: int, answer: bytes = b"") -> None:
 
 
 def test_large_steps_and_large_results_do_not_wait_for_each_other(directory: Path) -> None:
-    """With steps under way: the next one is more than a channel holds, and so is the result of the last."""
+    """The next step exceeds a channel, and so does the result of the last.
+
+    Both happen while steps are under way.
+    """
     crew = SilentCrew(2)
     config = settings(directory, pipeline_parallel_size=2)
     executor = MpExecutor(config, read_model_info(directory), crew, 1)
@@ -352,7 +355,10 @@ def test_a_worker_says_why_it_cannot_load(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
 def test_a_first_run_that_fails_says_why(axis: str, tmp_path: Path, forks: None) -> None:
-    """No worker begins again then: the engine waits for the end of this run, and so do the others in it."""
+    """After a failed first run no worker begins again.
+
+    The engine and the other workers wait for the end of this run.
+    """
     directory = make_tiny_model(tmp_path, "llama")
     change_tensors(
         directory, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))

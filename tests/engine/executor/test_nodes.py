@@ -1,4 +1,4 @@
-"""Which hosts an instance takes for its workers, and what becomes of them when the engine's side ends."""
+"""Choice of hosts for an instance's workers, and their end when the engine ends."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_host_that_differs_is_told_in_what(changes: dict[str, Any], problem: s
 
 
 class OtherHost(threading.Thread):
-    """A host that joins, starts one worker that echoes, and falls silent when it is told to."""
+    """A host that joins, starts one echoing worker, and falls silent on request."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -159,7 +159,7 @@ def test_a_host_that_never_comes_is_named() -> None:
 
 
 def test_a_worker_that_takes_nothing_keeps_no_others_waiting() -> None:
-    """It computes: what it is told meanwhile waits here, and the engine goes on hearing of this host."""
+    """A busy worker's messages wait here, and the engine still receives from this host."""
     busy: Any = RelayedWorker("W1", "here", "1", "", 0)
     messages = [b"a step" * 500_000, b"the next one"]
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from engine.compute.sampler import Sampler
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.executor import make_executor, uni
 from engine.executor.uni import CPU_KV_LIMIT, UniExecutor
@@ -90,7 +91,10 @@ def test_a_worker_computes_on_its_device_and_makes_it_the_current_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the thread that loads and steps, before anything is there: Triton launches on the current device."""
+    """The device is current in the thread that loads and steps, before anything is allocated.
+
+    Triton launches on the current device.
+    """
     current: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -130,7 +134,7 @@ def test_the_largest_step_chooses_a_token_for_every_request(
         scheduler=SchedulerConfig(max_num_seqs=most),
     )
     rehearsed: list[tuple[int, ...]] = []
-    monkeypatch.setattr(uni, "rehearse", lambda logits, vocabulary: rehearsed.append(tuple(logits.shape)))
+    monkeypatch.setattr(Sampler, "rehearse", lambda _, logits: rehearsed.append(tuple(logits.shape)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     executor = UniExecutor(config, info, 1)
     executor.load(lambda phase: None)

@@ -1,4 +1,5 @@
-"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's words by hand."""
+"""The threads around :class:`engine.groups.recovery.Recovery`: instances as threads, with the coordinator's
+words by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from engine.groups.recovery import AwaitGroup, LeaveMesh
 from engine.groups.stepping import NoGroup
 from engine.model.checkpoint import ReadingStopped
 from parallel.communicators.base import CollectiveError, Communicator
-from parallel.placement import Placement, owned_by_rank, place
+from parallel.placement import Placement, assign_experts, owned_by_rank
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
 from tests.waiting import until
 
@@ -33,7 +34,7 @@ def form(epoch: int, *names: str, leavers: tuple[str, ...] = (), broken: int = 0
             Peer(rank=ord(name) - ord("a"), address=f"inproc://{name}", host="h", instance=name)
             for name in names
         ],
-        owners=place(NUM_EXPERTS, len(names)).owners if names else (),
+        owners=assign_experts(NUM_EXPERTS, len(names)).owners if names else (),
         leavers=leavers,
         broken=broken,
     )
@@ -175,7 +176,10 @@ def three() -> Iterator[list[Instance]]:
 
 
 def work(*instances: Instance) -> None:
-    """They have tokens in every step from now on. (All of them: wakes reach nobody here.)"""
+    """Give all members tokens in every step from now on.
+
+    All get them, since no wakes are delivered here.
+    """
     for instance in instances:
         instance.tokens = 1
         instance.pace._wake_loop()

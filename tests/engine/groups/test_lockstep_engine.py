@@ -30,7 +30,7 @@ from engine.messages import Submit
 from engine.model.checkpoint import read_model_info
 from engine.sampling import SamplingParams
 from parallel.lockstep import Header, Lockstep, RunStep, Sleep, Wake
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import VOCAB, make_tiny_model
 from tests.parallel.thread_group import ThreadCommunicator, thread_group
@@ -40,7 +40,7 @@ FAMILIES = ["deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_m
 NUM_REQUESTS = 24
 BLOCK_SIZE = 4
 NUM_BLOCKS = 22
-"""Of each instance: so few that requests are preempted."""
+"""Cache blocks of each instance: so few that requests are preempted."""
 ROUTER = b"router"
 SHARED = [random.Random(99).randrange(3, VOCAB) for _ in range(17)]
 
@@ -83,7 +83,8 @@ def length(index: int) -> int:
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
-    """The tokens that transformers generates for each prompt alone; ``options``: further ones of ``generate``."""
+    """The tokens that transformers generates for each prompt alone; ``options``: further ones of
+    ``generate``."""
     outputs = []
     for index in range(NUM_REQUESTS):
         ids = torch.tensor([prompt(index)])
@@ -178,7 +179,7 @@ class Mesh:
             device=DeviceConfig(expert_placement_strategy=layout.strategy, all2all_backend=layout.backend),
         )
         self.info = read_model_info(directory)
-        self.placement = place(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
+        self.placement = assign_experts(self.info.num_experts, layout.dp * layout.tp, layout.strategy)
         self.paces: list[ThreadPace] = []
         self.executors: list[Any] = []
         self.cores: list[EngineCore] = []

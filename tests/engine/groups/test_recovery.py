@@ -1,4 +1,4 @@
-"""An instance's way from group to group, as lists of events and what comes of them."""
+"""An instance's way from group to group, as lists of events and instructions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def turn(recovery: Recovery, now: float = 0.0) -> Turn:
 
 @pytest.fixture
 def recovery() -> Recovery:
-    """Of instance a, which steps in the group of epoch 1 with b and c."""
+    """The recovery of instance a, in the group of epoch 1 with b and c."""
     recovery = Recovery("a")
     assert turn(recovery) == AwaitGroup()
     assert recovery.on_form(form(1)) == [Prepare(form(1))]

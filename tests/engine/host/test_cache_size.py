@@ -33,7 +33,10 @@ def test_free_memory_is_shared_and_what_is_asked_for_is_not() -> None:
 
 
 def test_more_than_there_is_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than by an allocation that fails, or later by the kernel's choice of a process to kill."""
+    """A cache larger than memory is refused before it is allocated.
+
+    Otherwise an allocation would fail, or the kernel would later kill some process.
+    """
     monkeypatch.setattr(cache_size, "most_memory", lambda: 400 * BLOCK)
     assert sized(num_gpu_blocks_override=200) == (200, 2048)
     with pytest.raises(

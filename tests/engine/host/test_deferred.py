@@ -1,4 +1,4 @@
-"""Libraries that are loaded in part: what waits runs when it is asked for, and serving needs none of it."""
+"""Libraries that are loaded in part: deferred parts load on use, and serving needs none."""
 
 from __future__ import annotations
 

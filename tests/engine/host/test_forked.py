@@ -171,7 +171,10 @@ def test_libraries_see_the_environment_that_they_were_loaded_with(server: ForkSe
 
 
 def test_one_that_is_no_child_of_the_asker_never_runs(server: ForkServer) -> None:
-    """As when the asker has died meanwhile, and the kernel gave its child to somebody else."""
+    """A process of another parent is not run.
+
+    It comes about when the asker has died, and the kernel gave its child a new parent.
+    """
     other = environment(**{process.PARENT_VARIABLE: "1"})
     with pytest.raises(Unforked, match="did not become the asker's child"):
         server.fork("part:linger", [], other)

@@ -1,4 +1,4 @@
-"""Weights in 12 bits: products have the same bits as with the weights as they were."""
+"""Weights in 12 bits: products have the same bits as with the original weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native kernels: each operation of a step against torch, and what they promise beyond it."""
+"""Native kernels: each operation of a step against torch, and their further guarantees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.base import PLAN_KEYWORD, LayerShape, PackedRows
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.compute.runner import ModelRunner, _Continuing
+from engine.compute.runner import ModelRunner
 from engine.config import ModelConfig
 from engine.kernels import cache as cache_module
 from engine.kernels import library, make
@@ -22,6 +22,7 @@ from engine.kernels import program as program_module
 from engine.kernels.cache import NativeCache
 from engine.kernels.decoder import NotUsual, recognise
 from engine.kernels.experts import NativeExperts
+from engine.kernels.going_on import GoingOn
 from engine.kernels.make import bytes_for_program, make_program
 from engine.kernels.operations import ADD, AS_FLOAT, SELECTED, OperationKind, Operations, StepArguments
 from engine.kernels.packing import gate_and_up, panels
@@ -90,8 +91,11 @@ def test_linear(tokens: int, outputs: int, inputs: int, dtype: torch.dtype) -> N
     ("dim", "group"), [(16, 1), (48, 5), (64, 2), (64, 13), (80, 3), (128, 1), (128, 4), (192, 2), (192, 7)]
 )
 def test_attention(dim: int, group: int, apart: bool, dtype: torch.dtype) -> None:
-    """Prompts, then one token for each row, which are stored with the others' or by the thread that reads them;
-    of some tokens alone it is the same."""
+    """Prompts, then one token for each row.
+
+    The tokens are stored with the others' or by the thread that reads them. Attention of only some of the
+    tokens is the same.
+    """
     assert KERNELS is not None
     kv_heads, heads = 2, 2 * group
     width, counts = (heads + 2 * kv_heads) * dim, [1, 5, 90]
@@ -340,7 +344,10 @@ def test_a_row_does_not_depend_on_its_batch_or_chunks_or_threads(model: LoadedMo
 
 
 def test_threads_that_lose_their_cores_change_nothing(model: LoadedModel) -> None:
-    """More threads than there are cores, so that each is stopped anywhere, and steps of which some get no part."""
+    """More threads than cores, so that each is stopped anywhere.
+
+    Some of the threads get no part of some steps.
+    """
     program, threads = program_of(model), torch.get_num_threads()
     expected = []
     for rows in SCENARIO:
@@ -403,7 +410,7 @@ def test_steps_that_go_on_equal_those_that_are_packed(
     """
     monkeypatch.setattr(cache_module, "SPARE_BLOCKS", 1)
     monkeypatch.setattr(program_module, "MIN_POSITIONS", 16)
-    monkeypatch.setattr(_Continuing, "MOST", 7)
+    monkeypatch.setattr(GoingOn, "MOST", 7)
     programs = [program_of(model, Counted) for _ in range(3)]
     programs[1].refuses = True
     monkeypatch.setattr(programs[2], "can_choose", lambda *_: False)

@@ -1,5 +1,7 @@
-"""Experts spread over members that share memory, exchanged inside the native step: the bits of one instance
-with all experts, whatever the number of members, and an end to every wait."""
+"""Experts spread over members that share memory, exchanged inside the native step.
+
+Outputs have the bits of one instance with all experts, whatever the number of members, and every wait ends.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.communicators.base import CollectiveError
 from parallel.communicators.shared_memory import SharedMemoryCommunicator
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.kernels.test_kernels import SCENARIO, everything, packed_rows
 from tests.engine.tiny_models import make_tiny_model
 
@@ -49,7 +51,7 @@ class Member:
 
     def __init__(self, directory: Path, rank: int, size: int, dtype: torch.dtype) -> None:
         info = read_model_info(directory)
-        self.placement = place(info.num_experts, size, "round_robin")
+        self.placement = assign_experts(info.num_experts, size, "round_robin")
         self.model: LoadedModel = load_model(
             info,
             ModelConfig(),
@@ -184,8 +186,10 @@ def test_a_member_that_exchanges_otherwise_takes_all_with_it(directory: Path) ->
 
 
 def test_steps_go_on_where_others_exchange_otherwise(directory: Path) -> None:
-    """The arrays of the step before, changed in place, and experts that go through Python: outside of torch's
-    inference mode, as the runner calls it."""
+    """Steps in place on the previous step's arrays, with experts that go through Python.
+
+    They run outside of torch's inference mode, as the runner calls them.
+    """
     members = [Member(directory, rank, 2, torch.float32) for rank in range(2)]
     alone = Member(directory, 0, 1, torch.float32)
     tokens = [sum(count for _, _, count in rows) for rows in SCENARIO]
@@ -239,7 +243,7 @@ def test_a_step_that_nobody_joins_ends_at_the_deadline(directory: Path) -> None:
 
 
 def test_an_abort_ends_the_wait_at_once(directory: Path) -> None:
-    """Of this member, from another thread, and of the other one.
+    """An abort by this member, from another thread, or by the other member.
 
     The step runs again in the next group.
     """

@@ -1,4 +1,4 @@
-"""Rows of logits by the kernels: the same tokens as with torch, but for rounding, whatever the rows are."""
+"""Logits by the kernels: the same tokens as torch, but for rounding, in any batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute.sampler import SampleRow, _contestants, logprob_table, sample, shape_logits
+from engine.compute.logits_backend import SampleRow
+from engine.compute.native_logits import NativeLogits
+from engine.compute.sampler import Sampler, backend_on
 from engine.compute.token_rules import TokenRules
+from engine.compute.torch_logits import TorchLogits
 from engine.kernels import library
 from engine.kernels import logits as native
 from engine.sampling import SamplingParams
@@ -17,6 +20,7 @@ from engine.sampling import SamplingParams
 KERNELS = library.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no AVX2, or no C++ compiler, here")
 
+CPU = torch.device("cpu")
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -48,6 +52,15 @@ def both(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Any, Any]:
         return found, compute()
 
 
+def test_the_kernels_are_chosen_once_and_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "loaded", lambda: KERNELS)
+    sampler = Sampler(CPU)
+    assert isinstance(backend_on(torch.device("cuda")), TorchLogits)
+    monkeypatch.setattr(library, "loaded", lambda: None)
+    assert isinstance(sampler.backend, NativeLogits)
+    assert isinstance(backend_on(CPU), TorchLogits)
+
+
 def random(rows: int, columns: int, spread: float) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns)) * spread
 
@@ -60,14 +73,14 @@ def test_the_same_tokens_are_drawn(
 ) -> None:
     logits = random(200, columns, spread)
     rows = [row_of(SamplingParams(**kind), number) for number in range(len(logits))]
-    found, expected = both(monkeypatch, lambda: sample(logits, rows))
+    found, expected = both(monkeypatch, lambda: Sampler(CPU).sample(logits, rows))
     assert found.tolist() == expected.tolist()
 
 
 def test_a_large_vocabulary_with_all_kinds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random(len(KINDS), 151_936, 2.0)
     rows = [row_of(SamplingParams(**kind), number) for number, kind in enumerate(KINDS)]
-    found, expected = both(monkeypatch, lambda: sample(logits, rows))
+    found, expected = both(monkeypatch, lambda: Sampler(CPU).sample(logits, rows))
     assert found.tolist() == expected.tolist()
 
 
@@ -84,7 +97,7 @@ def test_the_best_of_the_ranks_is_that_of_one(
     def best() -> list[int]:
         begins = np.cumsum([0, *sizes])
         parts = [
-            _contestants(part, rows, int(first))
+            backend_on(CPU).contestants(part, rows, int(first))
             for part, first in zip(logits.split(sizes, dim=1), begins, strict=False)
         ]
         scores, tokens = (torch.stack(each, dim=1) for each in zip(*parts, strict=True))
@@ -97,7 +110,7 @@ def test_the_best_of_the_ranks_is_that_of_one(
         logits[row, row % 3 :: 37] = allowed
     for row in range(1, len(logits), 4):  # one alone, as where reasoning has to end
         logits[row, torch.arange(logits.shape[1]) != row % logits.shape[1]] = -np.inf
-    expected = sample(logits, rows).tolist()
+    expected = Sampler(CPU).sample(logits, rows).tolist()
     assert both(monkeypatch, best) == (expected, expected)
 
 
@@ -194,7 +207,7 @@ def test_penalties_and_masks_are_those_of_torch(first: int, monkeypatch: pytest.
     ]
     before = logits.clone()
     for _ in range(2):  # nothing of the first time is left
-        found, expected = both(monkeypatch, lambda: shape_logits(logits, rows, first))
+        found, expected = both(monkeypatch, lambda: Sampler(CPU).shape(logits, rows, first))
         assert torch.equal(found == -torch.inf, expected == -torch.inf)
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, before)
@@ -209,7 +222,7 @@ def test_log_probabilities_are_those_of_torch(num_top: int, monkeypatch: pytest.
     logits[0] = -3e38  # as of broken weights: further from the best one than a float can say
     logits[0, [5, 8, 9]] = torch.tensor([3e38, 1.0, 2.0])
     targets = torch.arange(9) * 30
-    found, expected = both(monkeypatch, lambda: logprob_table(logits, targets, num_top))
+    found, expected = both(monkeypatch, lambda: Sampler(CPU).logprob_table(logits, targets, num_top))
     assert torch.equal(found[:, 0], expected[:, 0])
     assert torch.allclose(found[:, 1], expected[:, 1], rtol=1e-5)
     assert torch.equal(found[3:, 2], expected[3:, 2]), "where nothing is equal"

@@ -1,5 +1,8 @@
-"""Shards of a model on the native kernels: against transformers, token for token, and against each other, bit
-for bit. Of families that the kernels know; test_sharding.py has all, on torch's operators."""
+"""Shards of a model on the native kernels, against transformers and each other.
+
+Tokens equal those of transformers; shards agree bit for bit. The families are those that the kernels know;
+test_sharding.py has all, on torch's operators.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +191,7 @@ def test_all_workers_have_the_kernels_or_none(
 def test_a_norm_over_the_heads_of_all_ranks_is_told_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OLMoE's: with a head for each rank it has the shape of a norm of heads."""
+    """OLMoE's norm: one head for each rank gives it a head norm's shape."""
     directory = make_tiny_model(tmp_path, "olmoe", layers=LAYERS)
     executor = shards(directory, LAYOUTS["tp4"], BLOCK_SIZE)
     try:
@@ -201,7 +204,7 @@ def test_a_norm_over_the_heads_of_all_ranks_is_told_apart(
 
 
 def test_experts_are_counted_as_often_as_they_are_held(tmp_path: Path) -> None:
-    """Once by the model and once laid out for the kernels: what more of them a worker has room for."""
+    """Experts are held by the model and again in the kernels' layout; both count."""
     directory = make_tiny_model(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     executor = shards(directory, LAYOUTS["tp2"], BLOCK_SIZE, place=(0, 1))
     try:
@@ -272,7 +275,7 @@ def shared_group(size: int) -> list[Communicator]:
 def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(
     directory: Path, size: int, dtype: torch.dtype
 ) -> None:
-    """Step after step, so that memory is written again, and with an odd number of sums in each."""
+    """Step after step, so that memory is reused, with odd numbers of sums."""
     members = thread_group(size)
     expected = of_all(
         size, members.__getitem__, lambda rank, group: Rank(directory, rank, group, dtype).run()
@@ -294,7 +297,7 @@ def sums_in(arenas: list[np.ndarray[Any, Any]]) -> Sums:
 
 
 def test_areas_are_written_again_when_all_have_read_them() -> None:
-    """Between two sums with the same area there is another one, also from step to step."""
+    """Another sum lies between two sums with the same area, also from step to step."""
     sums = sums_in([np.zeros(1 << 16, dtype=np.uint8)])
     for number in range(2, 9):
         step = [sums.area(each, number).begin for each in range(number)]
@@ -340,7 +343,7 @@ def test_the_best_token_of_all_ranks_is_the_one_that_argmax_finds(
 def test_ranks_choose_the_same_tokens_and_go_on(
     directory: Path, size: int, temperatures: list[float]
 ) -> None:
-    """What would be chosen from all logits, in steps that are packed and in those that only go on."""
+    """The choice equals that from all logits, in packed and in consecutive decode steps."""
     members = thread_group(size)
     kinds = [SamplingParams(temperature=each) for each in temperatures]
 

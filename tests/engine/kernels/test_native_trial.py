@@ -19,7 +19,7 @@ from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import ExpertShare
 from engine.model.weights import LoadedModel, load_model
 from parallel.expert_parallel import ATTRIBUTE as EXPERTS_ATTRIBUTE
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.model.test_sharding import LAYOUTS, shards
 from tests.engine.model.test_weights import make_larger
 from tests.engine.native_families import ALIKE, CONTEXT, NATIVE, ORIGINAL, make_family
@@ -157,7 +157,7 @@ def test_positions_lie_on_both_sides_of_what_the_configuration_names(tmp_path: P
 
 @pytest.mark.parametrize("family", ["llama_llama3", "qwen3_moe"])
 def test_rounding_is_far_below_what_is_allowed(family: str, tmp_path: Path) -> None:
-    """A copy is the same each time, too, whether its numbers were loud before or not."""
+    """A copy is the same each time, whether its numbers were loud before or not."""
     assert KERNELS is not None
     model = load(make_family(tmp_path, family), torch.bfloat16)
     decoder = recognise(model.module, model.layers, model.dtype)
@@ -200,7 +200,7 @@ def test_a_model_whose_experts_are_spread_is_tried_with_all_of_them(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     info = read_model_info(make_family(tmp_path, "qwen3_moe"))
-    share = ExpertShare(place(info.num_experts, 2), 1)
+    share = ExpertShare(assign_experts(info.num_experts, 2), 1)
     model = load_model(info, ModelConfig(), dtype=dtype, device=torch.device("cpu"), share=share)
     assert KERNELS is not None
     decoder = recognise(model.module, model.layers, dtype)
@@ -241,7 +241,7 @@ def test_an_error_of_the_kernels_leaves_the_model_to_torch(
 def test_a_model_that_is_put_together_in_another_way_is_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails while its parts are looked up, the KV cache's memory is planned without kernels."""
+    """A failure while parts are looked up plans the KV cache's memory without kernels."""
     model = load(make_family(tmp_path, "llama"))
     monkeypatch.setattr(make, "recognise", lambda *_: model.module.no_such_part)
     assert bytes_for_program(model, BLOCK_SIZE) == 0

@@ -40,7 +40,7 @@ def test_a_chunk_is_free_when_all_that_share_it_are_gone() -> None:
 
 
 def _huge_kib(address: int) -> int:
-    """Of the mapping that has this address."""
+    """KiB of huge pages in the mapping that has this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in (head := line.split(" ", 1)[0]) and not head.endswith(":"):

@@ -128,7 +128,10 @@ ADDED = {"0": {"content": "<|endoftext|>"}, "2": {"content": "<|im_end|>"}}
     ids=["plain", "object", "without its number"],
 )
 def test_what_ends_a_sequence_by_the_tokenizer_ends_it(copy: Path, tokenizer_config: object) -> None:
-    """As in a model tuned for chats whose other files are still those of the model that it was made of."""
+    """The tokenizer's end token ends a sequence, too.
+
+    A model tuned for chats may keep the other files of the model that it was made of.
+    """
     (copy / "generation_config.json").unlink()
     (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     assert read_model_info(copy).eos_token_ids == (0, 2)
@@ -188,7 +191,10 @@ def test_broken_directories_are_told_apart(copy: Path) -> None:
 
 
 def test_a_whole_file_is_what_is_read_whatever_lies_beside_it(copy: Path) -> None:
-    """As transformers chooses: a model may have been saved anew over one in parts, or the other way round."""
+    """A whole file is preferred to one in parts, as transformers does.
+
+    A model may have been saved anew over one in parts, or the other way round.
+    """
     for left in ("part-1.safetensors", "consolidated.safetensors"):
         (copy / left).write_bytes(b"old")
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-9.safetensors"}}')

@@ -1,6 +1,7 @@
 """A cut model that computes something else than its uncut layers is refused at loading.
 
-Mistakes are planted in the layers that are cut, in the stages and in the ends of the model; the workers are threads.
+Mistakes are planted in the layers that are cut, in the stages and in the ends of the model; the workers are
+threads.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def test_identities_that_each_rank_adds_are_found(tmp_path: Path, monkeypatch: p
 
 
 def test_a_planted_missed_norm_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The final norm on the last stage only, where it also stands before the first layer."""
+    """The final norm on the last stage only, though layer 0 needs it, too."""
     odd_model(tmp_path, "nanochat")
     own = shard._keep_stage
 
@@ -275,7 +276,7 @@ def test_what_is_no_number_in_the_uncut_model_is_not_compared() -> None:
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """The model stays in bfloat16, keeps the attention that serves, and computes by its own functions."""
+    """The model stays in bfloat16, and keeps its serving attention and its own functions."""
     directory = make_tiny_model(tmp_path, "gemma3", layers=4, dtype=torch.bfloat16)
     config = EngineConfig(model=ModelConfig(model=str(directory), dtype="bfloat16"))
     executor = ThreadedShards(config, read_model_info(directory), tp=2)

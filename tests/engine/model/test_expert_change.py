@@ -1,4 +1,4 @@
-"""Experts move between instances that serve: the right rows, in the right order, and the same tokens."""
+"""Experts that move between serving instances: right rows and order, the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.model.expert_change import HeldExperts
 from engine.model.expert_weights import ExpertShare, expert_modules, read_experts
 from engine.sampling import SamplingParams
 from parallel.communicators.base import Communicator
-from parallel.placement import Placement, place
+from parallel.placement import Placement, assign_experts
 from tests.engine.groups.test_lockstep_engine import (
     BLOCK_SIZE,
     NUM_REQUESTS,
@@ -56,7 +56,7 @@ def assert_holds(model: Any, whole: Any, experts: Sequence[int]) -> None:
 @pytest.mark.parametrize("free_bytes", [PLENTY, 0], ids=["beside", "layer by layer"])
 def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int) -> None:
     num_experts = read_model_info(directory).num_experts
-    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
     held = HeldExperts(model, directory, range(num_experts // 2))
     for wanted in ([0, num_experts - 1], [num_experts - 1], range(num_experts), [], [1, 2], [1, 2]):
         missing = len(set(wanted) - set(held.experts))
@@ -71,7 +71,7 @@ def test_a_model_gets_other_experts(directory: Path, whole: Any, free_bytes: int
 
 def test_what_does_not_fit_is_refused(directory: Path) -> None:
     num_experts = read_model_info(directory).num_experts
-    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
     held = HeldExperts(model, directory, range(num_experts // 2))
     free = 2 * held.bytes_per_expert - 1
     assert held.max_experts(free) == num_experts // 2 + 1
@@ -94,7 +94,7 @@ def test_experts_that_were_read_for_others_than_are_held_now_are_read_again(
 ) -> None:
     """Others take their place while they are read."""
     num_experts = read_model_info(directory).num_experts
-    model = load(directory, ExpertShare(place(num_experts, 2), 0))
+    model = load(directory, ExpertShare(assign_experts(num_experts, 2), 0))
     held = HeldExperts(model, directory, range(num_experts // 2))
     between, last = [1], [0, 1, num_experts - 1]
     held.prepare(between, PLENTY)
@@ -210,13 +210,13 @@ def test_three_two_and_three_instances_give_the_same_tokens(
     num_experts = read_model_info(directory).num_experts
     for rank in range(3):
         march.start(rank, 3)
-    march.regroup([0, 1, 2], place(num_experts, 3).owners)
+    march.regroup([0, 1, 2], assign_experts(num_experts, 3).owners)
     for index in range(NUM_REQUESTS // 2):
         march.submit(index, index % 3)
     march.steps(4)
     orphans = march.lose(1)
     assert orphans
-    march.regroup([0, 2], place(num_experts, 2, "round_robin").owners)
+    march.regroup([0, 2], assign_experts(num_experts, 2, "round_robin").owners)
     for index in orphans:
         march.submit(index, 2)
     march.steps(5)

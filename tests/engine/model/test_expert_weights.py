@@ -1,4 +1,4 @@
-"""A rank's share of the experts: the right ones, no more bytes than its share, nobody else's read."""
+"""A rank's share of the experts: the right ones, and no bytes of others read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.model.expert_weights import (
     read_experts,
 )
 from engine.model.weights import load_model
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.model.test_weights import make_larger
 from tests.engine.tiny_models import make_tiny_model
 
@@ -54,7 +54,7 @@ def load(directory: Path, share: ExpertShare) -> Any:
 def test_each_rank_holds_its_experts_and_everything_else(directory: Path, whole: Any, strategy: Any) -> None:
     num_experts = next(iter(expert_modules(whole).values())).num_experts
     for rank in range(3):
-        share = ExpertShare(place(num_experts, 3, strategy), rank)
+        share = ExpertShare(assign_experts(num_experts, 3, strategy), rank)
         model = load(directory, share)
         layers = expert_modules(model)
         assert list(layers) == list(expert_modules(whole))
@@ -112,7 +112,7 @@ class _Counting:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
-    """The bytes of experts that a module takes out of files from now on, piece by piece."""
+    """Bytes of experts that a module takes out of files from now on, by piece."""
     taken: list[int] = []
     original = module.safe_open
     monkeypatch.setattr(
@@ -134,7 +134,7 @@ def test_expert_bytes_are_one_share_in_memory_and_from_disk(
     for num_ranks in (2, 4):
         for rank in range(num_ranks):
             counted.clear()
-            model = load(directory, ExpertShare(place(num_experts, num_ranks), rank))
+            model = load(directory, ExpertShare(assign_experts(num_experts, num_ranks), rank))
             assert expert_bytes(model) * num_ranks == total
             assert sum(counted) * num_ranks == total
 
@@ -153,7 +153,7 @@ def test_a_dense_model_has_nothing_to_spread(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match="--no-enable-expert-parallel"),
         only_experts_of(
-            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(place(2, 2), 0), directory
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, ExpertShare(assign_experts(2, 2), 0), directory
         ),
     ):
         pass
@@ -164,7 +164,7 @@ def test_experts_of_a_language_part_are_read_in_the_layout_of_the_whole(tmp_path
     whole = make_larger("Qwen3VLMoe", tmp_path)
     info = read_model_info(tmp_path)
     settings = ModelConfig(model=str(tmp_path))
-    share = ExpertShare(place(info.num_experts, 2), 1)
+    share = ExpertShare(assign_experts(info.num_experts, 2), 1)
     cpu = torch.device("cpu")
     model = load_model(info, settings, dtype=torch.float32, device=cpu, share=share).module
     others = read_experts(model, tmp_path, [0, 3])

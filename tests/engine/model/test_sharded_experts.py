@@ -13,7 +13,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.model import shard_weights
 from engine.model.checkpoint import read_model_info
 from engine.model.expert_weights import expert_modules, expert_parameters
-from parallel.placement import place
+from parallel.placement import assign_experts
 from tests.engine.model.test_expert_weights import MOE_FAMILIES, counting
 from tests.engine.shard_threads import ThreadedShards
 from tests.engine.tiny_models import make_tiny_model
@@ -36,7 +36,7 @@ def test_each_worker_holds_and_reads_its_own_experts_only(
     held = [worker.executor.experts_held() for worker in shards.workers]
     shards.close()
     whole: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    placement = place(info.num_experts, 4)
+    placement = assign_experts(info.num_experts, 4)
     num_layers, num_bytes = 0, 0
     for number, model in enumerate(models):
         mine = placement.experts_of(2 + number % 2)

@@ -262,7 +262,7 @@ def test_packed_experts_are_read_in_part(layout: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_gathers_is_followed(tmp_path: Path) -> None:
-    """Phi-3: projections that are fused on disk and taken apart in the model, which its plan leaves whole."""
+    """Phi-3: fused projections on disk, apart in the model, left whole by its plan."""
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**COMMON))
     widen(model, 0)
     model.save_pretrained(tmp_path)

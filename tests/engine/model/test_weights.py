@@ -1,4 +1,4 @@
-"""Reading models: what is refused and how it is said, and the ways in which weights may come."""
+"""Reading models: refusals with their messages, and the forms that weights may have."""
 
 from __future__ import annotations
 
@@ -524,7 +524,10 @@ FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2,
 
 
 def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks [..., columns / 32, 16] and scales of a random matrix, and the matrix [..., columns]."""
+    """A random matrix [..., columns] with its MXFP4 form.
+
+    Blocks are [..., columns / 32, 16], with scales.
+    """
     *rows, columns = shape
     blocks = torch.randint(0, 256, (*rows, columns // 32, 16), dtype=torch.uint8)
     scales = torch.randint(122, 125, (*rows, columns // 32), dtype=torch.uint8)
@@ -595,7 +598,10 @@ def long_neighbour(driver: Driver) -> None:
 
 @pytest.mark.parametrize("max_model_len", [None, 32])
 def test_length_dependent_rope_is_fixed(max_model_len: int | None, tmp_path: Path) -> None:
-    """A request's tokens do not depend on whether a long one is or was in the batch."""
+    """A request's tokens do not depend on a long request in its batch.
+
+    They depend neither on one now nor on one before.
+    """
     directory = longrope_model(tmp_path)
     model = load(directory, max_model_len=max_model_len)
     reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")

@@ -1,4 +1,7 @@
-"""Grammars in the engine: what is sampled follows them, in any layout, over preemption, reruns and resumption."""
+"""Grammars in the engine: samples follow them, in any layout.
+
+They hold over preemption, reruns and resumption.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from engine.compute.sampler import SampleRow, shape_logits
+from engine.compute.logits_backend import SampleRow
+from engine.compute.sampler import Sampler
 from engine.compute.token_rules import TokenRules
 from engine.core import EngineCore
 from engine.executor.uni import UniExecutor
@@ -400,7 +404,7 @@ def test_masks_of_a_part_of_the_vocabulary(first: int) -> None:
         mask = None if ids is None else vocabulary.bits_of(ids)
         token_ids = torch.arange(4).numpy()
         rows.append(SampleRow(SamplingParams(), 0, 4, token_ids, 2, TokenRules(SamplingParams()), mask))
-    shaped = shape_logits(logits[:, first : first + 101], rows, first)
+    shaped = Sampler(logits.device).shape(logits[:, first : first + 101], rows, first)
     for row, ids in enumerate(kept):
         wanted = [first + at for at in range(101) if ids is None or first + at in ids]
         assert (torch.isfinite(shaped[row]).nonzero()[:, 0] + first).tolist() == wanted

@@ -24,7 +24,7 @@ EOS = 2
 
 
 def hungry(index: int) -> str:
-    """A short grammar for which the library derives ever more states as an answer goes on."""
+    """A short grammar whose number of states grows as an answer goes on."""
     return text_of({ANSWER: {"lark_grammar": f"start: /(.*a.{{0,300}}b.{{0,200}}c){{40}}{index}/"}})
 
 

@@ -30,11 +30,11 @@ def report_of(standing: LoadSnapshot, last_dispatch: int) -> InstanceReport:
 
 
 def told(events: list[tuple[float, int, LoadSnapshot]]) -> list[float]:
-    """The moments, of those at which tokens are sent, of those that take a report along."""
+    """The moments of sending tokens at which a report goes along."""
     news, found = ReportPolicy(), []
     for now, last_dispatch, standing in events:
         if news.go_along(standing, last_dispatch, now):
-            news.told(report_of(standing, last_dispatch), now)
+            news.sent(report_of(standing, last_dispatch), now)
             found.append(now)
     return found
 
@@ -65,7 +65,7 @@ def test_alone_only_after_a_while_and_if_it_is_news() -> None:
     assert news.may_go_alone(0.0)
     first = report_of(IDLE, 0)
     assert news.are_in(first)
-    news.told(first, 1.0)
+    news.sent(first, 1.0)
     assert not news.may_go_alone(1.0 + WITHOUT_TOKENS / 2)
     assert news.may_go_alone(1.0 + WITHOUT_TOKENS)
     assert not news.are_in(first)
@@ -83,7 +83,7 @@ def test_whoever_gets_tokens_chooses_by_what_is_true(events: list[tuple[float, i
         now += passed
         if news.go_along(standing, last_dispatch, now):
             knows, knew_at = report_of(standing, last_dispatch), now
-            news.told(knows, now)
+            news.sent(knows, now)
         assert (knows.last_dispatch, knows.running, knows.waiting) == (last_dispatch, *standing[:2])
         assert (knows.waiting_tokens, knows.uncached_tokens, knows.queued) == standing[2:5]
         assert now - knew_at < WITH_TOKENS

@@ -24,7 +24,7 @@ EOS = VOCAB + 1  # never sampled
 
 
 def guesses(right: float, most: int = 5, seed: int = 0) -> Oracle:
-    """Of what the simulated model will say."""
+    """Draft tokens for the output of the simulated model."""
     return Oracle(expected_output, right, most, seed)
 
 
@@ -146,7 +146,10 @@ def test_a_long_prompt_is_split_and_gives_the_same() -> None:
 
 
 def test_the_last_crumbs_of_a_prompt_go_beyond_the_budget() -> None:
-    """As where others' tokens leave it a little too short for a prompt that would have fitted."""
+    """The last tokens of a prompt may exceed the budget.
+
+    It is so where decode rows leave the budget a little too short for a prompt that would have fitted.
+    """
     bench = Bench(budget=32)
     first = bench.add(tokens(1, 8), max_tokens=20)
     bench.step()
@@ -207,7 +210,7 @@ def test_single_tokens_of_prompts_are_of_their_share_too() -> None:
 
 
 def test_an_answer_that_has_begun_waits_for_no_share_of_a_step() -> None:
-    """A request that was moved here or preempted: its client waits for the next token like others'."""
+    """A migrated or preempted request: its client waits for the next token like others'."""
     bench = Bench(budget=32, prompt_tokens_beside_decodes=6)
     bench.add(tokens(1, 4), max_tokens=20)
     bench.step()
@@ -327,8 +330,10 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
 
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_a_prompt_under_way_takes_no_blocks_from_those_before_it(micro_batches: int) -> None:
-    """The last block goes to a chunk of it, so the request that decodes waits for one, in no step, while the
-    next chunk wants more."""
+    """The last block goes to a prefill chunk, while a decoding request waits for one.
+
+    It waits in no step, while the next chunk wants more blocks.
+    """
     bench = Bench(num_blocks=35, block_size=1, micro_batches=micro_batches, long_prefill_token_threshold=2)
     first = bench.add(tokens(1, 3), max_tokens=25)
     bench.step()
@@ -343,7 +348,10 @@ def test_a_prompt_under_way_takes_no_blocks_from_those_before_it(micro_batches: 
 
 
 def test_nobody_comes_in_between_a_prompt_and_the_blocks_that_it_lacks() -> None:
-    """Small requests would take what is free, again and again, and a part of a prompt would wait for ever."""
+    """A prompt under way gets free blocks before small requests do.
+
+    They would take each free block, and the prompt would wait for ever.
+    """
     bench = Bench(num_blocks=16, budget=16)
     first = bench.add(tokens(1, 31), max_tokens=9)
     assert [bench.step() for _ in range(2)] == [16, 15]
@@ -404,7 +412,7 @@ def test_end_of_sequence_is_barred_before_the_minimum_even_where_it_is_ignored()
 
 
 def test_whatever_ends_a_request_is_told() -> None:
-    """Which of it clients are told is up to the router."""
+    """The router decides which of the reasons reach clients."""
     bench = Bench()
     number = bench.add(tokens(7, 5), max_tokens=8)
     end = bench.requests[number].stop_ids = frozenset(expected_output(tokens(7, 5), 8)[3:4])
@@ -467,7 +475,10 @@ def test_whole_prompts_share_it_too() -> None:
 
 
 def test_who_was_told_the_prompt_does_not_ask_for_it_again() -> None:
-    """Computed again after a preemption or a loss, it would need a row of logits for each token."""
+    """A prompt's log probabilities are not computed again after a preemption or a loss.
+
+    That would need a row of logits for each token.
+    """
     bench = Bench()
     wanted = SamplingParams(max_tokens=4, prompt_logprobs=5)
     request = bench.requests[bench.add(tokens(10, 23), params=wanted)]
@@ -501,7 +512,10 @@ def test_who_is_in_the_middle_of_an_answer_goes_before_who_has_not_begun() -> No
 
 @pytest.mark.parametrize("room", [{}, {"max_seqs": 4}, {"num_blocks": 1 + 2 + 2 * 4 + 6}])
 def test_one_of_lower_priority_that_has_begun_does_not_wait_for_their_share(room: dict[str, int]) -> None:
-    """It takes what those before it may not have, but neither a slot nor blocks that they will need."""
+    """A begun request takes tokens that those before it may not have.
+
+    It takes neither a slot nor blocks that they will need.
+    """
     bench = Bench(budget=64, prompt_tokens_beside_decodes=6, **room)
     bench.add(tokens(1, 2), max_tokens=2)
     bench.step()

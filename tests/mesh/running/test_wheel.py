@@ -34,7 +34,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
         timeout=120,
     )  # fmt: skip
-    (wheel,) = place.glob("lockstep-*.whl")
+    (wheel,) = place.glob("lockstep_mesh-*.whl")
     home = place / "environment"
     venv.create(home, with_pip=False)
     paths = sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
@@ -54,13 +54,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_what_it_needs_and_nothing_else(environment: Path) -> None:
     (site,) = (environment / "lib").glob("python*/site-packages")
     names = {path.name for path in site.iterdir()}
-    assert {"coordinator", "engine", "router", "parallel"} <= names
-    assert "lockstep.py" in names
+    packages = {"coordinator", "engine", "lockstep", "router", "parallel"}
+    assert packages <= names
     assert not names & {"tests", "examples", "docs"}
+    assert all((site / package / "py.typed").is_file() for package in packages)
     model = site / "engine" / "models" / "lockstep-moe"
     assert sum(path.stat().st_size for path in model.iterdir()) < 20 * 1024**2
     assert (model / "model.safetensors").is_file()
-    page = site / "router" / "dashboard" / "static"
+    page = site / "router" / "app" / "dashboard" / "static"
     assert {"index.html", "main.js", "style.css"} <= {path.name for path in page.iterdir()}
     assert {path.name for path in (page / "uplot").iterdir()} == {
         "LICENSE",
@@ -70,7 +71,7 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(environment: Path) -> No
 
 
 def test_the_wheel_names_the_licences_of_all_that_it_holds(environment: Path) -> None:
-    (described,) = environment.glob("lib/python*/site-packages/lockstep-*.dist-info")
+    (described,) = environment.glob("lib/python*/site-packages/lockstep_mesh-*.dist-info")
     assert "License-Expression: Apache-2.0 AND MIT\n" in (described / "METADATA").read_text()
     texts = [path.read_text() for path in (described / "licenses").rglob("LICENSE")]
     assert sorted(text.strip().splitlines()[0].strip() for text in texts) == [

@@ -1,4 +1,7 @@
-"""Tokens that go straight from the mesh to the client's socket: in order, and the same as the long way."""
+"""Tokens that go straight from the mesh to the client's socket, in order.
+
+The client gets the same bytes as by the long way.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from router.api.streaming import EventStream
 from router.dispatch.delivery import Delivery
 from router.dispatch.ledger import Entry, Ledger
 from router.dispatch.stream import Stream
-from router.http.connection import EXTENSION, Fill
+from router.http.connection import EXTENSION
 from router.mesh import MeshError, Prompt
 from router.metrics.metrics import Metrics
 from router.text.text_model import TextModel
@@ -35,12 +38,35 @@ from tests.waiting import until
 
 
 class Owner:
-    """Of a stream that nobody owns."""
+    """Owner of a stream that forgets nothing."""
 
     def rank_of(self, entry: Entry) -> int | None:
         return 0
 
     def forget(self, entry: Entry) -> None: ...
+
+
+class Collecting:
+    """A sink that keeps all tokens."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self._seen = seen
+
+    def take(self, delta: Delta) -> bool:
+        self._seen.extend(delta.token_ids)
+        return True
+
+    def take_token(self, token_id: int, _now: float) -> bool:
+        self._seen.append(token_id)
+        return True
+
+
+class KnowingSink(Collecting):
+    """A sink that refers to its stream, as those of answers do."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__([])
+        self.stream = stream
 
 
 def a_stream() -> Stream:
@@ -49,8 +75,7 @@ def a_stream() -> Stream:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_everything_comes_once_and_in_order(seed: int) -> None:
-    """However the reader, what steps bring, takers that refuse some of it, and moves to another instance
-    interleave."""
+    """For any order of reader, steps, sinks that refuse tokens, and moves elsewhere."""
     chance = random.Random(seed)
 
     async def run() -> None:
@@ -59,18 +84,19 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
         passing = Delivery(ledger, {entry: stream}, lambda _: None)
         is_open = False
 
-        def take(delta: Delta) -> bool:
-            if is_open and delta.finish_reason is None:
-                seen.extend(delta.token_ids)
-                takers.append("shortcut")
-            return is_open and delta.finish_reason is None
+        class Sink:
+            def take(self, delta: Delta) -> bool:
+                if is_open and delta.finish_reason is None:
+                    seen.extend(delta.token_ids)
+                    takers.append("shortcut")
+                return is_open and delta.finish_reason is None
 
-        def take_single(token_id: int, now: float) -> bool:
-            assert not entry.fruitless, "the first one of a try has more to tell"
-            if is_open:
-                seen.append(token_id)
-                takers.append("single")
-            return is_open
+            def take_token(self, token_id: int, _now: float) -> bool:
+                assert not entry.fruitless, "the first one of a try has more to tell"
+                if is_open:
+                    seen.append(token_id)
+                    takers.append("single")
+                return is_open
 
         async def read() -> None:
             async for delta in stream:
@@ -84,7 +110,7 @@ def test_everything_comes_once_and_in_order(seed: int) -> None:
             passing.singles("a", [9999, 7, *handout.singles])  # one that has left
             passing.deltas("a", handout.deltas)
 
-        stream.hand_over(take, take_single)
+        stream.hand_over(Sink())
         reader = asyncio.create_task(read())
         left, dispatch = list(range(200)), 0
         while left:
@@ -123,18 +149,18 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             async for _ in stream:
                 pass
 
-        def fails(_: object, __: float = 0.0) -> bool:
-            raise RuntimeError("cannot be written")
+        class Fails:
+            def take(self, _: object) -> bool:
+                raise RuntimeError("cannot be written")
 
-        def works(_: object, __: float = 0.0) -> bool:
-            seen.append(1)
-            return True
+            def take_token(self, _: int, __: float) -> bool:
+                raise RuntimeError("cannot be written")
 
-        for number, take in enumerate((fails, works), 1):
+        for number, sink in enumerate((Fails(), Collecting(seen)), 1):
             entry = Entry(Prompt("id", [5], SamplingParams(), 1))
             ledger.place(entry, "a", number)
             streams[entry] = stream = Stream(Owner(), entry)
-            stream.hand_over(take, take)
+            stream.hand_over(sink)
             readers.append(asyncio.create_task(read(stream)))
         passing = Delivery(ledger, streams, lambda _: None)
         await asyncio.sleep(0)
@@ -144,7 +170,7 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
             passing.deltas("a", [Delta(1, [5, 6]), Delta(2, [6, 7])])
         with pytest.raises(RuntimeError, match="cannot be written"):
             await asyncio.wait_for(readers[0], 5)
-        assert len(seen) == 1
+        assert seen == ([6] if is_single else [6, 7])
         readers[1].cancel()
 
     asyncio.run(run())
@@ -152,20 +178,21 @@ def test_what_the_shortcut_raises_is_the_readers(is_single: bool) -> None:
 
 def test_a_failure_comes_after_what_was_taken() -> None:
     async def run() -> None:
-        stream, seen = a_stream(), []
+        seen: list[int] = []
+        stream = a_stream()
 
         async def read() -> None:
             async for delta in stream:
-                seen.append(delta.token_ids)
+                seen.extend(delta.token_ids)
 
-        stream.hand_over(lambda delta: not seen.append(delta.token_ids))  # type: ignore[func-returns-value]
+        stream.hand_over(Collecting(seen))
         reader = asyncio.create_task(read())
         await asyncio.sleep(0)
         stream.push(Delta(1, [5]))
         stream.fail(MeshError(503, "ServiceUnavailableError", "gone"))
         with pytest.raises(MeshError, match="gone"):
             await asyncio.wait_for(reader, 5)
-        assert seen == [[5]]
+        assert seen == [5]
 
     asyncio.run(run())
 
@@ -173,7 +200,7 @@ def test_a_failure_comes_after_what_was_taken() -> None:
 def test_a_closed_stream_needs_no_garbage_collector() -> None:
     def used() -> weakref.ref[Stream]:
         stream = a_stream()
-        stream.hand_over(lambda delta: stream.rank is None)
+        stream.hand_over(KnowingSink(stream))
         stream.close()
         return weakref.ref(stream)
 
@@ -203,14 +230,21 @@ class WritingClient(Client):
         self.messages.append({"type": "http.response.body", "body": part, "more_body": True})
         self.num_written += 1
 
-    def filling(self, before: bytes, after: bytes) -> Fill:
-        def fill(between: bytes) -> bool:
-            is_open = self.is_open()
-            if is_open:
-                self.write(before + between + after)
-            return is_open
+    def part(self, before: bytes, after: bytes) -> Part:
+        return Part(self, before, after)
 
-        return fill
+
+class Part:
+    """A :class:`router.http.connection.BodyPart` of a :class:`WritingClient`."""
+
+    def __init__(self, client: WritingClient, before: bytes, after: bytes) -> None:
+        self._client, self._before, self._after = client, before, after
+
+    def write(self, between: bytes) -> bool:
+        is_open = self._client.is_open()
+        if is_open:
+            self._client.write(self._before + between + self._after)
+        return is_open
 
 
 @pytest.mark.parametrize(
@@ -337,7 +371,7 @@ def test_a_client_that_leaves_in_the_middle(server: Server, much: Script) -> Non
 
 
 def test_requests_leave_nothing_to_the_garbage_collector(server: Server) -> None:
-    """Else each of them would cost a part of a collection, and its memory until then."""
+    """Else each would cost a part of a collection, and its memory until then."""
 
     def cycles() -> int:
         return sum(type(each) is RequestResponseCycle for each in gc.get_objects())

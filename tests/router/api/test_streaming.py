@@ -24,7 +24,7 @@ from router.api.tracing import UNTRACED, RequestTrace
 from router.errors import ApiError, ClientGone
 from router.http.body import decoder
 from router.http.connection import CUT_OFF
-from router.mesh import MeshError, Prompt, Take, TakeSingle
+from router.mesh import MeshError, Prompt, TokenSink
 from router.metrics.metrics import Metrics
 from router.openai_api import CompletionRequest
 from router.text.output_stream import OutputStream, Piece, join
@@ -73,7 +73,7 @@ def test_the_token_that_stops_is_not_shown(tokenizer: Tokenizer) -> None:
 
 
 def test_which_token_a_client_is_told_to_have_stopped_at(tokenizer: Tokenizer) -> None:
-    """Any but the one that ends a sequence by its name, unless that is a stop token like others."""
+    """Any but the end of sequence, unless that is a stop token like others."""
 
     def reason(token_id: int, **params: Any) -> int | str | None:
         delta = Delta(1, [token_id], FinishReason.STOP, stop_reason=token_id)
@@ -176,7 +176,7 @@ def test_an_error_of_one_comes_after_what_was_said() -> None:
             yield Delta(1, [5])
             raise MeshError(503, "ServiceUnavailableError", "gone")
 
-        def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None: ...
+        def hand_over(self, sink: TokenSink) -> None: ...
 
         def close(self) -> None: ...
 
@@ -435,7 +435,7 @@ def test_a_generation_that_ends_too_early_is_an_error(text_model: TextModel) -> 
             return
             yield
 
-        def hand_over(self, take: Take, take_single: TakeSingle | None = None) -> None: ...
+        def hand_over(self, sink: TokenSink) -> None: ...
 
         def close(self) -> None: ...
 

@@ -57,14 +57,14 @@ def test_one_death_counts_once_however_it_shows() -> None:
     instance.dispatch(10, 0.0)
     assert instance.lost(1.0), "the connection breaks"
     assert not instance.lost(2.0), "the coordinator takes it out"
-    assert instance.trust.failures == 1
+    assert instance.breaker.failures == 1
     assert instance.candidate(1.0).requests == 0, "what was there is elsewhere now"
 
 
 def test_who_leaves_as_told_has_not_failed() -> None:
     instance = Instance(member("a", 0, State.DRAINING), attached=True)
     assert instance.lost(1.0)
-    assert instance.trust.failures == 0
+    assert instance.breaker.failures == 0
 
 
 def test_a_new_process_under_the_rank_is_on_trial_until_its_first_tokens() -> None:
@@ -79,7 +79,7 @@ def test_a_new_process_under_the_rank_is_on_trial_until_its_first_tokens() -> No
     assert new.candidate(2.0).admitted
     new.dispatch(10, 2.0)
     assert not new.candidate(2.1).admitted
-    new.trust.proved()
+    new.breaker.proved()
     assert new.candidate(2.1).admitted
 
 
@@ -90,6 +90,6 @@ def test_failures_of_ranks_that_are_gone_are_forgotten() -> None:
         instance.attached = True
         instance.lost(1.0)
     pool.apply(view(), 10.0)
-    assert sorted(pool._trust) == [0, 1, 2]
+    assert sorted(pool._breakers) == [0, 1, 2]
     pool.apply(view(), 10.0 + FORGOTTEN_AFTER)
-    assert not pool._trust
+    assert not pool._breakers

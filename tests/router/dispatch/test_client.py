@@ -1,4 +1,4 @@
-"""The router's mesh client, between a coordinator and an instance that a test plays, over real sockets."""
+"""The mesh client over real sockets; the test plays coordinator and instance."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_sent_ends_alone() -> None:
 
 
 def test_a_request_goes_on_whose_instances_leave_one_after_the_other() -> None:
-    """As when all of a large mesh are started anew, and it waits in each queue."""
+    """As when all of a large mesh restart, and the request waits in each queue."""
 
     async def work(world: World) -> None:
         await world.show(world.member("0"))
@@ -211,7 +211,7 @@ def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path:
 
 
 class DeadLink:
-    """A connection that has just broken, before anybody was told."""
+    """A connection that has just broken, before its end was reported."""
 
     def send(self, _message: ToInstance) -> bool:
         return False
@@ -225,7 +225,7 @@ def with_dead_links(client: MeshClient, count: int) -> None:
     client._pool.apply(view(*(member(f"i{rank}", rank) for rank in range(count))), time.monotonic())
     for instance in client._pool:
         instance.attached, instance.capacity = True, CAPACITY
-        client._links[instance.name] = DeadLink()  # type: ignore[assignment]
+        client._connections[instance.name] = DeadLink()  # type: ignore[assignment]
 
 
 def test_any_number_of_connections_may_have_broken_at_once() -> None:
@@ -236,7 +236,7 @@ def test_any_number_of_connections_may_have_broken_at_once() -> None:
         client.generate(prompt("tried everywhere"))
         (flight,) = client.flights(9)
         assert (flight.rank, flight.attempts) == (None, 600), "it waits for an instance to come"
-        assert [entry.fruitless for entry in client._orphans] == [0], "it was nowhere yet"
+        assert [entry.fruitless for entry in client._mover._orphans] == [0], "it was nowhere yet"
 
     run(work)
 
@@ -248,7 +248,7 @@ def test_an_instance_that_has_answered_or_is_connected_anew_is_asked_for_request
         (instance,) = world.client._pool
         for answer in (Recalled([]), Attached("i0", CAPACITY)):
             instance.asked_back = True
-            world.client.received(instance, answer)
+            world.client._receiver.received(instance, answer)
             assert not instance.asked_back
 
     run(work)

@@ -41,7 +41,7 @@ CAPACITY = Capacity(16, 10, 4, 64, 100)
 
 
 class Receiver:
-    """Does of :class:`router.dispatch.client.MeshClient` what the connection needs."""
+    """Does of :class:`router.dispatch.receiver.MessageReceiver` what the connection needs."""
 
     def received(self, instance: Instance, message: ToRouter) -> None:
         assert isinstance(message, Attached)
@@ -50,7 +50,7 @@ class Receiver:
     def connection_broke(self, instance: Instance) -> None:
         instance.lost(0.0)
 
-    def link_failed(self, instance: Instance) -> None:
+    def connection_failed(self, instance: Instance) -> None:
         raise AssertionError
 
 
@@ -91,9 +91,9 @@ def test_a_router_that_lost_the_answer_asks_for_it_again(monkeypatch: pytest.Mon
 
 @contextlib.asynccontextmanager
 async def listening(name: str) -> AsyncIterator[AsyncListener[ToInstance, ToRouter]]:
-    """Where an instance of this name would be.
+    """The address of an instance of this name.
 
-    What came is taken by whoever uses this.
+    What arrives is received by the test.
     """
     context = zmq.asyncio.Context()
     listener: AsyncListener[ToInstance, ToRouter] = AsyncListener(
@@ -141,7 +141,7 @@ def test_an_instance_that_cannot_be_connected_to_is_none_of_the_others_concern(
             await answer(listener, "b")
             await until_async(lambda: mesh.num_ready == 1)
             mesh._on_view(view(world.members[1]))
-            assert list(mesh._links) == ["b"]
+            assert list(mesh._connections) == ["b"]
 
     asyncio.run(serve())
 
@@ -156,9 +156,9 @@ def test_an_instance_is_connected_to_as_soon_as_there_are_sockets_again(
             room = mesh._context.get(zmq.MAX_SOCKETS)
             assert room == mesh._context.get(zmq.SOCKET_LIMIT), "of 1023 sockets, 340 instances take all"
             with monkeypatch.context() as patch:
-                patch.setattr(client, "Link", _none_left)
+                patch.setattr(client, "InstanceConnection", _none_left)
                 mesh._on_view(view(member("a", 0, address=listener.endpoint)))
-                assert not mesh._links
+                assert not mesh._connections
             await answer(listener, "a")
             await until_async(lambda: mesh.num_ready == 1)
 
@@ -195,7 +195,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
                 patch.setattr(Instance, "take_report", _fail)
                 assert first.send(peer, Tokens([], InstanceReport(0, 0, 0, 0, 0, 10, Counters())))
                 assert (await submitted(second)).prompt_ids == [1, 2]
-            assert "the connection to instance 0 is made anew" in caplog.text
+            assert "reconnecting to instance 0 after an error" in caplog.text
             assert "RuntimeError: ours" in caplog.text
             assert mesh.num_ready == 1
             while await answer(first, "a") == peer:
@@ -207,10 +207,7 @@ def test_a_link_that_an_error_of_ours_ended_is_made_anew_and_what_it_had_moves(
 
 
 def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an error with one of them is told to its client.
-
-    The others wait on.
-    """
+    """An error with one of them goes to its client; the others wait on."""
     monkeypatch.setattr(client, "LOOK_INTERVAL", 0.05)
 
     async def serve() -> None:
@@ -222,7 +219,7 @@ def test_a_router_that_does_not_look_after_those_who_wait_ends(monkeypatch: pyte
             await asyncio.wait_for(mesh.run(), 5)
         with pytest.raises(RuntimeError, match="ours"):
             await anext(aiter(streams[0]))
-        assert [stream._entry for stream in streams[1:]] == mesh._orphans
+        assert [stream._entry for stream in streams[1:]] == mesh._mover._orphans
 
     asyncio.run(serve())
 
@@ -244,7 +241,7 @@ def test_the_last_tokens_of_an_instance_come_before_the_news_that_it_has_left() 
             stream = mesh.generate(Prompt("r", [1, 2], SamplingParams(), 0, rank=0))
             number = (await submitted(first)).request
             assert first.send(peer, Tokens([Delta(number, [7], FinishReason.LENGTH)]))
-            socket = mesh._links["a"]._connection._socket
+            socket = mesh._connections["a"]._connection._socket
             for _ in range(5000):  # without a turn for those who would read it
                 if is_readable(socket):
                     break

@@ -1,4 +1,4 @@
-"""Choosing an instance: the policies, the chooser with its index, and what is asked back from queues."""
+"""Choosing an instance: policies, chooser with its index, and recalls from queues."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_those_who_waited_lately_count_for_a_while() -> None:
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_equal_prompts_stay_together_only_where_that_spares_anything(caches: bool) -> None:
-    """One instance has the prompt before it to compute, the other one less, though of other prompts."""
+    """One instance has to compute this prompt, the other one less, but of other prompts."""
     pool, _, chooser = world(2)
     first, second = pool
     for instance in pool:
@@ -267,8 +267,10 @@ def test_equal_prompts_stay_together_only_where_that_spares_anything(caches: boo
 
 
 def test_a_copy_is_priced_by_what_caches_dropped_and_needed_again() -> None:
-    """Two instances full of documents that come back as soon as they are dropped: a prompt waits for the one
-    that has its document, and not while its drops were of no use to anybody."""
+    """Two instances full of documents that come back as soon as they are dropped.
+
+    A prompt waits for the one that has its document, but not while its drops were of no use to others.
+    """
     ranks = []
     for comes_back in (True, False):
         pool, _, chooser = world(2)
@@ -344,8 +346,7 @@ def test_a_pinned_rank_that_is_away_is_worth_waiting_for() -> None:
     pool, _, chooser = world(3)
     members = [instance.member for instance in pool]
     for away in (1, 2):
-        lost = pool.with_rank(away)
-        assert lost is not None
+        lost = next(instance for instance in pool if instance.rank == away)
         assert lost.lost(1.0)  # its connection broke
         rest = [member for member in members if member.rank != away]
         pool.apply(View(epoch=2, size=2, settings=None, members=rest, waiting_for=""), 1.0)

@@ -156,7 +156,7 @@ def test_router_and_instance_name_blocks_alike_in_every_process() -> None:
 
 
 def test_what_was_dropped_for_good_and_what_comes_back_are_told_apart() -> None:
-    """One cache that has room for a document and another that must hold two by turns."""
+    """One cache with room for a document, and one that holds two by turns."""
     shares = []
     for num_blocks in (20, 5):
         index, holder = PrefixIndex(), Holder("i0", num_blocks)

@@ -1,4 +1,4 @@
-"""The chooser against real engine cores, on a virtual clock: nothing is lost, and choosing well pays."""
+"""The chooser against real engine cores on a virtual clock: nothing is lost."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_conversations_find_their_prefixes_and_their_first_tokens_sooner() -> No
 
 
 def documents(rng: random.Random) -> list[Arrival]:
-    """As many as the caches hold if each is kept once, and as many requests as can just be served then."""
+    """As many prompts as the caches hold once each, and requests as fast as possible.
+
+    More requests could not be served then.
+    """
     texts = [words(rng, 1200) for _ in range(28)]
     weights = [1 / (place + 1) for place in range(len(texts))]
     return [
@@ -85,7 +88,7 @@ def documents(rng: random.Random) -> list[Arrival]:
 
 
 def test_documents_are_kept_once_where_caches_are_small() -> None:
-    """Copies would evict what is wanted next, and everybody would wait for it to be computed again."""
+    """Copies would evict what is wanted next, and it would be computed again."""
     machine = Machine(GPU, num_blocks=600, max_num_seqs=32)
     aware, blind = (Cluster(policy, 4, machine).run(documents(random.Random(5))) for policy in POLICIES)
     assert hit_rate(aware) > hit_rate(blind) + 0.2

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""The metrics page for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.config import HttpConfig
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
 from tests.router.conftest import serving
-from tests.router.fake_mesh import FakeMesh, failing, saying
+from tests.router.fake_mesh import Facts, FakeMesh, failing, saying
 
 
 def test_metrics(served: ServedModel) -> None:
@@ -18,14 +18,14 @@ def test_metrics(served: ServedModel) -> None:
     report = InstanceReport(
         9, 2, 3, 40, 25, 100, Counters(11, 12, 1, 50, 7, 7, 0, scheduled_tokens=60, step_sizes=sizes)
     )
-    metrics = Metrics(
-        mesh,
-        reports=lambda: {1: report},
-        epoch=lambda: 4,
-        instances=lambda: {"ready": 2},
-        refused_peers=lambda: {"coordinator": 5, "0": 1},
-        choices=lambda: {"affinity_hits": 3, "moves": 2},
+    facts = Facts(
+        reports={1: report},
+        epoch=4,
+        instances={"ready": 2},
+        refused_peers={"coordinator": 5, "0": 1},
+        choices={"affinity_hits": 3, "moves": 2},
     )
+    metrics = Metrics(FakeMesh(served, mesh.script, facts))
     with serving(mesh, HttpConfig()) as server:
         server.post("/v1/completions", {"prompt": "a", "n": 2})
         server.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "1"})

@@ -13,16 +13,17 @@ from router.faults import MAX_RECENT, FaultEvent, Faults
 from router.mesh import ServedModel
 from router.metrics.metrics import Metrics
 from router.metrics.shared_counts import SharedCounts, Snapshot
-from tests.router.fake_mesh import FakeMesh, saying
+from tests.router.fake_mesh import Facts, FakeMesh, saying
 from tests.scarce import out_of_files
 
-MESH = FakeMesh(ServedModel(("tiny",), "", 1, 1), saying([]))
+MODEL = ServedModel(("tiny",), "", 1, 1)
+CHOOSING = FakeMesh(MODEL, saying([]), Facts(choices={"affinity_hits": 4}))
 
 
 def front_end(directory: Path, number: int) -> Metrics:
-    shelf = SharedCounts(directory, f"router-{number}")
-    metrics = Metrics(MESH, shelf=shelf, alone=False, choices=lambda: {"affinity_hits": 4})
-    shelf.write(metrics.snapshot())
+    shared = SharedCounts(directory, f"router-{number}")
+    metrics = Metrics(CHOOSING, shared=shared, alone=False)
+    shared.write(metrics.snapshot())
     return metrics
 
 
@@ -77,7 +78,8 @@ def test_counters_outlive_the_process_that_counted(tmp_path: Path) -> None:
     write(tmp_path, 0, one)
     before = page(one)
     assert before["lockstep:requests_in_flight"] == 3
-    again = Metrics(MESH, shelf=SharedCounts(tmp_path, "router-0"), alone=False)
+    restarted = FakeMesh(MODEL, saying([]))
+    again = Metrics(restarted, shared=SharedCounts(tmp_path, "router-0"), alone=False)
     assert page(again) == {**before, "lockstep:requests_in_flight": 0.0}
 
 

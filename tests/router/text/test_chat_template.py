@@ -381,7 +381,7 @@ def test_a_template_that_does_not_compile() -> None:
 
 
 def test_the_same_as_transformers() -> None:
-    """The oracle, where it is installed: same text for a template that uses all that templates use."""
+    """The oracle, where installed: same text for a template with all features in use."""
     oracle = pytest.importorskip("transformers.utils.chat_template_utils")
     source = (
         "{{- bos_token }}\n{%- for message in messages %}\n"

@@ -143,7 +143,7 @@ def test_a_prompt_that_ends_in_bytes(prompt: list[int], output: list[int], text:
 def test_a_prompt_that_ends_within_a_character(
     tokenizer: Tokenizer, num_unfinished: int, before: str
 ) -> None:
-    """The prompt's text is no part of the answer, nor what stands for its unfinished end."""
+    """The prompt's text is no part of the answer, nor is its unfinished end."""
     is_byte_level = tokenizer is TINY
     emoji = tokenizer.encode("🙂", add_special_tokens=False) if is_byte_level else byte_pieces("🙂")
     head = tokenizer.encode(before, add_special_tokens=False) if is_byte_level else byte_pieces(before)
@@ -157,7 +157,7 @@ def test_a_prompt_that_ends_within_a_character(
 
 @given(st.text(max_size=12), st.text(min_size=1, max_size=12), st.integers(0, 48))
 def test_prompt_and_output_add_up(prompt: str, output: str, cut: int) -> None:
-    """Wherever a text is cut into a prompt and an answer, the answer's text is what the prompt's lacks."""
+    """Wherever a text is cut, the answer's text is what the prompt's lacks."""
     ids = TINY.encode(prompt + output, add_special_tokens=False)
     head, tail = ids[:cut], ids[cut:]
     whole = TINY.decode(head)

@@ -1,1 +1,4 @@
-"""A mesh that changes while it works: the real coordinator rules, recovery and agreement, and every fault."""
+"""A mesh that changes while it works, with every fault.
+
+The rules of the coordinator, recovery and agreement are the real ones.
+"""

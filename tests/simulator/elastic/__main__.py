@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.simulator.elastic.checker import Violation
-from tests.simulator.elastic.world import report, simulate
+from tests.simulator.elastic.world import simulate
+from tests.simulator.schedule import Violation
 
 CHUNK = 250
 
@@ -33,8 +33,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     if args.seed is not None:
-        world = simulate(args.seed)
-        print(report(args.seed, world, lines=100_000))
+        print(simulate(args.seed).report(args.seed, most_lines=100_000))
         return 0
     began = time.monotonic()
     counts: Counter[str] = Counter()

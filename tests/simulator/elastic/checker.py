@@ -1,14 +1,14 @@
-"""What must hold in every schedule with faults: an observer of what instances and the coordinator do."""
+"""Rules of every schedule with faults, checked on instances and the coordinator."""
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from coordinator.messages import GroupPlan
 from engine.groups.recovery import names
-from parallel.lockstep import Decision, Header, Sleep, Switch, decide
+from parallel.lockstep import Decision, Header
+from tests.simulator.schedule import AgreementChecker
 
 if TYPE_CHECKING:
     from tests.simulator.elastic.instance import Instance
@@ -36,37 +36,31 @@ class Rule(enum.StrEnum):
     REACHED = "somebody is left out whom all others reach"
 
 
-class Violation(Exception):
-    """A rule was broken."""
-
-    def __init__(self, rule: Rule, what: str) -> None:
-        super().__init__(f"{rule.name}: {rule}: {what}")
-        self.rule = rule
-
-
 Position = tuple[int, str, int]
 """(epoch, token of the coordinator, step)."""
 
 
-class Checker:
+class Checker(AgreementChecker[str, Position]):
     """Raises :class:`Violation` at the first event that breaks a rule."""
 
+    ORDER = Rule.ORDER
+    ERROR = Rule.ERROR
+    ENDLESS = Rule.STORM
+
     def __init__(self, *, has_faults: bool, num_experts: int) -> None:
-        self.counts: Counter[str] = Counter()
-        """How often the interesting situations came up."""
+        super().__init__()
         self.has_faults = has_faults
         self._num_experts = num_experts
         self._forms: dict[tuple[int, str], GroupPlan] = {}
-        """Of the groups that anybody has entered."""
-        self._next: dict[str, Position] = {}
-        self._headers: dict[Position, dict[str, Header]] = {}
-        self._decisions: dict[Position, Decision] = {}
+        """Plans of the groups that any instance has entered."""
         self._inside: dict[int, list[tuple[Instance, GroupPlan]]] = {}
 
     # ---- groups
 
     def formed(self, form: GroupPlan, highest: int) -> None:
         """The coordinator forms a group.
+
+        ``highest`` is the highest epoch that it knew of.
 
         ``highest`` is the highest epoch that it had been told of.
         """
@@ -88,8 +82,11 @@ class Checker:
         self._next[name] = (form.epoch, form.token, 0)
 
     def _look_for_others(self, instance: Instance, form: GroupPlan) -> None:
-        """Whether the number of an epoch is used for another group, too: right only if nobody of that is there
-        to be asked. (Who is stopped or cut off may go on in it, until it hears that it is out.)"""
+        """Check that no reachable instance steps in another group under the same epoch.
+
+        A number may be used again if no instance of the other group can be asked. A stopped or disconnected
+        instance may go on in it, until it hears that it is out.
+        """
         others = [other for other, group in self._inside.get(form.epoch, []) if group != form]
         if not instance.is_away and any(
             other.alive and not other.is_away and other.recovery.epoch == form.epoch for other in others
@@ -107,34 +104,20 @@ class Checker:
 
     def header_sent(self, instance: Instance, header: Header) -> None:
         at = (header.epoch, self._next[instance.name][1], header.step)
-        if at != self._next[instance.name]:
-            self.broken(
-                Rule.ORDER, f"{instance.name} begins {at}, its next step is {self._next[instance.name]}"
-            )
         if header.epoch <= instance.fenced_up_to:
             self.broken(Rule.FENCED, f"{instance.name} begins {at}, up to {instance.fenced_up_to} it is out")
-        self._headers.setdefault(at, {})[instance.name] = header
+        self._record_header(instance.name, at, header)
 
     def decided(self, instance: Instance, decision: Decision) -> None:
         """An instance knows what its next step is."""
         at = self._next[instance.name]
-        known = self._decisions.get(at)
-        if known is None:
-            headers = self._headers[at]
-            members = names(self._forms[at[:2]])
-            if set(headers) != set(members):
-                self.broken(Rule.ORDER, f"{at} is decided with {sorted(headers)} of {members}")
-            known = self._decisions[at] = decide([headers[member] for member in members])
-            self.counts[type(known).__name__] += 1
+        known = self._decision_at(at, names(self._forms[at[:2]]))
         if decision != known:
             self.broken(Rule.AGREEMENT, f"{instance.name} decides {decision} at {at}, not {known}")
-        if isinstance(decision, Switch):
-            del self._headers[at][instance.name]
-        else:
-            self._next[instance.name] = (*at[:2], at[2] + 1)
+        self._pass(instance.name, decision)
 
     def computed(self, members: list[Instance], form: GroupPlan) -> None:
-        """All members are in the forward pass of a step: all experts are where the group says."""
+        """All members are in a step's forward pass: the plan must match the experts held."""
         if len(form.owners) != self._num_experts:
             self.broken(Rule.OWNED, f"{form} has owners for {len(form.owners)} experts")
         for expert, owner in enumerate(form.owners):
@@ -173,12 +156,3 @@ class Checker:
             self.broken(Rule.LEFT, f"{instance.name} is not let go")
         if instance.requests:
             self.broken(Rule.LEFT, f"{instance.name} ends with {len(instance.requests)} requests")
-
-    def error(self, what: str) -> None:
-        self.broken(Rule.ERROR, what)
-
-    def broken(self, rule: Rule, what: str) -> None:
-        raise Violation(rule, what)
-
-
-__all__ = ["Checker", "Rule", "Sleep", "Violation"]

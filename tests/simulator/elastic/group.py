@@ -1,4 +1,7 @@
-"""The group of one epoch as its members see it: a rendezvous, and then collectives that fail when one is gone."""
+"""The group of one epoch as its members see it.
+
+A rendezvous comes first, then collectives that fail when a member is gone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Group:
     # ---- forming
 
     def join(self, instance: Instance) -> None:
-        """Come to the rendezvous; all are told when everybody is there."""
+        """Come to the rendezvous; once all have come, each member is notified."""
         self.members[instance.name] = instance
         self._ends[instance.name] = End.OPEN
         if not self.world.passes_between(instance.name, self.form.peers[0].instance):

@@ -57,7 +57,7 @@ class Instance:
         self.taken_out: tuple[int, int] | None = None
         """By which coordinator, and the highest epoch then."""
         self.fenced_up_to = self._fenced_from_welcome = 0
-        """The highest epoch of which it has been told that the others went on without it."""
+        """The highest epoch that the others are known to have left without it."""
         self.phase = Phase.LOADING
         self.room = world.settings.room + 2 * world.up_to(1) if world.settings.room else 0
         self.held: set[int] = set()
@@ -71,38 +71,43 @@ class Instance:
         self._scheduled = 0
         self._turns = 0
         self._beats = 0
-        self.standing = MemberState(
+        self.member_state = MemberState(
             Register(
                 instance=self.name, rank=rank, size=None, settings=world.mesh_settings, host="h", pid=number
             )
         )
-        self.standing.on_form = self._on_form
-        self.standing.on_fenced = self._on_fenced
+        self.member_state.on_form = self._on_form
+        self.member_state.on_fenced = self._on_fenced
 
     def __repr__(self) -> str:
         state = self.phase.name if self.alive else "dead"
-        return f"<Instance {self.name} {state} {len(self.requests)} requests {self.recovery!r} {self.lockstep!r} {self.standing!r}>"
+        return f"<Instance {self.name} {state} {len(self.requests)} requests {self.recovery!r} {self.lockstep!r} {self.member_state!r}>"
 
     @property
     def is_away(self) -> bool:
-        """Whether no coordinator can know of it: it is stopped or cut off, or was until just now."""
+        """Whether it is stopped or cut off, or was until just now.
+
+        No coordinator can know of an instance that is away.
+        """
         return self.world.now <= max(self.frozen_until, self.cut_until) + TICKS_PER_SECOND
 
     @property
     def serves(self) -> bool:
         """Whether routers choose it."""
-        return self.alive and not self.draining and self.standing.state is State.READY
+        return self.alive and not self.draining and self.member_state.state is State.READY
 
     # ---- the membership's thread
 
     def say(self) -> None:
         """Tell the coordinator how things are, now and after every interval."""
-        if not self.alive or self.standing.refusal is not None:
+        if not self.alive or self.member_state.refusal is not None:
             return
-        for message in self.standing.outgoing(Load()):
+        for message in self.member_state.outgoing(Load()):
             self.world.to_coordinator(self, message)
         self._beats += 1
-        interval = int(RULES.heartbeat_interval * TICKS_PER_SECOND) if self.standing.welcome else ASK_INTERVAL
+        interval = (
+            int(RULES.heartbeat_interval * TICKS_PER_SECOND) if self.member_state.welcome else ASK_INTERVAL
+        )
         self.world.after(self, interval, self._say_again, self._beats)
 
     def _say_again(self, beats: int) -> None:
@@ -114,14 +119,14 @@ class Instance:
         if isinstance(message, Reach):
             delay = self.world.up_to(self.world.settings.connect)
             self.world.after(self, delay, self._tells_whom_it_reaches, message)
-        was_welcome = self.standing.welcome is not None
+        was_welcome = self.member_state.welcome is not None
         if isinstance(message, Welcome):
             self.fenced_up_to = self._fenced_from_welcome
-        if self.standing.take(message):
+        if self.member_state.take(message):
             self.say()
-        if self.standing.refusal is not None:
+        if self.member_state.refusal is not None:
             self.world.end(self)
-        elif self.standing.welcome is not None and not was_welcome and self.phase is Phase.LOADING:
+        elif self.member_state.welcome is not None and not was_welcome and self.phase is Phase.LOADING:
             self.world.after(self, self.world.up_to(self.world.settings.prepare), self._loaded)
 
     def _tells_whom_it_reaches(self, question: Reach) -> None:
@@ -135,10 +140,10 @@ class Instance:
             self._fenced_from_welcome = epoch
 
     def _loaded(self) -> None:
-        if self.phase is Phase.LOADING and self.standing.state is State.LOADING:
-            self.standing.state = State.LOADED
-            self.standing.address = self.standing.store = self.name
-            self.standing.max_experts = self.room
+        if self.phase is Phase.LOADING and self.member_state.state is State.LOADING:
+            self.member_state.state = State.LOADED
+            self.member_state.address = self.member_state.store = self.name
+            self.member_state.max_experts = self.room
             self.phase = Phase.WAITING
             self.say()
 
@@ -167,7 +172,7 @@ class Instance:
                     if self.phase is Phase.ASLEEP:
                         self.phase = Phase.WAITING
                 case protocol.ReportLost(lost):
-                    self.standing.report(lost)
+                    self.member_state.report(lost)
                     self.say()
                 case protocol.DropRequests():
                     self.requests.clear()
@@ -212,8 +217,8 @@ class Instance:
         self._poke()
 
     def _tell_ready(self) -> None:
-        if self.standing.ready_epoch != self.recovery.ready_epoch:
-            self.standing.ready_epoch = self.recovery.ready_epoch
+        if self.member_state.ready_epoch != self.recovery.ready_epoch:
+            self.member_state.ready_epoch = self.recovery.ready_epoch
             self.say()
 
     # ---- the step thread
@@ -236,7 +241,7 @@ class Instance:
             self.recovery.drained(self.world.now / TICKS_PER_SECOND)
             if self.drained_at is None:
                 self.drained_at = self.world.now
-                self.standing.state = State.DRAINED
+                self.member_state.state = State.DRAINED
                 self.say()
                 self.world.step_after(self, int(protocol.LEAVE_TIMEOUT * TICKS_PER_SECOND) + 1, self._poke)
         turn = self.recovery.turn(self.world.now / TICKS_PER_SECOND)
@@ -260,11 +265,11 @@ class Instance:
         self.lockstep = self.world.lockstep_class(names(form).index(self.name), len(form.peers), form.epoch)
         if self.world.chance(0.7):
             self.held &= self._owned(form)
-        self.standing.enter(form)
-        self.standing.experts = (tuple(sorted(self.held)),)
-        self.standing.ready_epoch = self.recovery.ready_epoch
+        self.member_state.enter(form)
+        self.member_state.experts = (tuple(sorted(self.held)),)
+        self.member_state.ready_epoch = self.recovery.ready_epoch
         if not self.draining:
-            self.standing.state = State.READY
+            self.member_state.state = State.READY
         self.say()
         self.world.provoke("entered", self)
 
@@ -373,7 +378,7 @@ class Instance:
 
     def accept(self, request: Request, attempt: int) -> None:
         """A router sends a request."""
-        if self.draining or self.standing.state is not State.READY:
+        if self.draining or self.member_state.state is not State.READY:
             self.world.refuse(request, attempt)
             return
         self.requests.append((request, attempt))
@@ -383,12 +388,14 @@ class Instance:
         """SIGTERM."""
         if self.draining:
             return
-        if self.standing.state is not State.READY:  # it ends at once, and others may be in a group with it
+        if (
+            self.member_state.state is not State.READY
+        ):  # it ends at once, and others may be in a group with it
             self.world.checker.has_faults = True
             self.world.leave(self)
             return
         self.draining = True
-        self.standing.state = State.DRAINING
+        self.member_state.state = State.DRAINING
         self.say()
         self._poke()
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 
-import msgspec
-
 from coordinator.records import Rules
+from tests.simulator.schedule import CommonSettings
 
 TICKS_PER_SECOND = 100
 COORDINATOR_TICK = 10
@@ -35,29 +34,25 @@ RULES = Rules(
 LONG_SPLIT = 25_000
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One schedule's world; each delay is drawn between 0 (or 1) and the value here."""
+class Settings(CommonSettings, frozen=True, kw_only=True):
+    """One schedule's mesh and its faults; one wake in five is lost."""
 
-    size: int
     num_experts: int
     room: int
     """Experts that fit on an instance; 0: any number."""
-    budget: int
-    compute: int
-    gather: int
-    delay: int
-    """Of a wake; one in five is lost."""
     wire: int
     """Between an instance and the coordinator, one way, in order."""
     prepare: int
     """To read the experts of an epoch."""
     deadline: int
-    """Of a collective."""
+    """Deadline of a collective."""
     forming: int
     """An instance gives the forming of a group up after this time."""
     exited: float
-    """How often a death is seen as the end of a process, not only as a closed connection."""
-    arrivals: int
+    """Probability that others see a death as a process's end.
+
+    Otherwise they see a closed connection only.
+    """
     span: int
     """In which all faults and arrivals are planned."""
     kills: int
@@ -70,13 +65,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     joins: int
     leaves: int
     restarts: int
-    """Of the coordinator."""
+    """Restarts of the coordinator."""
     absence: int
-    """Of the coordinator, at most."""
+    """Longest absence of the coordinator."""
     provoked: float
     """How often a fault waits for one of the worst moments instead of its time."""
     splits: int
-    """Data that does not pass between some instances and the others, which all reach the coordinator."""
+    """Cuts of data between some instances and the others.
+
+    All instances still reach the coordinator.
+    """
     split: int
     """How long.
 
@@ -127,11 +125,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bound(self) -> int:
-        """From the last fault until everybody serves in one group again and all work is done.
+        """Time from the last fault until all serve in one group and all work is done.
+
+        In the worst case a restarted coordinator waits for an instance that does not come back
+        (``member_timeout``). The group that it forms loses a member that falls silent, again. A change that
+        was under way must run into its timeout. Then the last change happens, and the rest of the work is
+        done.
 
         In the worst case a restarted coordinator waits for who does not come back (``member_timeout``), the
-        group that it forms loses somebody who falls silent (again), and a change that was under way must run into
-        its timeout; then the last change happens, and the rest of the work is done.
+        group that it forms loses somebody who falls silent (again), and a change that was under way must run
+        into its timeout; then the last change happens, and the rest of the work is done.
         """
         seconds = 3 * RULES.member_timeout + 2 * RULES.forming_timeout + 5.0
         seconds += RULES.reach_patience + RULES.reach_timeout if self.splits else 0.0
@@ -142,6 +145,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split_bound(self) -> int:
-        """Time from a split or a later event until those who are left have done all work."""
+        """Time from a split or a later event until the remaining instances have done all work."""
         tries = (RULES.reach_tries + 2) * (self.deadline + self.forming + self.connect + self.prepare)
         return self.bound + tries

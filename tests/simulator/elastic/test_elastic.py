@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from tests.simulator.elastic.checker import Checker, Rule, Violation
+from tests.simulator.elastic.checker import Checker, Rule
 from tests.simulator.elastic.world import World, simulate
+from tests.simulator.schedule import Violation
 
 NUM_SCHEDULES = 3000
 """The others, up to 50,000, are run by ``make simulate``."""
@@ -29,10 +30,10 @@ def test_at_the_end_everybody_alive_sleeps_in_the_newest_group() -> None:
     for seed in range(30):
         world = simulate(seed)
         assert world.is_steady
-        assert world.membership is not None
+        assert world.registry is not None
         assert (
-            world.membership.view().waiting_for == ""
-            or len(world.membership.view().members) < world.settings.size
+            world.registry.view().waiting_for == ""
+            or len(world.registry.view().members) < world.settings.size
         )
 
 

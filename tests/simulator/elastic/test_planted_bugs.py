@@ -1,10 +1,10 @@
-"""The simulator finds planted bugs in the rules of a mesh that changes, each by what its words say."""
+"""Planted bugs in the rules of a changing mesh, found by the rules that they break."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ from coordinator.suspicion import Suspicions
 from engine.groups.recovery import Instruction, Recovery, Turn
 from parallel.lockstep import Decision, Header, Lockstep, Switch
 from parallel.placement import Placement, cover
-from tests.simulator.elastic.checker import Rule, Violation
+from tests.simulator.elastic.checker import Rule
 from tests.simulator.elastic.settings import LONG_SPLIT
 from tests.simulator.elastic.settings import Settings as SimulatorSettings
 from tests.simulator.elastic.world import World, simulate
+from tests.simulator.schedule import first_violation
 
 
 class TakesOutWhoAnswers(Suspicions):
@@ -45,7 +46,7 @@ class FormsWithTheDead(Epochs):
 
 
 class ForgetsLostExperts(Epochs):
-    """Whoever held them; nobody is asked to read them."""
+    """Leaves out experts that no member holds, so that none is asked to read them."""
 
     def _placement(self, settings: Settings, members: list[Record]) -> Placement:
         placement = super()._placement(settings, members)
@@ -175,7 +176,7 @@ class GoesOnWhenFenced(Recovery):
 
 
 class KeepsNoWatchOverTheCoordinator(MemberState):
-    """A loss is told once, whether anybody listens or not."""
+    """Reports a loss once, even if no coordinator receives it."""
 
     def outgoing(self, load: Any) -> list[ToCoordinator]:
         messages = super().outgoing(load)
@@ -219,7 +220,7 @@ PLANTED: dict[type[Any], tuple[str, set[Rule]]] = {
     IsReadyBeforeItsGroup: ("World.recovery_class", {Rule.SMOOTH, Rule.READY}),
     LeavesWithoutAWord: ("World.recovery_class", {Rule.SMOOTH}),
     GoesOnWhenFenced: ("World.recovery_class", {Rule.FENCED, Rule.RECOVERS}),
-    KeepsNoWatchOverTheCoordinator: ("tests.simulator.elastic.instance.Standing", {Rule.RECOVERS}),
+    KeepsNoWatchOverTheCoordinator: ("tests.simulator.elastic.instance.MemberState", {Rule.RECOVERS}),
     SwitchesBeforeAllAgree: ("World.lockstep_class", {Rule.AGREEMENT}),
 }
 """Each planted bug: where, and the rules that may be the first to notice it."""
@@ -253,15 +254,6 @@ def schedules(bug: type[Any]) -> Iterator[int]:
     return (seed for seed in itertools.count() if chosen(SimulatorSettings.draw(random.Random(seed))))
 
 
-def first_violation(seeds: Iterable[int]) -> tuple[int, Violation] | None:
-    for seed in seeds:
-        try:
-            simulate(seed)
-        except Violation as violation:
-            return seed, violation
-    return None
-
-
 def plant(bug: type[Any], patch: pytest.MonkeyPatch) -> Collection[Rule]:
     where, rules = PLANTED[bug]
     if where.startswith("World."):
@@ -274,6 +266,6 @@ def plant(bug: type[Any], patch: pytest.MonkeyPatch) -> Collection[Rule]:
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
 def test_planted_bug_is_caught(bug: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rules = plant(bug, monkeypatch)
-    found = first_violation(itertools.islice(schedules(bug), WITHIN))
-    assert found is not None, f"{WITHIN} schedules, and nothing noticed {bug.__name__}"
-    assert found[1].rule in rules, found
+    violation = first_violation(simulate, itertools.islice(schedules(bug), WITHIN))
+    assert violation is not None, f"{WITHIN} schedules, and nothing noticed {bug.__name__}"
+    assert violation.rule in rules, violation

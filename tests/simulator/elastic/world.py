@@ -1,16 +1,17 @@
-"""The world of one schedule: a coordinator that may be away, instances that come, go, stall and die, routers.
+"""The world of one schedule: coordinator, instances, groups and routers.
 
-A schedule is a seed. Real are :class:`coordinator.registry.Registry`, :class:`coordinator.member_state.MemberState`,
-:class:`engine.groups.recovery.Recovery` and :class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for
-one of the worst moments (:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
+The coordinator may be away; instances come, go, stall and die.
+
+A schedule is a seed. Real are :class:`coordinator.registry.Registry`,
+:class:`coordinator.member_state.MemberState`, :class:`engine.groups.recovery.Recovery` and
+:class:`parallel.lockstep.Lockstep`. Faults happen at their time, or wait for one of the worst moments
+(:meth:`World.provoke`). Read a schedule with ``python -m tests.simulator.elastic SEED``.
 """
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,13 +20,13 @@ from coordinator.messages import Settings as MeshSettings
 from coordinator.records import Note, Send
 from coordinator.registry import Registry
 from engine.groups.recovery import LEAVE_TIMEOUT, Prepare, Recovery, names
-from parallel.lockstep import Lockstep, LockstepError
-from tests.simulator.elastic.checker import Checker, Rule, Violation
+from parallel.lockstep import Lockstep
+from tests.simulator.elastic.checker import Checker, Rule
 from tests.simulator.elastic.group import End, Group
 from tests.simulator.elastic.instance import Instance, Phase
 from tests.simulator.elastic.settings import COORDINATOR_TICK, RULES, TICKS_PER_SECOND, Settings
+from tests.simulator.schedule import Schedule, run_schedule
 
-MAX_EVENTS = 60_000
 STEADY = 150
 """Ticks that everything must stay as it should be."""
 MAX_INSTANCES = 7
@@ -48,36 +49,47 @@ class Request:
         self.home: Instance | None = None
 
 
-class World:
-    """Everything that there is in one schedule."""
+class Call(NamedTuple):
+    """A call that happens to an instance or, with ``who`` None, to the world."""
 
-    membership_class = Registry
+    who: Instance | None
+    in_step: bool
+    """Its step thread does it, which may hang."""
+    what: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    def held_until(self) -> int:
+        """The last tick for which the instance stands still; the call waits until then."""
+        if self.who is None:
+            return -1
+        return max(self.who.frozen_until, self.who.hung_until if self.in_step else -1)
+
+
+class World(Schedule[Call]):
+    """The mesh of one schedule: its coordinator, instances, groups and requests."""
+
+    MAX_EVENTS = 60_000
+    registry_class = Registry
     recovery_class = Recovery
     lockstep_class = Lockstep
 
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        super().__init__(seed)
         self.settings = Settings.draw(self.rng)
         self._bound = self.settings.bound
-        self.now = 0
-        self.trace: list[tuple[int, object, object]] = []
         self.checker = Checker(has_faults=self.settings.has_faults, num_experts=self.settings.num_experts)
         self.mesh_settings = msgspec.structs.replace(
             MESH_SETTINGS, data_parallel_size=self.settings.size, num_experts=self.settings.num_experts
         )
         self.instances: dict[str, Instance] = {}
         self.requests: list[Request] = []
-        self.membership: Registry | None = None
+        self.registry: Registry | None = None
         self._groups: dict[tuple[int, str], Group] = {}
         self.num_coordinators = 0
         self._last_arrival: dict[tuple[str, str], tuple[int, float]] = {}
         self._ranks: dict[int, str] = {}
         """Who has each rank, or had it last."""
         self._highest = 0
-        self._num_events = 0
-        self._queue: list[
-            tuple[int, float, int, Instance | None, bool, Callable[..., None], tuple[Any, ...]]
-        ] = []
         self._worst: list[Callable[[Instance], None]] = []
         """Faults that wait for a worst moment."""
         self.last_fault = 0
@@ -88,41 +100,19 @@ class World:
         """The instances that data of the others does not reach while there is a split."""
         self._one_way = False
         self._vain_since = -1_000
-        """When a group of members that do not reach each other was formed first since then."""
+        """Time of the first group plan since the split whose members cannot all connect."""
         self._steady_since: int | None = None
         self._plan()
 
-    # ---- time and chance
-
-    def up_to(self, most: int) -> int:
-        return int(self.rng.random() * (most + 1))
-
-    def chance(self, probability: float) -> bool:
-        return self.rng.random() < probability
+    # ---- time
 
     def after(self, who: Instance | None, delay: int, what: Callable[..., None], *arguments: Any) -> None:
         """Let something happen to an instance (or to the world), if it still lives then."""
-        self._push(self.now + delay, who, False, what, arguments)
+        self.push(delay, Call(who, False, what, arguments))
 
     def step_after(self, who: Instance, delay: int, what: Callable[..., None], *arguments: Any) -> None:
         """The same for what its step thread does, which may hang."""
-        self._push(self.now + delay, who, True, what, arguments)
-
-    def _push(
-        self,
-        when: int,
-        who: Instance | None,
-        in_step: bool,
-        what: Callable[..., None],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        self._num_events += 1
-        heapq.heappush(
-            self._queue, (when, self.rng.random(), self._num_events, who, in_step, what, arguments)
-        )
-
-    def note(self, who: object, what: object) -> None:
-        self.trace.append((self.now, who, what))
+        self.push(delay, Call(who, True, what, arguments))
 
     # ---- the plan
 
@@ -199,7 +189,7 @@ class World:
     def _kill_one(self, victim: Instance) -> None:
         self.note(victim.name, "is killed")
         self.checker.counts["kills"] += 1
-        rank = victim.standing.welcome.rank if victim.standing.welcome else None
+        rank = victim.member_state.welcome.rank if victim.member_state.welcome else None
         self.end(victim, End.DEAD)
         if self.chance(0.5):
             self.after(None, self.up_to(100), self._spawn, rank if self.chance(0.7) else None)
@@ -251,14 +241,14 @@ class World:
         return self.passes(one, other) and self.passes(other, one)
 
     def _leave(self, victim: Instance) -> None:
-        self.note(victim.name, "is told to leave")
+        self.note(victim.name, "gets SIGTERM")
         victim.drain()
 
     def _restart_coordinator(self, _: Instance) -> None:
-        if self.membership is not None:
+        if self.registry is not None:
             self.note("coordinator", "is killed")
             self.checker.counts["restarts"] += 1
-            self.membership = None
+            self.registry = None
             absence = 1 + self.up_to(self.settings.absence)
             self._disturbed(self.now + absence)
             self.after(None, absence, self._coordinator_begins)
@@ -268,12 +258,12 @@ class World:
     def _coordinator_begins(self) -> None:
         self.num_coordinators += 1
         rules = msgspec.structs.replace(RULES, size=self.settings.size, token=str(self.num_coordinators))
-        self.membership = self.membership_class(rules)
+        self.registry = self.registry_class(rules)
         self._highest = 0
         self.note("coordinator", f"starts, number {self.num_coordinators}")
 
     def to_coordinator(self, instance: Instance, message: ToCoordinator) -> None:
-        if self.membership is not None and self.now > instance.cut_until:
+        if self.registry is not None and self.now > instance.cut_until:
             arguments = (self.num_coordinators, instance.name, message)
             self._send((instance.name, "to"), None, self._coordinator_hears, arguments)
 
@@ -290,19 +280,18 @@ class World:
         if when <= last:
             when, order = last, last_order + (1 - last_order) * order
         self._last_arrival[link] = (when, order)
-        self._num_events += 1
-        heapq.heappush(self._queue, (when, order, self._num_events, who, False, what, arguments))
+        self._push_at(when, order, Call(who, False, what, arguments))
 
     def _coordinator_hears(self, number: int, name: str, message: ToCoordinator) -> None:
-        if self.membership is not None and number == self.num_coordinators:
+        if self.registry is not None and number == self.num_coordinators:
             if isinstance(message, Register):
                 self.instances[name].registers_again(self.num_coordinators, self._highest)
             self._highest = max(self._highest, getattr(message, "epoch", 0))
-            self._carry_out(self.membership.handle(name.encode(), message, self.now / TICKS_PER_SECOND), name)
+            self._carry_out(self.registry.handle(name.encode(), message, self.now / TICKS_PER_SECOND), name)
 
     def _tick(self) -> None:
-        if self.membership is not None:
-            self._carry_out(self.membership.tick(self.now / TICKS_PER_SECOND))
+        if self.registry is not None:
+            self._carry_out(self.registry.tick(self.now / TICKS_PER_SECOND))
         self._rescue()
         self._look_whether_steady()
         self._look_whether_somebody_serves()
@@ -365,7 +354,7 @@ class World:
         return self._groups[key]
 
     def close_groups_of(self, instance: Instance, epoch: int | None, how: End = End.CLOSED) -> None:
-        """Of one epoch, or of all."""
+        """Close an instance's ends of one epoch's groups, or of all."""
         for group in list(self._groups.values()):
             if instance.name in group.members and epoch in (None, group.form.epoch):
                 group.close(instance, how)
@@ -407,9 +396,7 @@ class World:
             self.after(None, 20, self._try_again, request, request.attempt)
             return
         request.home = self.rng.choice(able)
-        self._push(
-            self.now + self.up_to(2), request.home, True, request.home.accept, (request, request.attempt)
-        )
+        self.step_after(request.home, self.up_to(2), request.home.accept, request, request.attempt)
 
     def _try_again(self, request: Request, attempt: int) -> None:
         if request.left and request.attempt == attempt:
@@ -429,21 +416,21 @@ class World:
     # ---- the end
 
     def _rescue(self) -> None:
-        """When nobody plans anything any more, a supervisor sees to it that there are enough instances."""
-        if self.now < self.last_fault + 50 or self.membership is None:
+        """Start an instance, as a supervisor would, if there are too few and no plans left."""
+        if self.now < self.last_fault + 50 or self.registry is None:
             return
         living = [
             instance for instance in self.instances.values() if instance.alive and not instance.draining
         ]
         room = sum(instance.room or self.settings.num_experts for instance in living)
-        started = self.membership.view().epoch > 0
+        started = self.registry.view().epoch > 0
         if room < self.settings.num_experts or (not started and len(living) < self.settings.size):
             self.checker.counts["rescues"] += 1
             self._spawn(None)
 
     @property
     def is_steady(self) -> bool:
-        """Everybody alive sleeps in one group, which is the newest one, and no work is left."""
+        """Whether all that live sleep in the newest group, and no work is left."""
         living = [instance for instance in self.instances.values() if instance.alive]
         if any(request.left for request in self.requests) or not living:
             return False
@@ -457,20 +444,22 @@ class World:
         )
 
     def _look_whether_steady(self) -> None:
-        if not self.is_steady or self.membership is None or self.now < self.last_fault:
+        if not self.is_steady or self.registry is None or self.now < self.last_fault:
             self._steady_since = None
         elif self._steady_since is None:
             self._steady_since = self.now
 
     @property
     def _split_is_old(self) -> bool:
-        """Whether a split outlasts the time to go on without some, and nothing else has happened."""
+        """Whether a split outlasts the time to leave some out, and nothing else happened."""
         since = max(self.split_since, self.last_disturbance)
         return since + self.settings.split_bound < self.now <= self.split_until
 
     def _look_whether_it_is_tried_in_vain(self, form: GroupPlan) -> None:
-        """After a split is noticed, which takes work, no group is formed for long with others that some do
-        not reach."""
+        """Check that groups with members that cannot connect are not formed for long.
+
+        A split is noticed by work, so the time counts from the first such group after it.
+        """
         members = names(form)
         if all(self.passes_between(one, other) for one in members for other in members):
             return
@@ -483,11 +472,11 @@ class World:
     def _look_whether_somebody_serves(self) -> None:
         """Check that somebody serves in a split that lasts."""
         since, bound = max(self.split_since, self.last_disturbance), self.settings.split_bound
-        if not self._split_is_old or self.membership is None:
+        if not self._split_is_old or self.registry is None:
             return
         self.checker.counts["looks at a split that lasts"] += 1
         undone = [request for request in self.requests if request.left and request.came_at + bound < self.now]
-        if undone and self.membership.view().epoch and any(map(self._has_room, (True, False))):
+        if undone and self.registry.view().epoch and any(map(self._has_room, (True, False))):
             self.checker.broken(Rule.SERVES, f"{len(undone)} requests wait since {since}")
 
     def _has_room(self, side_a: bool) -> bool:
@@ -501,66 +490,34 @@ class World:
             self.settings.num_experts
         )
 
-    def run(self) -> None:
-        """Let everything happen until all is as it should be, for a while."""
-        while True:
-            self.now, _, _, who, in_step, what, arguments = heapq.heappop(self._queue)
-            if who is not None and not self._may_happen(who, in_step, what, arguments):
-                continue
-            try:
-                what(*arguments)
-            except LockstepError as error:
-                self.checker.error(str(error))
-            if self._steady_since is not None and self.now - self._steady_since >= STEADY:
-                return
-            if self.now > self.last_fault + self._bound:
-                self.checker.broken(Rule.RECOVERS, f"{self.now - self.last_fault} ticks after the last fault")
-            if self._num_events > MAX_EVENTS:
-                self.checker.broken(Rule.STORM, f"{self._num_events} events")
-
-    def _may_happen(
-        self, who: Instance, in_step: bool, what: Callable[..., None], arguments: tuple[Any, ...]
-    ) -> bool:
-        """Whether an instance lives and runs.
-
-        If it stands still, what happens to it waits until it goes on.
-        """
-        if not who.alive:
-            return False
-        until = max(who.frozen_until, who.hung_until if in_step else -1)
+    def happen(self, event: Call) -> None:
+        """Let a call happen if its instance lives and runs; see what holds after it."""
+        if event.who is not None and not event.who.alive:
+            return
+        until = event.held_until()
         if self.now <= until:
-            self._push(until + 1, who, in_step, what, arguments)
-            return False
-        return True
+            self.push(until + 1 - self.now, event)
+            return
+        event.what(*event.arguments)
+        self.is_over = self._steady_since is not None and self.now - self._steady_since >= STEADY
+        if not self.is_over and self.now > self.last_fault + self._bound:
+            self.checker.broken(Rule.RECOVERS, f"{self.now - self.last_fault} ticks after the last fault")
+
+    def state(self) -> Iterable[object]:
+        return [self.registry, *self.instances.values()]
+
+    def line(self, time: int, who: object, what: object) -> str:
+        return f"{time:6d}  {who}: {_shown(what)}"
 
 
 def simulate(seed: int) -> World:
-    """Run the schedule of a seed.
-
-    Raises:
-        Violation: a rule was broken; its notes are the seed and the trace.
-    """
-    world = World(seed)
-    try:
-        world.run()
-    except Violation as violation:
-        violation.add_note(report(seed, world))
-        raise
-    return world
-
-
-def report(seed: int, world: World, lines: int = 120) -> str:
-    """The end of a schedule, to read."""
-    told = [f"seed {seed}: {world.settings}"]
-    if len(world.trace) > lines:
-        told.append(f"({len(world.trace) - lines} earlier lines left out)")
-    told += [f"{time:6d}  {who}: {_shown(what)}" for time, who, what in world.trace[-lines:]]
-    return "\n".join([*told, repr(world.membership), *map(repr, world.instances.values())])
+    """Run the schedule of a seed; see :func:`tests.simulator.schedule.run_schedule`."""
+    return run_schedule(seed, World(seed))
 
 
 def _shown(what: object) -> str:
     if isinstance(what, GroupPlan):
-        return f"Form({what.epoch} of {'+'.join(names(what))}, leavers {what.leavers}, broken {what.broken})"
+        return f"GroupPlan({what.epoch} of {'+'.join(names(what))}, leavers {what.leavers}, broken {what.broken})"
     if isinstance(what, Prepare):
         return f"Prepare({what.form.epoch})"
     if isinstance(what, Welcome):

@@ -56,7 +56,7 @@ def _check_packages() -> None:
         ImportError: it finds another one; says which.
     """
     for name in PACKAGES:
-        ours = Path(__file__).with_name(name) / "__init__.py"
+        ours = Path(__file__).parents[1] / name / "__init__.py"
         spec = importlib.util.find_spec(name)
         found = spec.origin if spec is not None else None
         if found is not None and ours.exists() and not ours.samefile(found):

@@ -1,0 +1,277 @@
+"""Moves requests: dispatches them, resumes them elsewhere, migrates, recalls and aborts them.
+
+Where a request goes is decided in :mod:`router.dispatch.chooser` and :mod:`router.dispatch.recalls`; this
+file sends the messages. Callers: :mod:`router.dispatch.client` and :mod:`router.dispatch.receiver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from engine.messages import Abort, Recall
+from router.dispatch.chooser import Chooser, unavailable
+from router.dispatch.instance_connection import InstanceConnection
+from router.dispatch.ledger import MAX_FRUITLESS, Entry, Ledger, Loss, named
+from router.dispatch.pool import ANSWER_TIMEOUT, Instance, Pool
+from router.dispatch.recalls import Recaller
+from router.dispatch.stream import Stream
+from router.faults import FaultEvent, Faults
+from router.mesh import MeshError, Prompt
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_TIMEOUT = 60.0
+"""Seconds that a request without an instance waits for one to come."""
+
+
+class RequestMover:
+    """The requests in flight, each at an instance or waiting for one."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        ledger: Ledger,
+        chooser: Chooser,
+        connections: Mapping[str, InstanceConnection],
+        faults: Faults,
+        *,
+        moves_queued: bool,
+    ) -> None:
+        """``connections`` by instance: one that has none is not attached, and gets nothing.
+
+        ``moves_queued``: queued requests are recalled for an instance that would begin them sooner.
+        """
+        self._pool = pool
+        self._ledger = ledger
+        self._chooser = chooser
+        self._connections = connections
+        self._faults = faults
+        self._recaller = Recaller(pool, ledger)
+        self._moves_queued = moves_queued
+        self._orphans: list[Entry] = []
+        """Requests that wait for an instance."""
+        self.streams: dict[Entry, Stream] = {}
+        """All requests in flight, oldest first."""
+        self.waiting_for = "the coordinator"
+        """What the mesh lacks before it can serve, for error messages; from the newest view."""
+        self.num_moves = 0
+        """Requests recalled from a queue so far."""
+
+    def __repr__(self) -> str:
+        return f"<RequestMover {len(self.streams)} in flight, {len(self._orphans)} without an instance>"
+
+    # ---- what clients ask
+
+    def generate(self, prompt: Prompt) -> Stream:
+        """Send a request to the best instance, or to the one it names.
+
+        Raises:
+            MeshError: no instance can take it (503), or the rank it names does not exist (400).
+        """
+        now = time.monotonic()
+        entry = Entry(prompt, begun_at=now)
+        try:
+            instance = self._choose(entry)
+        except MeshError as error:
+            if error.status != 503 or not self._chooser.may_soon_choose(entry, now):
+                raise
+            entry.waits_until = now + ANSWER_TIMEOUT
+            self._orphans.append(entry)
+            stream = self.streams[entry] = Stream(self, entry)
+        else:
+            stream = self.streams[entry] = Stream(self, entry)
+            try:
+                self._dispatch(entry, instance)
+            except Exception:
+                self.forget(entry)  # else it would fail again with each move, and others with it
+                raise
+        return stream
+
+    def rank_of(self, entry: Entry) -> int | None:
+        """The instance where a request runs now."""
+        instance = self._pool.get(entry.address[0]) if entry.address else None
+        return instance.rank if instance else None
+
+    def num_at_instances(self) -> Counter[str]:
+        """Requests in flight, by instance."""
+        return Counter(entry.address[0] for entry in self.streams if entry.address is not None)
+
+    def forget(self, entry: Entry) -> None:
+        """Abort a request where it runs: its client is gone, or has all it wants."""
+        self.streams.pop(entry, None)
+        entry.ends_its_move()
+        if entry in self._orphans:
+            self._orphans.remove(entry)
+        self._abort(entry)
+        self._drop(entry)
+
+    def give_up_all(self, why: str) -> list[str]:
+        """End every request in flight with a 503; returns their ids."""
+        entries = list(self.streams)
+        self._orphans.clear()
+        for entry in entries:
+            self._abort(entry)
+            self.give_up(entry, unavailable(why))
+        return [entry.prompt.request_id for entry in entries]
+
+    def give_up(self, entry: Entry, error: Exception) -> None:
+        """End a request with an error, which its stream raises."""
+        self._drop(entry)
+        entry.ends_its_move()
+        stream = self.streams.pop(entry, None)
+        if stream is not None:
+            stream.fail(error)
+
+    # ---- to another instance
+
+    def lose(self, instance: Instance) -> bool:
+        """Stop using an instance until it answers on a new connection.
+
+        Returns False if it was lost already.
+        """
+        self._pool.index.forget(instance.name)
+        return instance.lost(time.monotonic())
+
+    def resume(self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT) -> None:
+        """Continue a request on another instance from the tokens that its client already has.
+
+        Without an instance that can take it, the request waits for at most ``patience`` seconds.
+        """
+        instance = self._choose_after(entry, failed, patience)
+        if instance is not None:
+            self._dispatch(entry, instance)
+
+    def move_all(self, instance: Instance, reason: str, *, patience: float = ORPHAN_TIMEOUT) -> None:
+        """Resume all requests of an instance elsewhere, and abort them there.
+
+        Without an instance that can take it, a request waits for at most ``patience`` seconds.
+        """
+        lost = self._ledger.of_instance(instance.name)
+        if not lost:
+            return
+        text = f"{len(lost)} requests of instance {instance.rank} go on elsewhere"
+        logger.info("%s (%s): %s", text, reason, named(entry.prompt.request_id for entry in lost))
+        self._faults.record(FaultEvent.RESUME, reason, text, time.time(), len(lost))
+        numbers = [entry.address[1] for entry in lost if entry.address]
+        self._connections[instance.name].send(Abort(numbers))
+        loss = Loss(instance.rank, time.monotonic(), len(lost))
+        for entry in lost:
+            entry.owed = True
+            entry.moves(loss)
+            if instance.is_leaving:
+                entry.uncount_try()
+            self.resume(entry, instance, patience)
+
+    def leave_idle_instances(self) -> None:
+        """Move requests away from instances that no group has taken in for ORPHAN_TIMEOUT seconds."""
+        for instance in self._pool.without_group(time.monotonic(), ORPHAN_TIMEOUT):
+            self.move_all(instance, "no_group", patience=0.0)
+
+    def dispatch_orphans(self) -> None:
+        """Dispatch the waiting requests that an instance can take now."""
+        orphans, self._orphans = deque(self._orphans), []
+        try:
+            while orphans:
+                self._dispatch_orphan(orphans.popleft())
+        finally:  # an error with one is none of the others' concern
+            self._orphans += orphans
+
+    # ---- recalls
+
+    def recall(self) -> None:
+        """Ask queued requests back that another instance would begin sooner."""
+        if not self._moves_queued:
+            return
+        for name, numbers in self._recaller.recalls(time.monotonic()).items():
+            instance = self._pool.get(name)
+            if not self._connections[name].send(Recall(numbers)) and instance is not None:
+                self._recaller.answered(instance)  # no answer will come: it does not read, and they stay
+
+    def take_back(self, instance: Instance, numbers: list[int]) -> None:
+        """Dispatch recalled requests where it is best now, which may be where they were."""
+        self._recaller.answered(instance)
+        for number in numbers:
+            entry = self._ledger.find(instance.name, number)
+            if entry is None:
+                continue
+            entry.owed = True
+            entry.uncount_try()
+            self.num_moves += 1
+            self._chooser.settle(entry)  # it leaves nothing there
+            try:
+                chosen = self._choose(entry)
+            except MeshError:  # the last one left has just failed
+                self.resume(entry, instance)
+            else:
+                self._dispatch(entry, chosen)
+
+    # ---- helpers
+
+    def _choose(self, entry: Entry) -> Instance:
+        return self._chooser.choose(entry, time.monotonic(), self.waiting_for)
+
+    def _dispatch(self, entry: Entry, instance: Instance) -> None:
+        """Send a request to an instance or, while that fails, to the best other one."""
+        chosen: Instance | None = instance
+        while chosen is not None:
+            number = self._chooser.dispatch(entry, chosen, time.monotonic())
+            if self._connections[chosen.name].send(entry.submit(number)):
+                return
+            # Its connection just broke, or it no longer reads: not used until it answers on a new one.
+            self.lose(chosen)
+            entry.uncount_try()  # it never got there
+            entry.owed = True
+            self._faults.count(FaultEvent.RESUME, "connection_lost")
+            chosen = self._choose_after(entry, chosen)
+
+    def _choose_after(
+        self, entry: Entry, failed: Instance, patience: float = ORPHAN_TIMEOUT
+    ) -> Instance | None:
+        """The next instance for a request that ``failed`` did not finish.
+
+        None: the request waits for one, or is given up.
+        """
+        entry.failed_at(failed.rank)
+        if entry.fruitless >= MAX_FRUITLESS:
+            text = f"{entry.fruitless} instances in turn gave no token for the request"
+            self.give_up(entry, unavailable(text))
+            return None
+        try:
+            return self._choose(entry)
+        except MeshError as error:
+            self._drop(entry)
+            if error.status == 503 and entry.owed:
+                entry.waits_until = time.monotonic() + patience
+                self._orphans.append(entry)
+            else:
+                self.give_up(entry, error)
+            return None
+
+    def _dispatch_orphan(self, entry: Entry) -> None:
+        try:
+            instance = self._choose(entry)
+        except MeshError as error:
+            if time.monotonic() > entry.waits_until:
+                self.give_up(entry, error)
+            else:
+                self._orphans.append(entry)
+            return
+        except Exception as error:
+            self.give_up(entry, error)
+            raise
+        try:
+            self._dispatch(entry, instance)
+        except (OverflowError, TypeError, ValueError) as error:  # no message can hold it
+            self.give_up(entry, error)
+
+    def _abort(self, entry: Entry) -> None:
+        address = entry.address
+        if address is not None and address[0] in self._connections:
+            self._connections[address[0]].send(Abort([address[1]]))
+
+    def _drop(self, entry: Entry) -> None:
+        self._chooser.settle(entry)
+        self._ledger.drop(entry)
