@@ -42,15 +42,6 @@ class Feed:
     def __repr__(self) -> str:
         return f"<Feed {self._num_viewers} viewers, {self._number} frames>"
 
-    @property
-    def num_viewers(self) -> int:
-        return self._num_viewers
-
-    @property
-    def num_frames(self) -> int:
-        """Made so far."""
-        return self._number
-
     def enter(self) -> None:
         """Take a viewer's place; :meth:`leave` gives it back.
 
