@@ -1,4 +1,4 @@
-"""Addresses of this host, by which of them others reach it, and which hosts it reaches."""
+"""Addresses of this host: how other hosts reach it, and which hosts it reaches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether a host is an IPv6 address or a name that resolves to nothing else at the moment."""
+    """Whether a host is an IPv6 address, or a name that resolves to nothing else."""
     if ":" in address:
         return True
     with contextlib.suppress(ValueError):
@@ -64,8 +64,10 @@ def is_ipv6(address: str) -> bool:
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of this host that others may reach it at: of interfaces that are up, without loopback and
-    link-local ones, IPv4 first."""
+    """The addresses at which other hosts may reach this one, IPv4 first.
+
+    They belong to interfaces that are up; loopback and link-local addresses are left out.
+    """
     import psutil  # takes a tenth of a coordinator's start, which rarely asks
 
     stats = psutil.net_if_stats()
@@ -88,7 +90,7 @@ def choices(found: Sequence[Interface]) -> str:
 
 
 def check_written(flag: str, address: str) -> None:
-    """Whether an address is a host name, or an IP address, as far as its spelling tells.
+    """Check that an address is spelled as a host name or an IP address.
 
     Raises:
         AddressError: it is not.

@@ -1,4 +1,4 @@
-"""Settings of the mesh itself: where the coordinator is, how many instances, how long to wait."""
+"""Settings of the mesh: the coordinator's address, the number of instances, timeouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.addresses import check_not_wildcard, check_written, is_loopback
 from coordinator.settings.flags import Natural, Port, flag
 
 MAX_INSTANCES = 65_536
-"""Of a mesh."""
+"""Most instances of a mesh."""
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], flag(help="Least severe messages that are logged.")
@@ -139,7 +139,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def local_size(self) -> int:
-        """Instances to start here: -dpl, else one if a rank or no size is given, else all of -dp."""
+        """Number of instances to start on this host.
+
+        ``-dpl`` if given; else one if a rank or no size is given; else all of ``-dp``.
+        """
         if self.data_parallel_size_local is not None:
             return self.data_parallel_size_local
         if self.data_parallel_start_rank is not None or self.data_parallel_size is None:
@@ -148,14 +151,19 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def instances_here(self) -> int:
-        """Instances that will share this host's cores, as far as the flags tell: the local ones, or all
-        if the mesh is a loopback one."""
+        """Number of instances that will share this host's cores, as far as the flags tell.
+
+        The local ones, or all instances of a mesh on loopback.
+        """
         everywhere = self.data_parallel_size or 1
         return max(self.local_size, everywhere if is_loopback(self.data_parallel_address) else 1)
 
     @property
     def is_guarded(self) -> bool:
-        """Whether addresses other than loopback may be used: with a key, or because the user insists."""
+        """Whether addresses other than loopback may be used.
+
+        They may with a mesh key, or with ``--insecure-mesh``.
+        """
         return self.mesh_key_file is not None or self.insecure_mesh
 
     @property

@@ -60,7 +60,10 @@ class Epochs:
         self._failures = 0
         """Groups in a row that did not begin."""
         self._adopted_at: float | None = None
-        """When this coordinator, restarted, took a group over; None once it knows what became of it."""
+        """When this restarted coordinator adopted its predecessor's group.
+
+        None once the fate of that group is known.
+        """
         self._apart = False
         """It found the members in different epochs."""
         self._began_at: float | None = None
@@ -94,8 +97,11 @@ class Epochs:
             self._take(group)
 
     def fences(self, instance: str, epoch: int, group: GroupPlan | None) -> bool:
-        """Whether an instance that was here before, and knows this epoch, is to give up the group that it is
-        in, or about to enter: the others go on without it."""
+        """Whether a returning instance must give up its group: the others go on without it.
+
+        The group is the one that it steps in, or is about to enter. It was a member before, and knows this
+        epoch.
+        """
         form = self.form
         if form is None or epoch == 0 or instance in self._told:
             return False
@@ -106,8 +112,11 @@ class Epochs:
         self.number = max(self.number, record.epoch, record.ready_epoch)
 
     def begins(self, now: float) -> bool:
-        """Whether the newest group has begun by now, told once: all its members are in it, and who leaves has
-        left. (A leaver that is told of yet another group could not follow the others into this one.)"""
+        """Whether the newest group has begun by now; True once per group.
+
+        It has when all its members are in it and its leavers have left. (A leaver that got yet another plan
+        could not follow the others into this group.)
+        """
         form = self.form
         if form is None or self._begun or self._adopted_at is not None:
             return False
@@ -138,14 +147,17 @@ class Epochs:
         return instance in self._names
 
     def awaits(self, record: Record) -> GroupPlan | None:
-        """The group that an instance has not entered yet, to be told again."""
+        """The plan to send again to an instance that has not entered its group."""
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
             return None
         return form if record.instance in self._told else None
 
     def starved(self, settings: Settings | None) -> str:
-        """What is missing until the experts fit again on those who are here; "" if they fit, or serve."""
+        """What is missing until the experts fit on the live instances again.
+
+        Empty if they fit, or if the group serves.
+        """
         if self.form is None or settings is None or self._adopted_at is not None:
             return ""
         if not self._gone() and self._failed < self.form.epoch:
@@ -164,8 +176,11 @@ class Epochs:
         return late if len(late) < len(members) else []
 
     def failure(self, now: float) -> tuple[GroupPlan, float] | None:
-        """The newest group and its seconds of stepping, if it broke or did not begin though all its members
-        live. Returned once per group. To be asked while nobody is under suspicion."""
+        """The newest group and its seconds of stepping, if it failed with all members alive.
+
+        It failed if it broke, or did not begin in time. Returned once per group. Call it only while no
+        instance is under suspicion.
+        """
         form = self.form
         if form is None or self._adopted_at is not None or form.epoch <= self._counted or self._gone():
             return None
@@ -185,7 +200,7 @@ class Epochs:
         return self._names
 
     def others(self) -> list[Record]:
-        """Instances with weights that are not in the newest group: new ones, and those left out."""
+        """Instances with weights outside the newest group: new ones, and those left out."""
         return [record for record in self._loaded() if record.instance not in self._names]
 
     # ---- the next group
@@ -270,8 +285,10 @@ class Epochs:
         return survivors if fit else candidates
 
     def _all_are_back(self, size: int | None) -> bool:
-        """Whether the group that was taken over is whole, and steps: as many as ``-dp`` says, all in it. A
-        smaller one may be what those have left behind who go on in a newer one."""
+        """Whether the adopted group is whole and steps: ``-dp`` members, all in it.
+
+        A smaller one may be the remains of a group whose other members go on in a newer one.
+        """
         assert self.form is not None
         if len(self.form.peers) < max(2, size or 0):
             return False
@@ -279,7 +296,7 @@ class Epochs:
         return all(member is not None and member.epoch == self.form.epoch for member in members)
 
     def _adoption_ends(self, size: int | None, now: float) -> bool:
-        """Whether this coordinator, restarted, knows by now what became of the group that it took over."""
+        """Whether this restarted coordinator knows the fate of the group that it adopted."""
         assert self.form is not None
         assert self._adopted_at is not None
         since = now - self._adopted_at

@@ -50,7 +50,7 @@ SILENCE_COMPLAINT = 10.0
 MAX_QUESTIONS = 16
 """Questions of the coordinator for which connections to others are tried at once."""
 SILENCE = 3.0
-"""Seconds without an answer after which the coordinator is said to be away."""
+"""Seconds without an answer after which the coordinator counts as away."""
 
 
 class RegistrationRefused(Exception):
@@ -62,8 +62,10 @@ class StartupTimeout(Exception):
 
 
 class MemberConnection:
-    """An instance's place in the mesh, kept by a thread of its own: signs of life go out also while a
-    step takes long. The coordinator may be away at any time; it is told all again when it is back.
+    """An instance's membership in the mesh, kept up by a thread of its own.
+
+    The thread sends heartbeats also during a long step. The coordinator may be away at any time; when it is
+    back, it gets everything again.
     """
 
     def __init__(
@@ -74,8 +76,11 @@ class MemberConnection:
         keys: MeshKeys | None = None,
         on_drain: Callable[[float | None], None] = lambda timeout: None,
     ) -> None:
-        """``on_drain`` is called in the thread, once per command of an operator, with its timeout in
-        seconds."""
+        """Register with the coordinator at ``endpoint``.
+
+        ``on_drain`` is called in the thread, once per drain command of an operator, with its timeout in
+        seconds.
+        """
         self._on_drain = on_drain
         self._drain = ""
         self._endpoint = endpoint
@@ -128,9 +133,12 @@ class MemberConnection:
         return self._standing.neighbours
 
     def follow(self, on_form: Callable[[GroupPlan], None], on_fenced: Callable[[], None]) -> None:
-        """From now on call ``on_form`` with each Form that comes (some come twice; one that has come already
-        is handed over at once), and ``on_fenced`` when the others go on without this instance, which was
-        taken for dead and has registered again. Both are called in the membership's thread: short."""
+        """From now on, call ``on_form`` with each GroupPlan that arrives.
+
+        Some arrive twice; one that is already here is handed over at once. ``on_fenced`` is called when the
+        others go on without this instance, which was taken for dead and has registered again. Both are called
+        in the membership's thread, so they must be short.
+        """
         self._standing.on_fenced = on_fenced
         self._standing.on_form = on_form
         if self._standing.form is not None:
@@ -142,7 +150,7 @@ class MemberConnection:
         self._wake()
 
     def report(self, lost: Lost) -> None:
-        """Tell the coordinator of a loss, now and until another Form comes, or a later group is entered."""
+        """Report a lost group until another GroupPlan arrives or a later group is entered."""
         self._standing.report(lost)
         self._wake()
 
@@ -214,7 +222,7 @@ class MemberConnection:
             context.term()
 
     def _complain_of_silence(self) -> None:
-        """Serving goes on without a coordinator, but whoever reads the log should know."""
+        """Log that the coordinator is silent; serving goes on without it."""
         now = time.monotonic()
         if (
             self._standing.welcome is None

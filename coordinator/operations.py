@@ -1,8 +1,8 @@
-"""What operators want of the mesh: instances drained, more or fewer of them (pure: part of
-:mod:`coordinator.registry`, which hands it messages and sends what it returns).
+"""Drain and scale commands of operators, and their answers (pure).
 
-The coordinator decides whether an instance may go and tells it; how many instances there can be on a
-machine is known to its launcher, so that is asked, and its answer passed back.
+Part of :mod:`coordinator.registry`, which passes messages in and sends what is returned. The coordinator
+decides whether an instance may leave, and commands it. Only a launcher knows how many instances its machine
+can hold, so a scale command is forwarded to it and its answer passed back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ Sent = tuple[Peer, FromCoordinator]
 ACCEPTED, NOT_FOUND, CONFLICT, UNAVAILABLE = 202, 404, 409, 503
 
 MAX_PENDING = 100
-"""Commands that wait for the launcher.
+"""Most commands that wait for the launcher.
 
-Of more, the oldest are forgotten, and whoever asked asks again.
+Beyond that the oldest are dropped; their clients send them again.
 """
 LAUNCHER_TIMEOUT = 3.0
-"""Seconds of silence (it asks for the view every second) after which the launcher is away."""
+"""Seconds of silence after which the launcher counts as away.
+
+It asks for the view every second.
+"""
 
 
 class Known(Protocol):
@@ -44,10 +47,10 @@ class Operations:
         self._launcher: tuple[Peer, float] | None = None
         self._pending: dict[str, Peer] = {}
         self._told: dict[str, Drain] = {}
-        """Instances that were told to drain, and what: they may not have said yet that they do."""
+        """Drain commands sent, by instance; the instance may not have reported yet that it drains."""
 
     def __repr__(self) -> str:
-        return f"<Operations {len(self._pending)} pending, told to drain: {sorted(self._told)}>"
+        return f"<Operations {len(self._pending)} pending, asked to drain: {sorted(self._told)}>"
 
     def on_launcher(self, peer: Peer, now: float) -> None:
         """A sign of life of the launcher."""
@@ -73,10 +76,10 @@ class Operations:
             return
         self._told[known.instance] = wish
         yield known.peer, wish
-        yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was told to drain")
+        yield asker, _answer(wish, ACCEPTED, f"instance {wish.rank} was asked to drain")
 
     def still_wanted(self, known: Known) -> Drain | None:
-        """What an instance was told that has not done it yet: a message is lost with its connection."""
+        """A drain command that an instance does not obey yet: messages get lost with connections."""
         return None if known.state is State.DRAINING else self._told.get(known.instance)
 
     def was_told(self, instance: str) -> bool:

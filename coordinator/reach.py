@@ -219,7 +219,7 @@ class Reachability:
         self._out[name] = _LeftOut(why, now + patience)
 
     def let_back(self, now: float) -> list[Record]:
-        """Instances left out so far that now reach all that were asked, and are reached by them."""
+        """Instances left out before that now reach all others asked, and are reached by them."""
         back = []
         for name, out in list(self._out.items()):
             question = out.question
@@ -283,8 +283,11 @@ def choices(members: Sequence[Record], cut: Collection[Pair]) -> Iterator[list[R
 
 
 def without_cuts(members: Sequence[Record], cut: Collection[Pair]) -> list[Record]:
-    """The members that stay, by rank, when the one with most cut pairs goes until no pair is cut. Between
-    equals, one that was in no group yet goes first, then the highest rank."""
+    """The members that stay, by rank, once no pair of them is cut.
+
+    The member with most cut pairs goes first. Between equals, one that was in no group yet goes first, then
+    the highest rank.
+    """
     stay, lacks = list(members), _cut_from(members, cut)
     while any(lacks[member.instance] for member in stay):
         worst = max(stay, key=lambda each: (len(lacks[each.instance]), each.epoch == 0, each.rank))

@@ -49,7 +49,7 @@ from coordinator.suspicion import Suspicions
 
 MAX_WATCHERS = 10_000
 ALIVE_INTERVALS = 1.2
-"""Of heartbeats: who was heard of within so many lives."""
+"""An instance is alive if its last heartbeat is at most this many intervals old."""
 
 
 class Registry:
@@ -313,7 +313,7 @@ class Registry:
             yield Send(record.peer, Probe(number))
 
     def _go_on(self, now: float) -> Iterator[Instruction]:
-        """What follows from all that is known by now: who is taken out, and the next group."""
+        """Act on all that is known by now: remove dead instances, form the next group."""
         self._epochs.age(now)
         if not self._spreads:
             return
@@ -389,7 +389,10 @@ class Registry:
     # ---- questions
 
     def _knows_all(self, age: float) -> bool:
-        """Whether a coordinator of this age has heard of all who live: they may need a while to find it."""
+        """Whether a coordinator of this age has heard of all live instances.
+
+        They may need a while to find it.
+        """
         all_serve = self._size is not None and self._num_ready() >= self._size
         return age >= (self._rules.view_grace if all_serve else self._rules.member_timeout)
 
@@ -402,11 +405,13 @@ class Registry:
         return self._settings is not None and self._settings.enable_expert_parallel
 
     def _shown_member(self, record: Record, shortage: str) -> Member:
-        """An instance as watchers see it: ready only if its group can serve, and draining from when it was
-        told to."""
+        """An instance as watchers see it.
+
+        It is ready only if its group can serve, and draining from the moment of the command.
+        """
         member = record.member()
         if record.state.stays and self._operations.was_told(record.instance):
-            return msgspec.structs.replace(member, state=State.DRAINING, phase="told to drain")
+            return msgspec.structs.replace(member, state=State.DRAINING, phase="asked to drain")
         if record.state.stays and (why := self._reach.why(record.instance)):
             return msgspec.structs.replace(member, state=State.LOADED, phase=why)
         if not self._spreads or record.state is not State.READY:

@@ -1,10 +1,10 @@
-"""Who is dead, when a group is broken (pure).
+"""Which members are dead when a group is broken (pure).
 
-A closed connection does not tell a dead member from a live one that gave the group up, as every survivor
-does. So whoever may be dead is sent a :class:`coordinator.messages.Probe`, which an instance answers at
-once, whatever its step thread is doing. Silence is death; so is a process that has ended, without a probe.
-Who answers lives. It is taken out only if its steps stand still: several others waited for it in vain (or
-one, twice in a row), and it was not waiting itself, for then it would have said so.
+A closed connection does not distinguish a dead member from a live one that gave the group up, as every
+survivor does. So each suspect gets a :class:`coordinator.messages.Probe`, which an instance answers at once,
+whatever its step thread is doing. Silence is death; so is a process that has ended, without a probe. A member
+that answers lives. It is removed only if its steps stand still. That is so if several others waited for it in
+vain (or one, twice in a row), and it was not waiting itself, which it would have reported.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Suspicions:
         return self._numbers
 
     def answered(self, instance: str, number: int) -> None:
-        """A sign of life that bears the number of the newest probe that it has seen."""
+        """Take a heartbeat with the number of the newest probe that the instance saw."""
         suspicion = self._open.get(instance)
         if suspicion is not None and number == suspicion.number:
             suspicion.answered = True
 
     def waits(self, instance: str) -> None:
-        """An instance says itself that a group is broken: its step thread has come out of it."""
+        """An instance itself reports a broken group: its step thread has come out of it."""
         self._waiting.add(instance)
 
     def forget(self, instance: str) -> None:
@@ -84,7 +84,7 @@ class Suspicions:
         self._answered_at.pop(instance, None)
 
     def begin_group(self) -> None:
-        """Another group is being formed: what was about the old one is no longer of interest."""
+        """Forget the reports about the old group: another one is being formed."""
         self._waiting.clear()
         self._answered_at.clear()
         self._explained = False
@@ -112,7 +112,7 @@ class Suspicions:
         return dead
 
     def _verdict(self, instance: str, suspicion: _Suspicion, now: float) -> str | None:
-        """Why an instance is dead; "" if it lives, None if that is not known yet."""
+        """Why an instance is dead; "" if it lives, None while unknown."""
         waited = now - suspicion.since
         evidence = list(suspicion.accusers.values())
         if Evidence.EXITED in evidence:

@@ -1,6 +1,6 @@
 """Time in which this process could hear others (pure).
 
-Whoever was stopped, or had no core, or whose whole machine slept, finds on coming back that everybody has
+A process that was stopped or had no core, or whose machine slept, finds on its return that all peers have
 been silent for long. That silence is its own.
 """
 

@@ -33,7 +33,7 @@ FIRST_DESCRIPTOR = 200
 
 
 def is_own(mesh: MeshConfig) -> bool:
-    """Whether the mesh is on this host only and its user set no option about keys."""
+    """Whether the mesh is on this host only and no option about keys is set."""
     return mesh.mesh_key_file is None and not mesh.insecure_mesh and is_loopback(mesh.data_parallel_address)
 
 

@@ -144,7 +144,10 @@ def _fields(config: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Fie
 
 
 def _unwrap(hint: Any) -> tuple[Any, list[Meta]]:
-    """The bare type of a hint, without Annotated and without ``| None``, and all Metas met on the way."""
+    """The bare type of a hint, and all Metas met on the way.
+
+    Without Annotated and without ``| None``.
+    """
     metas: list[Meta] = []
     while True:
         if typing.get_origin(hint) is Annotated:
@@ -178,8 +181,8 @@ def parse(
     """Parse a command line into a config.
 
     Wrong values end the process with exit code 2 and a message. ``shares_file``: a YAML file may hold
-    settings of other commands too. ``foreign``: flags that we do not have; what is to be said of them is
-    there afterwards. ``version``: what --version prints.
+    settings of other commands too. ``foreign``: flags that Lockstep does not have; it collects the messages
+    about them. ``version``: what --version prints.
     """
     parser = make_parser(config, prog=prog, description=description)
     if version:
@@ -307,7 +310,10 @@ def _of_file(
 
 
 def _check_text(field: Field, value: Any) -> None:
-    """Bytes of the command line that are no UTF-8 come as lone surrogates, which no message can hold."""
+    """Refuse text that is not UTF-8.
+
+    Such bytes of the command line come as lone surrogates, which no message can hold.
+    """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
             raise FlagError(f"{field.shown} must be valid UTF-8, not {item!r}")

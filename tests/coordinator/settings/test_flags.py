@@ -321,8 +321,8 @@ def test_secrets_reach_those_who_are_started_in_a_file(tmp_path: Path) -> None:
         ([], None),
         (["--mesh-key-file", "k"], None),
         (["-dpa", "10.0.0.1", "--mesh-key-file", "k"], None),
-        (["-dpa", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network can read all requests"),
-        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network"),
+        (["-dpa", "10.0.0.1", "--insecure-mesh"], "anyone on this network can read all requests"),
+        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "anyone on this network"),
         (["--mesh-key-file", "k", "--insecure-mesh"], "--insecure-mesh ignored: there is a mesh key"),
     ],
 )

@@ -260,7 +260,7 @@ def test_scaling_and_draining_under_load_cost_no_token(operated: Operated) -> No
         wait_until(lambda: operated.ready_ranks() == [0], 20)
 
     under_steady_load(operated, shrink)
-    assert "instance 2 was told to drain" in outputs[1]
+    assert "instance 2 was asked to drain" in outputs[1]
     assert operated.view().waiting_for == "", "nobody waits for who was told to go"
 
 
