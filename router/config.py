@@ -28,7 +28,10 @@ def _json_object(flag_name: str, text: str) -> dict[str, Any]:
 
 
 def check_keys_of_clients(flag_name: str, keys: Iterable[str]) -> None:
-    """An empty one, of a variable that is not set, would be what clients without any key present."""
+    """Refuse keys that no client could send, and empty ones.
+
+    The value of a variable that is not set is empty, as is the key of clients that present none.
+    """
     for key in keys:
         if not key.strip():
             raise ValueError(
@@ -46,7 +49,10 @@ def _check_name(flag_name: str, given: str | None, known: Iterable[str]) -> None
 
 
 def _check_head(mesh: MeshConfig) -> None:
-    """A head without -dp makes a mesh of one instance: it can have no more of them, and no rank but 0."""
+    """Refuse ranks and local sizes that a head without -dp cannot have.
+
+    Without -dp it makes a mesh of one instance, with rank 0.
+    """
     if mesh.headless or mesh.data_parallel_size is not None:
         return
     first, count = mesh.data_parallel_start_rank or 0, mesh.local_size

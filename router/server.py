@@ -1,4 +1,4 @@
-"""The router process: one HTTP server in front of one mesh client, in one event loop."""
+"""The router process: one HTTP server and one mesh client in one event loop."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 ERROR_TIMEOUT = 1.0
-"""Seconds in which clients must take the error that ends their requests, or their connections are cut."""
+"""Seconds for clients to take a final error before their connections are cut."""
 COMMAND_TIMEOUT = 5.0
 """Seconds that the coordinator gets to answer a command of the admin API."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn would raise them again after its end, and nothing of ours would run.
-    Accepts connections itself: evenly among front ends, and none that it has no file for."""
+    """uvicorn's server with Lockstep's own signals and its own accepting of connections.
+
+    uvicorn would raise signals again after its end, and no code of ours would run. Connections are accepted
+    evenly among routers, and none that this process has no file for.
+    """
 
     def __init__(
         self,
@@ -177,7 +180,10 @@ async def _serve(config: RouterConfig, keys: MeshKeys | None, listeners: list[so
 
 
 def _quiet_uvicorn(http: HttpConfig) -> None:
-    """Keep out of uvicorn's logs its start and end, requests that it cuts off, and paths not to be logged."""
+    """Keep lines out of uvicorn's logs that are logged here or are not wanted.
+
+    These are its start and end, requests that it cuts off, and paths of --disable-access-log-for-endpoints.
+    """
     errors = logging.getLogger("uvicorn.error")
     errors.setLevel(logging.WARNING)  # its start and end are logged here
     errors.addFilter(lambda record: not _was_cut_off(record))  # uvicorn logs their number in another line
@@ -206,7 +212,10 @@ def _shared_counts(config: RouterConfig) -> SharedCounts | None:
 async def _listen(
     listeners: list[socket.socket], http: HttpConfig, mesh: MeshClient, following: asyncio.Task[None]
 ) -> None:
-    """Open the sockets; the successor of a router that died waits for its first view of the mesh before."""
+    """Open the sockets and log their addresses.
+
+    The successor of a router that died first waits until it knows the mesh.
+    """
     if any(map(_had_others, listeners)):
         await _find_the_world(mesh, following)
     for listener in listeners:
@@ -221,8 +230,11 @@ def _had_others(listener: socket.socket) -> bool:
 
 
 async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> None:
-    """Who waits at a door whose front end died is not to hear that nobody serves, just because its successor
-    has not heard of anybody yet."""
+    """Wait until an instance is known, for clients that a dead router left behind.
+
+    They wait in the socket's queue, and must not get a 503 only because the new router has not heard of any
+    instance yet.
+    """
     deadline = time.monotonic() + ANSWER_TIMEOUT
     while not (mesh.healthy or following.done()) and time.monotonic() < deadline:  # noqa: ASYNC110 (health is no event)
         await asyncio.sleep(0.02)
@@ -291,12 +303,15 @@ def _open_doors(config: RouterConfig, held: contextlib.ExitStack) -> list[socket
 
 
 def _was_cut_off(record: logging.LogRecord) -> bool:
-    """Whether an entry in uvicorn's log is a request that it cancelled itself, at its end."""
+    """Whether a line of uvicorn's log is about a request that its shutdown cancelled."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _path_of(record: logging.LogRecord) -> str:
-    """Of an entry in uvicorn's access log: client, method, path with query, version, status."""
+    """The path in a line of uvicorn's access log, without the query.
+
+    The line's arguments are client, method, path with query, version, status.
+    """
     args = record.args
     return str(args[2]).partition("?")[0] if isinstance(args, tuple) and len(args) > 2 else ""
 

@@ -1,8 +1,8 @@
-"""The admin API: the world, its requests and faults, draining and scaling, as JSON under ``/admin``.
+"""The admin API: view of the mesh, requests, faults, drain and scale, under ``/admin``.
 
-It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or both; clients of
-the endpoint never get in by accident. What it does goes through the coordinator, like ``lockstep drain`` and
-``scale``.
+JSON in and out. It has a port of its own (``--admin-port``), or a key of its own (``--admin-api-key``), or
+both; clients of the endpoint never get in by accident. Commands go through the coordinator, like ``lockstep
+drain`` and ``scale``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from router.faults import Fault, FaultEvent, Faults
 from router.http.body import decoder, read_body
 
 BODY_LIMITS = HttpConfig(max_request_bytes=10_000, request_timeout=10.0)
-"""Of commands."""
+"""Limits of a command's body: bytes and seconds."""
 RETRY_AFTER = "1"
 MAX_REQUESTS = 1000
-"""Requests that are told of at most."""
+"""Most requests in an answer."""
 
 
 class Watched(Protocol):
@@ -114,7 +114,7 @@ class CommandAnswer(msgspec.Struct, frozen=True):
 
 
 class FaultsAnswer(msgspec.Struct, frozen=True):
-    """Counts by kind of all front ends and the launcher, and the latest events, oldest first."""
+    """Counts by kind over all routers and the launcher, and the latest events, oldest first."""
 
     detections: dict[str, int]
     restarts: dict[str, int]
@@ -191,9 +191,9 @@ def make_admin_app(
 
 
 class AdminGate:
-    """Leads ``/admin`` to the admin application and the rest to the endpoint's, and says who may enter.
+    """Routes ``/admin`` to the admin application after a key check, the rest to the endpoint's.
 
-    On the admin port there is nothing but the admin API and what is open to all (health, metrics). On the
+    The admin port has nothing but the admin API and paths without authentication (health, metrics). On the
     endpoint's port the admin API exists only if it has keys.
     """
 

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: token ids of texts, models, and what there is to do."""
+"""Endpoints that generate nothing: tokenization, models, and load."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class Endpoints:
     # ---- load
 
     async def load(self, request: Request) -> Response:
-        """Of this router, in vLLM's words."""
+        """``GET /load``: requests in flight in this router, in vLLM's format."""
         return json_response(encode(ServerLoad(self._metrics.in_flight)))
 
     async def loads(self, request: Request) -> Response:
-        """Of each instance, in SGLang's words."""
+        """``GET /v1/loads``: the load of each instance, in SGLang's format."""
         found = loads_of(self._metrics.reports())
         wanted = request.query_params.get("dp_rank")
         if wanted is not None:

@@ -39,7 +39,10 @@ HOST = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<name>[^:]*))(?::\d*)?")
 
 
 def middleware(config: HttpConfig, refusals: Refusals, routes: Sequence[Route]) -> list[Middleware]:
-    """From the outside in: a browser asks what it may do before it presents a key."""
+    """The middleware of the endpoint, from the outside in.
+
+    A browser asks what it may do (CORS) before it presents a key, so CORS comes first.
+    """
     found = [Middleware(Slashes), Middleware(RequestIds, tells=config.enable_request_id_headers)]
     if config.allowed_origins:
         found.append(

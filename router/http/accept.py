@@ -1,12 +1,12 @@
-"""How front ends accept connections: evenly, and no more than they have files for.
+"""Accepts connections evenly among routers, and no more than there are files for.
 
-All wait on the same queue of connections, so that none is left behind in the queue of a process that died.
-Left alone, whoever wakes up first would take all that is there, and its streams with it, should it die. So a
-front end takes one connection at a time, and lets those with fewer open ones go first: it waits for a
-moment, and if the connection is still there then (they are busy, or dead), takes it after all.
+All routers wait on the same queue of connections, so that none is left behind in the queue of a process that
+died. Without more, the first router to wake up would take all that is there, and all those streams would be
+lost if it died. So a router takes one connection at a time, and lets those with fewer open ones go first. It
+waits for a moment, and if the connection is still there then (they are busy, or dead), takes it after all.
 
-A front end that is alone uses this, too: libuv closes connections that it has no file for, without a word.
-Here they wait in the queue until others end, and some files are kept back for what requests need.
+A single router uses this, too: libuv closes connections that it has no file for, without a word. Here they
+wait in the queue until others end, and some files are kept back for what requests need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAUSE = 0.1
 KEPT_FILES = 64
 """Files kept back from connections, at least: for instances that join, tokenizers, counts."""
 KEPT_PART = 16
-"""Part of all files that is kept back, where that is more: one in so many."""
+"""One in so many of all files is kept back, where that is more."""
 UNLIMITED = 1 << 62
 """Files of a process that has no limit."""
 MOST_AT_ONCE = 64
@@ -50,7 +50,7 @@ def most_files(limit: int) -> int:
 
 
 class Tally:
-    """Open connections of each front end, in memory that all of them share through a small file."""
+    """Open connections of each router, in memory shared through a small file."""
 
     def __init__(self, file: Path | None, number: int, count: int) -> None:
         """``number`` of this front end among ``count``; one that is alone needs no ``file``."""

@@ -22,7 +22,7 @@ from router.config import RouterConfig, ServeConfig
 
 
 class Doors(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front ends share: sockets that the launcher bound, and the directory of their counts."""
+    """What routers share: the sockets that the launcher bound, and the directory of counts."""
 
     http: int
     """File descriptor."""
@@ -56,7 +56,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     None: it computes by itself.
     """
     number: int = 0
-    """Of an instance among those of its launcher: an instance that is started again keeps it."""
+    """Number of an instance within its launcher; a restarted instance keeps it."""
     devices: tuple[str, ...] = ()
     """CUDA devices that it sees, named as in ``CUDA_VISIBLE_DEVICES``; none: those that its launcher sees."""
 
@@ -64,7 +64,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         return [sys.executable, "-P", "-m", self.module or self.role, *self.argv]
 
     def environment(self) -> dict[str, str]:
-        """This process's own, with the thread share, the devices and the pid whose death ends the child."""
+        """This process's environment, with the child's threads, devices and parent pid.
+
+        The child ends when the process of that pid dies.
+        """
         return {
             **os.environ,
             **thread_environment(self.threads),
@@ -218,10 +221,10 @@ def node_specs(config: ServeConfig, cores: int, devices: Sequence[str] = ()) -> 
 
 
 def _devices(config: ServeConfig, number: int, devices: Sequence[str]) -> tuple[str, ...]:
-    """Of the instance with this number.
+    """Devices of the instance with this number.
 
     Instances of one machine that are started one by one, each with its rank, get devices of their own, too.
-    Ray gives its actors theirs.
+    Ray assigns devices to its actors.
     """
     engine, mesh = config.engine, config.mesh
     if engine.device.device == "cpu" or config.ray_flag is not None:
@@ -258,9 +261,9 @@ def _workers(engine: EngineConfig, node: int = 0) -> tuple[str, ...]:
 
 
 def _with_model(engine: EngineConfig) -> EngineConfig:
-    """The head's instances are told what the head decided.
+    """Engine settings with the model that the head decided on.
 
-    Only headless ones learn it from the mesh.
+    Only headless instances learn it from the mesh.
     """
     model = msgspec.structs.replace(engine.model, model=engine.model.model or SHIPPED_MODEL)
     return msgspec.structs.replace(engine, model=model)

@@ -1,4 +1,4 @@
-"""``serve`` on a host with ``--node-rank`` above 0: its workers of each instance, and nothing else."""
+"""``serve`` with ``--node-rank`` above 0: only the workers of each instance on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a launcher gets to another number of instances (pure): which ranks it starts, which ones it drains."""
+"""Steps to another number of instances (pure): which ranks to start, which to drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import msgspec
 from coordinator.messages import Member, State
 
 MOST_PER_CORE = 32
-"""Instances that compute on a CPU: more are a slip of the finger that would take the machine down."""
+"""Most instances per core that compute on a CPU.
+
+More are a typing error that would take the machine down.
+"""
 
 
 class ScalingRefused(Exception):
@@ -96,8 +99,11 @@ def shared_devices(count: int, machine: Machine) -> str:
 
 
 def free_number(staying: Collection[int], leaving: Collection[int], room: int) -> int:
-    """The number of one more instance among those of its launcher, which decides on which devices it
-    computes: the lowest that none of them has. Where devices are short, that of one which is about to go."""
+    """The number of one more instance within its launcher, which decides its devices.
+
+    It is the lowest that no instance has. Where devices are short, it is that of an instance that is about to
+    leave.
+    """
     with_devices = [number for number in range(room) if number not in staying]
     unused = [number for number in with_devices if number not in leaving]
     beyond = (number for number in itertools.count(room) if number not in staying and number not in leaving)

@@ -59,13 +59,13 @@ Command = Callable[[list[str]], int]
 """Given what stands behind its name; the exit status."""
 
 HEALTH_TIMEOUT = 10.0
-"""Seconds within which a router takes requests once the instances are ready, if nothing is wrong."""
+"""Seconds for a router to answer /health once the instances are ready."""
 SAY_INTERVAL = 5.0
 """Seconds between two lines about what is waited for."""
 
 
 class _Refusal(Exception):
-    """A reason why nothing is started, which the user can mend; the exit status is that of wrong usage."""
+    """Wrong settings or a wrong model, before anything is started; exit status 2."""
 
 
 def main_serve(argv: list[str] | None = None) -> int:
@@ -132,7 +132,9 @@ def _check(config: ServeConfig) -> None:
 
 
 def _with_key_of_clients(config: ServeConfig) -> ServeConfig:
-    """Settings with the API key of the environment, where an endpoint is here and no flag gives a key.
+    """Settings with the API key of the environment, if no flag gives one.
+
+    Unchanged where this host has no endpoint.
 
     Raises:
         _Refusal: the key of the environment cannot be one.
@@ -149,7 +151,10 @@ def _with_key_of_clients(config: ServeConfig) -> ServeConfig:
 
 
 class _Model(NamedTuple):
-    """The model to serve, as far as this launcher knows it; headless ones may learn it from the mesh."""
+    """The model to serve, as far as this launcher knows it.
+
+    Headless launchers may learn it from the mesh.
+    """
 
     settings: Settings | None = None
     title: str = "serve"
@@ -203,7 +208,9 @@ def _run(config: ServeConfig, model: _Model, held: contextlib.ExitStack, keys: M
 
 
 def _bound(config: ServeConfig, held: contextlib.ExitStack) -> tuple[ServeConfig, list[socket.socket]]:
-    """The sockets of the endpoint and of the admin API, if it has one, and settings with the bound port.
+    """Bound sockets of the endpoint and the admin API, and settings with the real port.
+
+    The admin API has one only with --admin-port.
 
     Raises:
         OSError: an address cannot be bound.
@@ -239,7 +246,10 @@ def with_key_for_children(config: ServeConfig, keys: MeshKeys | None) -> ServeCo
 
 
 def secret_file(config: ServeConfig) -> int | None:
-    """API keys for routers to read, in a file that only who is handed its descriptor has, if any."""
+    """Descriptor of an unnamed file with API keys for routers; None without keys.
+
+    Only processes that inherit the descriptor can read the file.
+    """
     secrets = secrets_of(config)
     if not secrets:
         return None

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         KeygenConfig,
         sys.argv[1:] if argv is None else argv,
         prog="lockstep keygen",
-        description="Make the key of a mesh: whoever has the file is a member.",
+        description="Make the key of a mesh; any process that can read the file can join.",
     )
     path = Path(config.file)
     try:

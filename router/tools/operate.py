@@ -26,12 +26,14 @@ ASK_TIMEOUT = 10.0
 LOOK_INTERVAL = 0.3
 """Seconds between two looks at the world while the command waits."""
 WAIT_TIMEOUT = 600.0
-"""Seconds that a command waits, where nothing tells how long it takes: much more than any instance needs by
-default."""
+"""Seconds that a command waits by default, where nothing gives a duration.
+
+Much more than any instance needs by default.
+"""
 LEAVE_TIMEOUT = 60.0
 """Seconds that an instance may take to leave when its requests have moved."""
 STALLED = 5.0
-"""Seconds without a step, though there is work, after which an instance is said to stand still."""
+"""Seconds without a step, though there is work, after which an instance counts as stalled."""
 
 
 class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +48,7 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         flag(help="Seconds that its requests get to finish before they move; unset: its --drain-timeout."),
     ] = None
     force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
-    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when it was told.")] = True
+    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when the drain begins.")] = True
     wait_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         flag(
@@ -152,7 +154,10 @@ async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: boo
 
 
 def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
-    """Who is missing in the first views of a coordinator that was started again need not be gone."""
+    """A check of views for whether an instance has left the mesh.
+
+    One that is missing in the first views of a restarted coordinator need not be gone.
+    """
     return lambda view: view.complete and _still(before, view, rank) is None
 
 
@@ -163,7 +168,7 @@ def _still(before: View, view: View, rank: int) -> Member | None:
 
 
 def _why_it_stays(before: View, view: View, rank: int) -> str:
-    """What an instance that was told to go still does, and what helps."""
+    """What a draining instance still does, and what helps."""
     member = _still(before, view, rank)
     if member is None and not view.complete:
         return f"the coordinator was started again and has not heard of instance {rank} yet, if it is there"

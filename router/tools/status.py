@@ -70,7 +70,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _console() -> Console:
-    """Takes texts as they are: an address like [fd00::a:1] is no markup, and no emoji either."""
+    """A console that prints texts unchanged.
+
+    An address like [fd00::a:1] is no markup, and no emoji either.
+    """
     return Console(width=max(Console().width, MIN_WIDTH), markup=False, emoji=False)
 
 

@@ -95,7 +95,7 @@ class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 class Conversation:
-    """What was said, and how to say more."""
+    """The messages so far, and the way to send the next one."""
 
     def __init__(self, config: ChatConfig) -> None:
         self._config = config
@@ -239,7 +239,7 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bool]]:
 
 
 def _message(error: Any) -> str:
-    """What a server says of an error: OpenAI's in an object, some others' as it is."""
+    """The message of a server's error: OpenAI's is an object, some others' plain text."""
     return str((error.get("message") if isinstance(error, dict) else error) or "")
 
 
@@ -279,7 +279,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _converse(conversation: Conversation) -> int:
-    """Until the end of the input; 1 if the last question had no answer and nobody sits there."""
+    """Chat until the end of the input; returns the exit status.
+
+    It is 1 if the last question had no answer and the input is no terminal.
+    """
     status = 0
     while True:
         try:

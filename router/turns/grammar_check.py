@@ -1,7 +1,7 @@
-"""Grammars are tried before a request goes to an instance, so that a wrong one is answered at once.
+"""Validates grammars before a request reaches an instance, so that errors come at once.
 
-Without a tokenizer this is quick; what only a tokenizer shows, the instance refuses. JSON schemas that say
-more than can be enforced are cut down to what can (:mod:`router.turns.schema_support`), unless they are
+Without a tokenizer this is quick; errors that only a tokenizer shows are found by the instance. JSON schemas
+with more than can be enforced are reduced to what can (:mod:`router.turns.schema_support`), unless they are
 strict.
 """
 

@@ -107,7 +107,7 @@ class ReasoningParser(TurnParser):
         return merged(events)
 
     def _begins(self, ended: bool) -> bool:
-        """Take the first tag if the answer begins with it; False while that is not known."""
+        """Take the first tag if the answer begins with it; False while unknown."""
         start = self._buffer.lstrip()
         if tag := next((tag for tag in self._form.begin if start.startswith(tag)), None):
             self._buffer = start[len(tag) :]

@@ -14,7 +14,7 @@ FORMATS = frozenset(
         "uuid",
     }
 )  # fmt: skip
-"""Of strings, that the library knows."""
+"""Formats of strings that llguidance knows."""
 VALUES = ("const", "default", "enum", "examples")
 """What holds values, not schemas."""
 SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")

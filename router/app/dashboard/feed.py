@@ -66,8 +66,10 @@ class Feed:
         self._fresh.set()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """For one who has entered: the newest frame at once, then each one that is new when the reader comes
-        back; ends with :meth:`close`."""
+        """The frames for a viewer that has entered; ends with :meth:`close`.
+
+        The newest frame comes at once. Then comes each one that is new when the reader asks again.
+        """
         if self._clock is None or self._clock.done():
             self._make()
             self._clock = asyncio.create_task(self._tick())
@@ -94,7 +96,7 @@ class Feed:
 
 
 class FeedStream(Response):
-    """The frames as server-sent events, for a viewer who has entered, and leaves when this ends."""
+    """The frames as server-sent events for one viewer, which leaves when the response ends."""
 
     def __init__(self, feed: Feed, *, send_timeout: float = SEND_TIMEOUT) -> None:
         self.status_code = 200

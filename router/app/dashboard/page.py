@@ -1,4 +1,4 @@
-"""The handlers of the page: its files, open to anybody, and the feed, which needs the endpoint's key."""
+"""Handlers of the dashboard: its files without authentication, its feed with the endpoint's key."""
 
 from __future__ import annotations
 

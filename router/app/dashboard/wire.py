@@ -1,6 +1,6 @@
-"""What the page is told every second.
+"""Frames of the dashboard, sent every second.
 
-Totals, not rates: the browser takes differences, so that a frame which it missed costs it nothing.
+They hold totals, not rates: the browser takes differences, so that a frame which it missed costs it nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FAULTS = 30
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """Of the steps taken in lockstep, since the instance started. Times in seconds."""
+    """Totals of the steps taken in lockstep since the instance started; times in seconds."""
 
     steps: int
     wait: float
@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True):
-    """One instance: as the coordinator knows it, as it said itself, and how this front end stands with it."""
+    """One instance, as the coordinator, the instance itself and this router see it."""
 
     rank: int
     state: str
@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True):
     num_requests_here: int
     """At the front end that tells."""
     requests: list[Flight]
-    """Of those, the oldest."""
+    """The oldest of the requests in flight."""
     resumes: int
     """Requests that went on at another instance, of all front ends."""
     faults: list[Fault]

@@ -1,4 +1,4 @@
-"""A running mesh, seen from here: does its coordinator answer, and can each instance be reached."""
+"""Check of a running mesh: does its coordinator answer, is each instance reachable?"""
 
 from __future__ import annotations
 

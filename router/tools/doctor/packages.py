@@ -114,7 +114,7 @@ def ask_torch() -> TorchFacts | Failed:
     except msgspec.ValidationError:
         return msgspec.json.decode(done.stdout, type=Failed)
     except msgspec.DecodeError:  # it crashed
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         return Failed(f"the child that loads it ended with status {done.returncode}: {lines[-1]}")
 
 
