@@ -19,7 +19,7 @@ class KeygenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     file: Annotated[
         str, flag(positional=True, path=True, help="File to write, readable by its owner only.")
     ] = "lockstep.key"
-    force: Annotated[bool, flag(help="Replace a file that is there.")] = False
+    force: Annotated[bool, flag(help="Replace an existing file.")] = False
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,14 +45,16 @@ class DrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
     timeout: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        flag(help="Seconds that its requests get to finish before they move; unset: its --drain-timeout."),
+        flag(help="Seconds for its requests to finish before they move; unset: its --drain-timeout."),
     ] = None
-    force: Annotated[bool, flag(help="Drain it also if nobody serves then.")] = False
-    wait: Annotated[bool, flag(help="Return when it is gone; --no-wait: when the drain begins.")] = True
+    force: Annotated[bool, flag(help="Drain it even if no instance serves then.")] = False
+    wait: Annotated[bool, flag(help="Wait until it has left; --no-wait: return when the drain begins.")] = (
+        True
+    )
     wait_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         flag(
-            help=f"Seconds to wait for that at most; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
+            help=f"Most seconds to wait for that; unset: {LEAVE_TIMEOUT:g} more than --timeout, "
             f"{WAIT_TIMEOUT:g} without one."
         ),
     ] = None
@@ -75,12 +77,12 @@ class ScaleConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Scale."""
 
     mesh: MeshConfig = MeshConfig()
-    size: Annotated[Count | None, flag(positional=True, help="Instances of the mesh in all.")] = None
-    force: Annotated[bool, flag(help="Drain instances also if nobody serves then.")] = False
+    size: Annotated[Count | None, flag(positional=True, help="Total number of instances in the mesh.")] = None
+    force: Annotated[bool, flag(help="Drain instances even if none serves then.")] = False
     wait: Annotated[
-        bool, flag(help="Return when it is so; --no-wait: when instances were started or told to go.")
+        bool, flag(help="Wait for that number; --no-wait: return when starts and drains begin.")
     ] = True
-    timeout: Annotated[float, Meta(gt=0), flag(help="Seconds to wait for that at most.")] = WAIT_TIMEOUT
+    timeout: Annotated[float, Meta(gt=0), flag(help="Most seconds to wait for that.")] = WAIT_TIMEOUT
 
     def __post_init__(self) -> None:
         if self.size is None:

@@ -31,8 +31,10 @@ class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     mesh: MeshConfig = MeshConfig()
     json: Annotated[bool, flag(help="Print JSON instead of a table.")] = False
-    watch: Annotated[bool, flag("-w", help="Show it again and again until Ctrl-C.")] = False
-    interval: Annotated[float, msgspec.Meta(ge=0.1), flag(help="Seconds between, with --watch.")] = 1.0
+    watch: Annotated[bool, flag("-w", help="Refresh the table until Ctrl-C.")] = False
+    interval: Annotated[
+        float, msgspec.Meta(ge=0.1), flag(help="Seconds between two refreshes with --watch.")
+    ] = 1.0
     timeout: Annotated[float, msgspec.Meta(gt=0), flag(help="Seconds to wait for the coordinator.")] = 5.0
 
 

@@ -37,18 +37,21 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Chat."""
 
     url: Annotated[
-        str | None, flag(help="Base URL of the API, with or without /v1; unset: of --host and --port.")
+        str | None, flag(help="Base URL of the API, with or without /v1; unset: that of --host and --port.")
     ] = None
     endpoint: EndpointConfig = EndpointConfig()
     model_name: Annotated[
-        str | None, flag("--model", help="Unset: the first that the server lists. In a file: model-name.")
+        str | None,
+        flag("--model", help="Model to use; unset: the first that the server lists. In a file: model-name."),
     ] = None
-    system_prompt: Annotated[str | None, flag(help="Told to the model first.")] = None
-    quick: Annotated[str | None, flag("-q", help="Ask this one thing, print the answer and end.")] = None
+    system_prompt: Annotated[str | None, flag(help="System prompt at the start of the conversation.")] = None
+    quick: Annotated[str | None, flag("-q", help="Send this one message, print the answer and exit.")] = None
     max_tokens: Annotated[Count | None, flag(help="Most tokens of an answer.")] = None
-    temperature: Annotated[Temperature | None, flag(help="Of sampling; unset: the model's.")] = None
+    temperature: Annotated[
+        Temperature | None, flag(help="Sampling temperature; unset: the model's default.")
+    ] = None
     timeout: Annotated[
-        float, msgspec.Meta(gt=0), flag(help="Seconds without a word after which to give up.")
+        float, msgspec.Meta(gt=0), flag(help="Seconds without any output after which to give up.")
     ] = 120.0
 
 
