@@ -34,7 +34,7 @@ class Interface(msgspec.Struct, frozen=True):
     name: str
     address: str
     mbit: int = 0
-    """Speed of the interface, 0 where the system does not tell."""
+    """Speed of the interface in Mbit/s; 0 if the system does not report it."""
     mtu: int = 0
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def _can_be_name(text: str) -> bool:
 
 
 def check_not_wildcard(flag: str, address: str) -> None:
-    """An address is also told to others, so it cannot be all of them.
+    """Refuse a wildcard: the address is also sent to others, so it cannot be all.
 
     Raises:
         AddressError: it is.
@@ -180,7 +180,7 @@ def toward(address: str, port: int) -> str:
 
 
 async def reached(peers: Mapping[str, str], timeout: float = CONNECT_SECONDS) -> tuple[str, ...]:
-    """The names of those whose host:port takes a connection from here, all tried at once."""
+    """Names of those whose host:port accepts a connection from here, all tried at once."""
     found = await asyncio.gather(*(_connects(address, timeout) for address in peers.values()))
     return tuple(name for name, connects in zip(peers, found, strict=True) if connects)
 

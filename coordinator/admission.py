@@ -24,7 +24,7 @@ AGREED = {
 }
 """Settings in which instances of a mesh must agree -> how the user knows them."""
 NEEDS_SIZE = {"enable_expert_parallel", "data_parallel_size"}
-"""Those that an instance which was not told ``-dp`` cannot know.
+"""Settings that an instance without ``-dp`` cannot know.
 
 It takes them from the mesh.
 """

@@ -29,11 +29,11 @@ MAX_BACK_OFF = 5.0
 """Seconds between two tries to form a group, rising, while each fails."""
 
 MEMBER_STATES = (State.LOADED, State.READY, State.DRAINING)
-"""Who has its weights, and may be in a group."""
+"""States of instances that have their weights, and may be in a group."""
 
 
 class Epochs:
-    """Numbers the groups, and says when the next one is formed and of whom."""
+    """Numbers the groups, and decides when the next one is formed and of which members."""
 
     def __init__(self, rules: Rules, records: Records, reach: Reachability) -> None:
         """``records`` and ``reach`` are the membership's; only read here."""
@@ -46,8 +46,8 @@ class Epochs:
         """The newest group, begun or not."""
         self._names: frozenset[str] = frozenset()
         """Its members."""
-        self._told: frozenset[str] = frozenset()
-        """They, and who leaves when it begins: to whom it is sent."""
+        self._recipients: frozenset[str] = frozenset()
+        """The members, and the leavers: instances that the plan is sent to."""
         self._formed_at = 0.0
         self._begun = False
         self._begun_at = 0.0
@@ -70,8 +70,8 @@ class Epochs:
         """When this coordinator began."""
         self._heard_of_at: float | None = None
         """When it first heard of an epoch, restarted."""
-        self._said_lost: set[str] = set()
-        """Members of that group which others say are lost."""
+        self._reported_lost: set[str] = set()
+        """Members of the adopted group that others report as lost."""
 
     def __repr__(self) -> str:
         state = "adopting" if self._adopted_at is not None else "begun" if self._begun else "forming"
@@ -103,7 +103,7 @@ class Epochs:
         epoch.
         """
         form = self.form
-        if form is None or epoch == 0 or instance in self._told:
+        if form is None or epoch == 0 or instance in self._recipients:
             return False
         return self._adopted_at is None or (group is not None and group.epoch < form.epoch)
 
@@ -127,13 +127,13 @@ class Epochs:
         return self._begun
 
     def lost(self, epoch: int, suspects: Collection[str], *, entered: bool) -> bool:
-        """Somebody says that a group is broken, or, without ``entered``, that it could not form.
+        """A report that a group is broken, or, without ``entered``, could not form.
 
         Returns whether this is news about the newest group.
         """
         self.number = max(self.number, epoch)
         if self._adopted_at is not None:
-            self._said_lost.update(suspects)
+            self._reported_lost.update(suspects)
         if entered:
             self._broken = max(self._broken, epoch)
         news = epoch > self._failed and (self.form is None or epoch >= self.form.epoch)
@@ -151,7 +151,7 @@ class Epochs:
         form = self.form
         if form is None or self._adopted_at is not None or record.epoch >= form.epoch:
             return None
-        return form if record.instance in self._told else None
+        return form if record.instance in self._recipients else None
 
     def starved(self, settings: Settings | None) -> str:
         """What is missing until the experts fit on the live instances again.
@@ -240,7 +240,7 @@ class Epochs:
     def _take(self, form: GroupPlan) -> None:
         self.form = form
         self._names = frozenset(peer.instance for peer in form.peers)
-        self._told = self._names.union(form.leavers)
+        self._recipients = self._names.union(form.leavers)
 
     def _reason(self, size: int | None, now: float) -> str | None:
         """Why another group is to be formed."""
@@ -272,7 +272,7 @@ class Epochs:
         return self.form is not None and self._begun and self._failed < self.form.epoch and not self._gone()
 
     def _members(self, settings: Settings) -> list[Record]:
-        """Who is to be in the next group.
+        """The members of the next group.
 
         After a loss it is only those who were in one: they need not wait until a newcomer has read its
         experts. But all, where they alone have no room.
@@ -305,7 +305,9 @@ class Epochs:
         for instance in self._names:
             record = self._records.named(instance)
             back = record is not None and record.state is not State.LOADING
-            patience = self._rules.return_grace if instance in self._said_lost else self._rules.member_timeout
+            patience = (
+                self._rules.return_grace if instance in self._reported_lost else self._rules.member_timeout
+            )
             if not back and since < patience:
                 return False
         epochs = {record.epoch for record in map(self._records.named, self._names) if record is not None}
@@ -321,11 +323,11 @@ class Epochs:
         return self.age(now) < self._rules.return_grace
 
     def _candidates(self) -> list[Record]:
-        """Who would be in a group that is formed now, by rank."""
+        """The instances that would be in a group formed now, by rank."""
         return [record for record in self._loaded() if not self._reach.leaves_out(record.instance)]
 
     def _loaded(self) -> list[Record]:
-        """Who has its weights and is not on its way out, by rank."""
+        """The instances that have their weights and are not leaving, by rank."""
         return [
             record
             for _, record in sorted(self._records.items())

@@ -32,7 +32,7 @@ from coordinator.messages import (
 
 
 class MemberState:
-    """An instance's standing in the mesh.
+    """An instance's state in the mesh.
 
     Before each message it is set what is new, by assignment.
     """
@@ -48,7 +48,7 @@ class MemberState:
         """None before the coordinator has answered, and again when it does not know this instance."""
         self.refusal: str | None = None
         self.waits_for: str | None = None
-        """Why the coordinator has not said yes or no."""
+        """Why the coordinator has neither admitted nor refused this instance yet."""
         self.neighbours = 1
         self.epoch = register.epoch
         """The highest one heard of."""

@@ -1,4 +1,4 @@
-"""What instances and watchers say to the coordinator, and what it answers.
+"""Messages between instances or watchers and the coordinator, in both directions.
 
 The coordinator binds the socket, so it owns the words. Instances register, then send heartbeats that
 carry all that is known of them: a restarted coordinator learns the world from those. Watchers (routers,
@@ -172,11 +172,11 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     """
 
     instance: str
-    """Who says so, and is therefore alive."""
+    """The instance that reports, and is therefore alive."""
     epoch: Epoch
     """Epoch of the group."""
     suspects: tuple[str, ...] = ()
-    """The instances to blame, as far as this one can tell."""
+    """The instances that probably are at fault, as far as this one knows."""
     evidence: Evidence = Evidence.CLOSED
 
 
@@ -222,7 +222,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
     None: the instance's own setting.
     """
     force: bool = False
-    """Also if nobody serves then."""
+    """Also if no instance serves then."""
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
@@ -237,7 +237,7 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True):
-    """What becomes of a command: the launcher tells the coordinator, the coordinator tells who asked."""
+    """Result of a command, from the launcher to the coordinator and on to the client."""
 
     command: str
     status: int
@@ -266,13 +266,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class AdmissionWait(msgspec.Struct, frozen=True, tag="wait"):
-    """Not yet; ask again soon."""
+    """Not admitted yet; ask again soon."""
 
     reason: str
 
 
 class AdmissionRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Never, as things are: the reason says what to change."""
+    """Refused as things are; the reason says what to change."""
 
     reason: str
 
@@ -310,7 +310,7 @@ class GroupPlan(msgspec.Struct, frozen=True, tag="form", kw_only=True):
     leavers: tuple[str, ...] = ()
     """Instances of the previous group that leave in good order when this group begins."""
     broken: int = 0
-    """Groups of this epoch and earlier ones are dead: nobody waits in them any more."""
+    """Groups of this epoch and earlier ones are dead: no member waits in them."""
     token: str = ""
     """Identifies the coordinator process that formed the group.
 

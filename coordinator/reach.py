@@ -31,7 +31,7 @@ Asked = tuple[Record, Reach]
 
 @dataclass
 class _Tries:
-    """The failed groups of the same members, in a row."""
+    """The failed groups in a row with the same members."""
 
     count: int = 0
     pairs: set[Pair] = field(default_factory=set)
@@ -320,7 +320,7 @@ def _addresses(name: str, members: Sequence[Record]) -> dict[str, str]:
     In a large mesh these are not all: those on other hosts come first, in the order of ranks, beginning after
     the one that tries.
     """
-    at = next((place for place, member in enumerate(members) if member.instance == name), 0)
+    at = next((index for index, member in enumerate(members) if member.instance == name), 0)
     ring = [member for member in [*members[at:], *members[:at]] if member.instance != name and member.store]
     host = next((member.host for member in members if member.instance == name), "")
     ring.sort(key=lambda member: member.host == host)

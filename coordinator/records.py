@@ -34,7 +34,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     probe_grace: float = 0.3
     """An instance reported as lost that does not answer for this long is removed."""
     quiet_grace: float = 1.0
-    """The same for who is in a broken group but is not accused by anybody."""
+    """The same for an instance in a broken group that no other accuses."""
     return_grace: float = 2.0
     """The same for one that has not registered yet with a restarted coordinator."""
     view_grace: float = 1.5
@@ -101,7 +101,7 @@ class Record:
     """When another instance, perhaps gone since, asked for this rank; None once settled."""
 
     def hear(self, peer: Peer, message: Heartbeat, now: float) -> bool:
-        """Take over what a heartbeat says; whether watchers will want to know."""
+        """Take over the contents of a heartbeat; returns whether watchers need to know."""
         before = (self.state, self.phase, self.address)
         self.peer, self.heard_at, self.load = peer, now, message.load
         self.state, self.phase, self.address = message.state, message.phase, message.address

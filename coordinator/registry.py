@@ -1,4 +1,4 @@
-"""Who is in the mesh (pure: messages and a clock value in, messages out).
+"""Registry of the mesh's instances (pure: messages and a clock in, messages out).
 
 The rules: which rank an instance gets, when it is silent for too long, and what watchers see. Who can never
 join, :mod:`coordinator.admission` knows. The socket loop around it is :mod:`coordinator.server`.
@@ -67,7 +67,7 @@ class Registry:
         self._suspicions = Suspicions(rules)
         self._operations = Operations()
         self._left: set[int] = set()
-        """Ranks whose instances were drained: nobody waits for them."""
+        """Ranks whose instances were drained: they are not waited for."""
         self._complete = False
 
     def __repr__(self) -> str:
@@ -80,9 +80,9 @@ class Registry:
             case Register():
                 instructions = list(self._register(peer, message, now))
             case Heartbeat():
-                before = self._standing_of(message)
+                before = self._state_of(message)
                 instructions = list(self._heartbeat(peer, message, now))
-                if self._standing_of(message) == before and not self._suspicions:
+                if self._state_of(message) == before and not self._suspicions:
                     return instructions  # nothing new: most heartbeats
             case Lost():
                 instructions = list(self._lost(peer, message, now))
@@ -104,7 +104,7 @@ class Registry:
         return [*instructions, *self._go_on(now)]
 
     def tick(self, now: float) -> list[Instruction]:
-        """Take out those who were silent for too long."""
+        """Remove instances that were silent for too long."""
         instructions: list[Instruction] = []
         if not self._complete and self._knows_all(self._epochs.age(now)):
             self._complete = True
@@ -352,7 +352,7 @@ class Registry:
         yield from self._publish()
 
     def _look_at_ways(self, settings: Settings, now: float) -> Iterator[Instruction]:
-        """Leaves out of groups those whom others do not reach, and lets them back."""
+        """Leave instances that others do not reach out of groups, and let them back."""
         failure = self._epochs.failure(now)
         if failure is not None:
             yield from self._send_questions(self._reach.failed(*failure, self._epochs.others(), now))
@@ -422,7 +422,7 @@ class Registry:
             return msgspec.structs.replace(member, state=State.LOADED)
         return member
 
-    def _standing_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
+    def _state_of(self, message: Heartbeat) -> tuple[State, int, int] | None:
         """What may lead to another group when it changes."""
         record = self._records.named(message.instance)
         return None if record is None else (record.state, record.epoch, record.ready_epoch)

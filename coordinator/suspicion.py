@@ -32,13 +32,13 @@ class Suspicions:
         self._open: dict[str, _Suspicion] = {}
         self._numbers = 0
         self._waiting: set[str] = set()
-        """Who said itself that the group is broken: its step thread is well."""
+        """Instances that reported the broken group themselves: their step threads are well."""
         self._explained = False
         """Somebody is dead: that the others' ends are closed, too, is what comes of it."""
         self._excused: set[str] = set()
-        """Who was waited for in vain by one other, and lives."""
+        """Instances that one other waited for in vain, and that live."""
         self._answered_at: dict[str, float] = {}
-        """When who was suspected, with this group, was found alive."""
+        """When a suspect of this group was last found alive."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -47,7 +47,7 @@ class Suspicions:
         return f"<Suspicions {' '.join(sorted(self._open))}>"
 
     def accuse(self, instance: str, accuser: str, evidence: Evidence, now: float) -> int | None:
-        """Somebody says that an instance is lost; returns the number of a probe to send."""
+        """A report that an instance is lost; returns the number of a probe to send."""
         number = self.ask(instance, now, certain=evidence is Evidence.EXITED)
         suspicion = self._open.get(instance)
         if suspicion is None:
@@ -56,7 +56,7 @@ class Suspicions:
         return number
 
     def ask(self, instance: str, now: float, *, certain: bool = False) -> int | None:
-        """An instance may be lost, though nobody says so.
+        """Suspect an instance that no other accuses.
 
         Returns the number of a probe to send. Who has just answered one for the same group is not asked again
         so soon: those who accuse each other and answer could go on for ever.
@@ -90,11 +90,11 @@ class Suspicions:
         self._explained = False
 
     def all_is_well(self) -> None:
-        """A group has begun: everybody's steps move."""
+        """A group has begun: the steps of all its members move."""
         self._excused.clear()
 
     def settle(self, now: float) -> list[tuple[str, str]]:
-        """Close the questions that have an answer by now; returns who is dead, and why."""
+        """Close decided suspicions; returns the dead instances, and why they are dead."""
         dead = []
         self._explained |= any(
             Evidence.EXITED in suspicion.accusers.values() for suspicion in self._open.values()

@@ -268,7 +268,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def key_limits(self) -> list[KeyLimits]:
-        """What each of ``keys`` may ask for; of all clients, if there are none."""
+        """Limits of each of ``keys``; without keys, those of all clients."""
         general = KeyLimits(
             requests_per_minute=self.max_requests_per_minute,
             tokens_per_minute=self.max_tokens_per_minute,
@@ -344,7 +344,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def ray_flag(self) -> str | None:
-        """The flag that asks for Ray, if one does."""
+        """The flag that selects Ray, if one does."""
         if self.data_parallel_backend == "ray":
             return "--data-parallel-backend ray"
         if self.engine.device.distributed_executor_backend == "ray":

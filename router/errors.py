@@ -88,7 +88,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client hung up, or stopped reading: nobody is left to answer."""
+    """The client hung up, or stopped reading: there is no one to answer."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

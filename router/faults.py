@@ -16,14 +16,14 @@ MAX_TEXT = 300
 
 
 class FaultEvent(enum.StrEnum):
-    """What an entry tells of."""
+    """Kind of an entry."""
 
     DETECTION = "detection"
-    """Something was found to be lost; the kind says by which sign."""
+    """A loss was detected; the kind names the sign."""
     RESTART = "restart"
     """A process was started again; the kind is its role."""
     RESUME = "resume"
-    """Requests went on at another instance; the kind says why they had to."""
+    """Requests continued at another instance; the kind names the cause."""
 
 
 KINDS = {

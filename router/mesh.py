@@ -62,7 +62,7 @@ class Prompt(msgspec.Struct, frozen=True):
     priority: int = 0
     cache_salt: str = ""
     session: str = ""
-    """Requests of one session bear the same: a hint to keep them together."""
+    """Equal for all requests of a session: a hint to keep them together."""
     traceparent: str = ""
     """W3C Trace Context to pass to the instance; empty for none."""
 

@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
             late.cancel()
 
     def _give_up(self) -> None:
-        """Clients hear why, which those of a connection that just breaks do not."""
+        """End requests with an error: a connection that just breaks would give no reason."""
         given_up = self._mesh.give_up_all("the server ends, and the answer with it")
         if given_up:
             logger.warning(
@@ -225,7 +225,7 @@ async def _listen(
 
 
 def _had_others(listener: socket.socket) -> bool:
-    """Whether another front end accepts here, or did: then connections may wait in its queue."""
+    """Whether another router accepts here, or did: connections may wait in its queue."""
     return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
@@ -241,14 +241,14 @@ async def _find_the_world(mesh: MeshClient, following: asyncio.Task[None]) -> No
 
 
 def _tally(config: RouterConfig) -> Tally:
-    """The tally that keeps front ends even; one without a launcher is alone."""
+    """The tally that balances connections among routers; one without a launcher is alone."""
     if config.front_ends == 1 or config.counts_directory is None:
         return Tally(None, 0, 1)
     return Tally(Path(config.counts_directory) / "connections", config.front_end, config.front_ends)
 
 
 def _quotas(config: RouterConfig) -> Quotas:
-    """Shared by all front ends of this endpoint."""
+    """Quotas shared by all routers of this endpoint."""
     directory = config.counts_directory
     return Quotas(
         config.http.key_limits,
@@ -346,5 +346,5 @@ async def _follow(mesh: MeshClient, server: uvicorn.Server) -> None:
     except KeyRefused as error:
         logger.error("%s", error)
     except Exception:  # started again, this router knows the world; as it is, it would answer without
-        logger.exception("the mesh cannot be followed any more")
+        logger.exception("the connection to the mesh failed: this router ends")
     server.should_exit = True

@@ -15,7 +15,7 @@ pause is over.
 
 
 class OwnTime:
-    """Seconds since the first reading, less those in which nobody read it."""
+    """Seconds since the first reading, less those in which it was not read."""
 
     def __init__(self) -> None:
         self._read_at: float | None = None

@@ -17,7 +17,7 @@ In = TypeVar("In")
 
 
 class Malformed(ValueError):
-    """Bytes that are no message of ours; says why."""
+    """Bytes that are no valid message; the text says why."""
 
 
 class OtherProtocol(Malformed):

@@ -66,7 +66,7 @@ def obtain(mesh: MeshConfig) -> MeshKeys:
     made, directory = keys.generate(), _directory_to_write()
     if directory is None:
         logger.warning(
-            "no directory for the key of this mesh (none of %s is there for this user alone): others can "
+            "no directory for the key of this mesh (none of %s is private to this user): others can "
             "join it only if all are given --mesh-key-file; or set XDG_RUNTIME_DIR",
             ", ".join(map(str, _directories())),
         )

@@ -57,7 +57,7 @@ class OneLineParser(argparse.ArgumentParser):
         """``--x.a 1 --x.b.c=2`` as ``--x={"a": 1, "b": {"c": 2}}``, where its first part was."""
         left: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         words = iter([*argv, None])
         word = next(words)
         while word is not None:
@@ -70,15 +70,15 @@ class OneLineParser(argparse.ArgumentParser):
             else:
                 if not equals and following is not None and not _is_flag(following):
                     equals, value, following = "=", following, next(words)
-                places.setdefault(long_name, len(left))
+                positions.setdefault(long_name, len(left))
                 part = _of_json(value) if equals else True
                 _set_part(objects.setdefault(long_name, {}), path.split("."), part)
             word = following
         given = {self._in_parts.get(word.partition("=")[0].replace("_", "-")) for word in left}
         for long_name in given.intersection(objects):
             self.error(f"{long_name} is given as a whole and in parts: give one of them")
-        for long_name, place in reversed(places.items()):
-            left.insert(place, f"{long_name}={json.dumps(objects[long_name])}")
+        for long_name, position in reversed(positions.items()):
+            left.insert(position, f"{long_name}={json.dumps(objects[long_name])}")
         return left
 
     def _spelled(self, word: str) -> str:
@@ -110,7 +110,7 @@ def _set_part(whole: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _of_json(text: str) -> Any:
-    """What stands there as JSON, else as text."""
+    """A text parsed as JSON, or unchanged if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

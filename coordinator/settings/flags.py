@@ -27,7 +27,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 Size = Annotated[int, Meta(extra={"size": True})]
 """A count that may be written 8k (8000), 8K (8192), 2M, 2G and so on."""
 Bytes = Annotated[int, Meta(ge=1, extra={"size": True})]
-"""Likewise, of something that there must be."""
+"""A size of at least one byte."""
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -80,7 +80,7 @@ class Field(msgspec.Struct, frozen=True):
     is_path: bool
     is_json: bool
     words: dict[str, int]
-    """What stands for some number."""
+    """Words that stand for some number."""
     choices: tuple[str, ...]
 
     @property
@@ -99,7 +99,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names in a YAML file: those of all long flags, with underscores."""
+        """Its names in a YAML file: those of all long flags, with underscores."""
         others = (name[2:].replace("-", "_") for name in self.names if name.startswith("--"))
         return (self.key, *others)
 
@@ -273,10 +273,10 @@ def from_flat(
     for key, value in given.items():
         field = by_key[key]
         _check_text(field, value)
-        place = nested
+        section = nested
         for part in field.path[:-1]:
-            place = place.setdefault(part, {})
-        place[key] = _checked(field, value)
+            section = section.setdefault(part, {})
+        section[key] = _checked(field, value)
     try:
         return msgspec.convert(nested, config, strict=False)
     except msgspec.ValidationError as error:

@@ -25,7 +25,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     is_switch: bool = False
     """Given alone, or with ``no-`` in front; others take one value."""
     here: str = ""
-    """The flag that does the same here."""
+    """The flag of Lockstep with the same meaning."""
     harmless: tuple[str, ...] | None = ()
     """Values that change nothing; None: whatever it is. Switches are ``true`` or ``false``."""
     why: str = ""
@@ -35,7 +35,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForeignError(ValueError):
-    """A flag that cannot be taken; says what to give instead."""
+    """A flag that is refused; the message names what to give instead."""
 
 
 class ForeignFlags:

@@ -40,7 +40,7 @@ MAX_REQUESTS = 1000
 
 
 class Watched(Protocol):
-    """What the admin API tells of the mesh."""
+    """What the admin API needs to know of the mesh."""
 
     @property
     def view(self) -> View | None: ...
@@ -75,7 +75,7 @@ class ScaleRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InstanceAnswer(msgspec.Struct, frozen=True):
-    """One instance; ``router`` is how the front end that answers stands with it."""
+    """One instance; ``router`` is its health as this router sees it."""
 
     rank: int
     state: str
@@ -94,13 +94,13 @@ class WorldAnswer(msgspec.Struct, frozen=True):
     size: int | None
     waiting_for: str
     coordinator_silent_for: float | None
-    """Seconds; what stands here is at least so old."""
+    """Seconds; this answer is at least so old."""
     front_end: int
     instances: list[InstanceAnswer]
 
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
-    """What the front end that answers has in flight, oldest first."""
+    """Requests in flight in this router, oldest first."""
 
     front_end: int
     in_flight: int
@@ -129,7 +129,7 @@ _read_scale = decoder(ScaleRequest)
 def make_admin_app(
     mesh: Watched, faults: Callable[[], Faults], command: Command, front_end: int = 0, prefix: str = ""
 ) -> Starlette:
-    """The ASGI application of ``/admin``; :class:`AdminGate` stands before it."""
+    """The ASGI application of ``/admin``, behind :class:`AdminGate`."""
 
     async def world(request: Request) -> Response:
         view = mesh.view

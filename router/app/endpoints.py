@@ -78,7 +78,7 @@ class Endpoints:
             return json_response(await run_sized(answer, len(body)))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What tokenizer_config.json says, special tokens as plain strings; only where a flag allows it."""
+        """Contents of tokenizer_config.json, special tokens as plain strings; needs a flag."""
         if not self._config.enable_tokenizer_info_endpoint:
             raise ApiError(404, "Start the router with --enable-tokenizer-info-endpoint to have this.")
         tokenizer = (await self._models.get(None)).tokenizer
@@ -119,5 +119,5 @@ class Endpoints:
         return json_response(encode(Loads.of(found, time.time())))
 
     async def get_load(self, request: Request) -> Response:
-        """The load of each instance, as older tools for SGLang ask for it."""
+        """``GET /get_load``: the load of each instance, for older tools of SGLang."""
         return json_response(encode(older_loads_of(self._metrics.reports(), self._metrics.block_size() or 0)))

@@ -28,7 +28,7 @@ from coordinator.rpc.complaints import Complaints
 logger = logging.getLogger(__name__)
 
 COURTESY = 0.002
-"""Seconds for which a connection is left to front ends with fewer."""
+"""Seconds for which a connection is left to routers with fewer connections."""
 PAUSE = 0.1
 """Seconds without accepting while there are no files for more connections."""
 KEPT_FILES = 64
@@ -38,7 +38,7 @@ KEPT_PART = 16
 UNLIMITED = 1 << 62
 """Files of a process that has no limit."""
 MOST_AT_ONCE = 64
-"""Connections that a front end without others accepts in one turn of its loop."""
+"""Most connections that a single router accepts in one turn of its loop."""
 SLOT_BYTES = 4
 
 
@@ -53,7 +53,7 @@ class Tally:
     """Open connections of each router, in memory shared through a small file."""
 
     def __init__(self, file: Path | None, number: int, count: int) -> None:
-        """``number`` of this front end among ``count``; one that is alone needs no ``file``."""
+        """``number`` of this router among ``count``; a single one needs no ``file``."""
         if file is None:
             self._slots = memoryview(bytearray(count * SLOT_BYTES)).cast("i")
         else:
@@ -75,19 +75,19 @@ class Tally:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other front end."""
+        """Whether there is no other router."""
         return len(self._slots) == 1
 
     def tell(self, num_connections: int) -> None:
         self._slots[self._number] = num_connections
 
     def is_ahead(self) -> bool:
-        """Whether another front end has fewer."""
+        """Whether another router has fewer connections."""
         return min(self._slots) < self._slots[self._number]
 
 
 class Acceptor:
-    """Accepts connections of one listening socket for one front end. Stands in for an ``asyncio.Server``."""
+    """Accepts connections of one listening socket for one router. Stands in for an ``asyncio.Server``."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Acceptor:
         self._later = self._loop.call_later(seconds, then)
 
     def _accept(self) -> bool:
-        """Accept one connection, if no other front end was faster and there is a file.
+        """Accept one connection, if no other router was faster and a file is free.
 
         Returns whether it did.
         """

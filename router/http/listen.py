@@ -1,6 +1,6 @@
 """Listening sockets of the router, for TCP or at a path, bound before anything else.
 
-``serve`` opens them and its front ends inherit them: all accept from one queue, so what waits there when one
+``serve`` opens them and its routers inherit them: all accept from one queue, so what waits there when one
 of them dies is taken by another, or by its successor.
 """
 
@@ -106,7 +106,7 @@ def _bind_at(listener: socket.socket, path: Path) -> None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody listens there, or has bound it and will.
+    """Whether a process listens at the path, or has bound it and will.
 
     The kernel lists the latter, of this network namespace.
     """

@@ -121,7 +121,7 @@ class Quotas:
         front_end: int = 0,
         front_ends: int = 1,
     ) -> None:
-        """``file``: shared with the other front ends; None if there are none."""
+        """``file``: shared with the other routers; None if there are none."""
         self._limits = limits
         self._front_end = front_end
         self._front_ends = front_ends

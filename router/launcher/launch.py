@@ -77,7 +77,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_instance(self) -> bool:
-        """Whether a view of the mesh tells of it.
+        """Whether a view of the mesh contains it.
 
         The workers on another host of an instance are none.
         """
@@ -251,13 +251,13 @@ def _engine_of(config: ServeConfig, number: int) -> EngineConfig:
 
 
 def _workers(engine: EngineConfig, node: int = 0) -> tuple[str, ...]:
-    """Places of the workers that run on this host, for the table."""
+    """Names of the workers that run on this host, for the table."""
     device, nnodes = engine.device, engine.nodes.nnodes
     if not device.uses_processes:
         return ()
     stages, ranks = device.pipeline_parallel_size, device.tensor_parallel_size
-    places = [f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks)]
-    return tuple(places[worker] for worker in workers_of_node(len(places), node, nnodes))
+    workers = [f"PP{stage}_TP{rank}" for stage in range(stages) for rank in range(ranks)]
+    return tuple(workers[index] for index in workers_of_node(len(workers), node, nnodes))
 
 
 def _with_model(engine: EngineConfig) -> EngineConfig:
@@ -307,6 +307,6 @@ def print_table(title: str, table: list[ProcessSpec]) -> None:
         share = f"{most}{spec.threads} thread{'s' * (spec.threads > 1)}"
         share += f", CUDA {','.join(spec.devices)}" if spec.devices else ""
         branch = tree.add(f"{spec.name:<12} {rank:<14} {spec.address:<28} {share}", highlight=False)
-        for place in spec.workers:
-            branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{place}", highlight=False)
+        for worker in spec.workers:
+            branch.add(f"Worker_{'*' if spec.rank is None else spec.rank}_{worker}", highlight=False)
     Console(soft_wrap=True, markup=False, emoji=False).print(tree)  # an address like [fd00::a:1] is neither

@@ -73,14 +73,14 @@ def ignored_revision(config: ServeConfig) -> bool:
 
 
 def ignored_when_headless(config: ServeConfig) -> list[str]:
-    """Flags given in vain: those of the front ends, which only the head has."""
+    """Flags without effect here: those of routers, which only the head has."""
     if not config.mesh.headless:
         return []
     return [field.long_name for field, _ in changed(config) if field.path[0] in OF_FRONT_ENDS]
 
 
 def ignored_with_uds(config: ServeConfig) -> list[str]:
-    """Flags given in vain: those of an address, where the endpoint is at a path."""
+    """Flags without effect: those of an address, where the endpoint is at a path."""
     if config.http.uds is None:
         return []
     return [

@@ -17,7 +17,7 @@ More are a typing error that would take the machine down.
 
 
 class ScalingRefused(Exception):
-    """Not possible as things are; the message says why and what to do."""
+    """A scale command that is impossible now; the message says why."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True):
-    """What to do, and what to say about it."""
+    """Ranks to start and to drain, and the message about it."""
 
     start: tuple[int, ...] = ()
     drain: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ def check_cores(count: int, machine: Machine) -> None:
 
 
 def shared_devices(count: int, machine: Machine) -> str:
-    """What to say of so many instances, if there are not devices for each.
+    """A warning if there are not enough devices for each instance.
 
     Empty if there are.
     """

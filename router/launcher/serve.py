@@ -56,7 +56,7 @@ from router.metrics.shared_counts import SharedCounts, Snapshot
 logger = logging.getLogger("serve")
 
 Command = Callable[[list[str]], int]
-"""Given what stands behind its name; the exit status."""
+"""Takes the arguments behind its name; returns the exit status."""
 
 HEALTH_TIMEOUT = 10.0
 """Seconds for a router to answer /health once the instances are ready."""
@@ -78,7 +78,7 @@ def main_serve(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    config = _parsed(argv)
+    config = _parse(argv)
     try:
         _check(config)
         config = _with_key_of_clients(config)
@@ -100,7 +100,7 @@ def _serve(argv: list[str]) -> int:
         return process.EXIT_FAILED
 
 
-def _parsed(argv: list[str]) -> ServeConfig:
+def _parse(argv: list[str]) -> ServeConfig:
     """The settings of a command line; flags of other systems that are ignored are logged."""
     foreign = ForeignFlags(FOREIGN)
     config = parse(
@@ -358,9 +358,7 @@ async def _wait_for_endpoint(config: ServeConfig) -> None:
     if not await wait_for_health(
         _own_host(http), http.port, tls=http.scheme == "https", timeout=HEALTH_TIMEOUT, path=http.uds
     ):
-        logger.warning(
-            "the instances are ready, but GET /health does not say so after %.0f s", HEALTH_TIMEOUT
-        )
+        logger.warning("the instances are ready, but GET /health fails after %.0f s", HEALTH_TIMEOUT)
 
 
 def _own_host(http: HttpConfig) -> str:

@@ -268,13 +268,13 @@ class Supervisor:
         return self._fork_server is not None and not self._fork_server.problem and spec.may_be_forked
 
     async def _fork(self, spec: ProcessSpec, environment: dict[str, str]) -> Forked | None:
-        """None: it has to be started the plain way."""
+        """None: it needs a normal process start."""
         assert self._fork_server is not None
         try:
             return await fork(self._fork_server, spec, environment)
         except Unforked as problem:
             if not self._stopping:
-                logger.warning("%s; %s is started the plain way", problem, spec.name)
+                logger.warning("%s; falling back to a normal process start for %s", problem, spec.name)
             return None
 
     async def _watch(self, child: ChildProcess) -> None:
@@ -315,13 +315,13 @@ class Supervisor:
                 self._end_without_instances(status)
                 return
             self._coming_back[child.key] = self._successor(child, status)
-            logger.info("%s is started again in %.1f s", child.spec.name, delay)
+            logger.info("restarting %s in %.1f s", child.spec.name, delay)
             await asyncio.sleep(delay)
             spec = self._coming_back.pop(child.key, None)
             if spec is None or self._ended.is_set():
                 self._end_without_instances(0)
                 return
-            logger.info("starting %s again", spec.name)
+            logger.info("restarting %s", spec.name)
             try:
                 await self._start(child.key, spec, returns=spec.rank is not None)
             except OSError as error:  # no memory, no process or no descriptor to be had, for now

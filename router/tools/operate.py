@@ -1,4 +1,4 @@
-"""``lockstep drain`` and ``lockstep scale``: ask the coordinator, then wait until it is so."""
+"""``lockstep drain`` and ``lockstep scale``: send a command, then wait for its result."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def main_scale(argv: list[str] | None = None) -> int:
 
 
 async def _carry_out(name: str, mesh: MeshConfig, wish: Drain | Scale, wait: bool, timeout: float) -> int:
-    """Ask, say the answer, and wait for what it promised."""
+    """Send the command, print the answer, and wait for the result."""
     endpoint = mesh.coordinator_endpoint
     keys = process.mesh_keys(mesh, f"lockstep {name}")
     began = time.monotonic()
@@ -164,7 +164,7 @@ def _is_gone(before: View, rank: int) -> Callable[[View], bool]:
 
 
 def _still(before: View, view: View, rank: int) -> Member | None:
-    """Who had this rank, as it is now. Another instance may take the rank meanwhile."""
+    """The former holder of a rank, as it is now; the rank may be another's."""
     names = {member.instance for member in before.members if member.rank == rank}
     return next((member for member in view.members if member.instance in names), None)
 

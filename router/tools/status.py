@@ -23,7 +23,7 @@ from coordinator.rpc.keys import MeshKeys
 from coordinator.settings.flags import flag, parse
 
 MIN_WIDTH = 100
-"""Columns that the table needs; a pipe says that it has 80."""
+"""Columns that the table needs; a pipe reports 80."""
 
 
 class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

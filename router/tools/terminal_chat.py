@@ -66,26 +66,26 @@ class NoApi(ChatError):
 class _PathConnection(http.client.HTTPConnection):
     """A connection to a Unix socket."""
 
-    def __init__(self, path: str, trust: ssl.SSLContext | None, timeout: float) -> None:
+    def __init__(self, path: str, tls: ssl.SSLContext | None, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
-        self._trust = trust
+        self._tls = tls
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
-        if self._trust is not None:
-            self.sock = self._trust.wrap_socket(self.sock, server_hostname="localhost")
+        if self._tls is not None:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname="localhost")
 
 
 class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Opens all URLs at one Unix socket."""
 
-    def __init__(self, path: str, trust: ssl.SSLContext | None) -> None:
+    def __init__(self, path: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
         self._path = path
-        self._trust = trust
+        self._tls = tls
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connection, request)
@@ -94,7 +94,7 @@ class _AtPath(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(self._connection, request)
 
     def _connection(self, _host: str, /, *, timeout: float = 0.0, **_: Any) -> http.client.HTTPConnection:
-        return _PathConnection(self._path, self._trust, timeout)
+        return _PathConnection(self._path, self._tls, timeout)
 
 
 class Conversation:
@@ -104,7 +104,7 @@ class Conversation:
         self._config = config
         endpoint = config.endpoint
         self._url = (config.url or f"{endpoint.base_url}/v1").rstrip("/")
-        self._trust: ssl.SSLContext | None = None
+        self._tls: ssl.SSLContext | None = None
         self._system = config.system_prompt
         self._key = endpoint.api_key[0] if endpoint.api_key else key_of_client(os.environ)
         self._messages: list[dict[str, str]] = []
@@ -129,7 +129,7 @@ class Conversation:
         """
         if self._config.url is None:
             try:
-                self._trust = self._config.endpoint.trust()
+                self._tls = self._config.endpoint.trust()
             except OSError as error:
                 raise ChatError(f"--ssl-certfile cannot be used: {error.strerror or error}") from error
         try:
@@ -186,12 +186,12 @@ class Conversation:
 
     def _opener(self, request: urllib.request.Request) -> urllib.request.OpenerDirector:
         """Without a proxy to loopback: one would look for the server on its own host."""
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._trust)]
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=self._tls)]
         if is_loopback(urlsplit(request.full_url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))
         path = self._config.endpoint.uds
         if path is not None and self._config.url is None:
-            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._trust)]
+            handlers = [urllib.request.ProxyHandler({}), _AtPath(path, self._tls)]
         return urllib.request.build_opener(*handlers)
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ class Dialect(ABC):
     """How one request's model writes reasoning, tool calls and content."""
 
     reasoning: ReasoningFormat | None = None
-    """What stands around reasoning; None if none is known."""
+    """Markers around reasoning; None if none are known."""
     written: CallFormat | None = None
     """Calls that are asked for; None where none may be."""
     most_one_call = False

@@ -30,7 +30,7 @@ MOST_KEPT_CHARACTERS = 4 << 20
 MOST_WAITING = 1024
 """Grammars that wait to be checked; requests with more are refused."""
 MOST_SECONDS = 3.0
-"""Processor time for trials of parts of one grammar; others wait for the same thread."""
+"""Seconds of processor time for trials of one grammar's parts: others wait."""
 TAKES_TOO_LONG = (
     "it has parts that cannot be enforced as they are, and more of them than can be tried: make the schema "
     "smaller, or write oneOf as anyOf."

@@ -95,7 +95,7 @@ class HarmonyParser(TurnParser):
         return merged(events)
 
     def _read_header(self, ended: bool) -> bool:
-        """Take a header, or what stands in its place; False while it may go on."""
+        """Take a header, or the text in its place; False while it may go on."""
         text = self._buffer.lstrip()
         if not ended and any(mark.startswith(text) for mark in (*MARKERS, _TO)):
             return False

@@ -23,7 +23,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     implied: bool = False
     """An answer begins inside unless the prompt has closed the tags."""
     before_answer: str = ""
-    """What stands between the last tag and the answer, where it is more than blanks."""
+    """Text between the last tag and the answer, where it is more than blanks."""
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))

@@ -62,7 +62,7 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
 
 def form_of(request: GenerationRequest, config: StructuredOutputsConfig) -> AnswerForm | None:
-    """The form that a request asks for, None for any text.
+    """The output form that a request requires; None for free text.
 
     Clients made for several servers ask for the same one under several names.
 
@@ -245,7 +245,7 @@ def _schema(given: Any, param: str) -> Any:
 
 
 def _regex(given: str, param: str) -> str:
-    """Always of the whole answer, so anchors say nothing new.
+    """A regular expression for the whole answer, so anchors add nothing.
 
     And a slash would end it.
     """

@@ -1,4 +1,4 @@
-"""One computation for all who look at the page, and none while nobody does.
+"""One computation for all viewers of the page, and none while there is no viewer.
 
 The first viewer starts the clock, the last one stops it. Each frame is made and encoded once; a viewer that
 reads slowly misses frames instead of piling them up, and one that does not read at all is let go.

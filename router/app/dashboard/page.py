@@ -47,12 +47,12 @@ def files() -> dict[str, tuple[bytes, str]]:
 
 
 def open_paths() -> frozenset[str]:
-    """What needs no key: files that are the same for everybody."""
+    """Paths without authentication: files that are the same for all users."""
     return frozenset(files())
 
 
 class Dashboard:
-    """The page of one front end."""
+    """The dashboard of one router."""
 
     def __init__(
         self,

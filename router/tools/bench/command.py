@@ -201,7 +201,7 @@ def _progress(disabled: bool) -> Progress:
 
 
 def conversations(args: Args, rng: random.Random, count: int) -> list[Conversation]:
-    """What to ask.
+    """The conversations of a run.
 
     Raises:
         ValueError: the file of --dataset-path cannot be used.

@@ -25,7 +25,7 @@ class Ask(msgspec.Struct, frozen=True):
 
     prompt: Prompt
     output_len: int
-    """Tokens to ask for."""
+    """Tokens to generate."""
 
 
 Conversation = list[Ask]

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(config: DoctorConfig) -> tuple[list[Finding], Links | None]:
-    """All checks that the settings ask for; where Lockstep cannot run, nothing more than that."""
+    """All checks of these settings; only the first ones where Lockstep cannot run."""
     findings = packages.check_python()
     if worst(findings) is Level.BROKEN:  # what the others look at is not there
         return findings, None

@@ -71,7 +71,7 @@ def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _differences(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    """What has to be the same on all hosts."""
+    """Findings about what must be the same on all hosts."""
 
     def each(values: Sequence[object]) -> str:
         return ", ".join(f"{host.host} {value}" for host, value in zip(hosts, values, strict=True))

@@ -12,7 +12,7 @@ from router.tools.doctor.findings import Finding, Level, worst
 from router.tools.doctor.links import name_of
 
 MIN_WIDTH = 120
-"""Columns that the tables need; a pipe says that it has 80."""
+"""Columns that the tables need; a pipe reports 80."""
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.BROKEN: "bold red"}
 
 

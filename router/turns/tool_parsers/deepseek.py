@@ -59,7 +59,7 @@ class DeepseekV3(ToolParser):
         return self._tail if self._arguments.found else None
 
     def _tail(self) -> State | None:
-        """What stands between the arguments and the end of the call is dropped."""
+        """Drop the text between the arguments and the end of the call."""
         end = self._buffer.find(self.call_end)
         if end >= 0:
             self._take(end + len(self.call_end))

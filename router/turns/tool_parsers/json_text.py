@@ -237,7 +237,7 @@ class JsonCall:
         return True
 
     def _string(self) -> str | None:
-        """The string that stands next, None if it is not complete or not one."""
+        """The next string; None if it is incomplete or not a string."""
         first = self._peek()
         if first is None:
             return None

@@ -105,7 +105,7 @@ class Qwen3Coder(Tagged):
     """``<tool_call><function=f><parameter=a>1</parameter></function></tool_call>``."""
 
     calls: ClassVar[tuple[str, str]] = (CALL, CALL_END)
-    """What stands around calls."""
+    """Markers around calls."""
     name_begin: ClassVar[str] = "<function="
     name_end: ClassVar[str] = ">"
     markers = (CALL, CALL_END)

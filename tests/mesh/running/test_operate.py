@@ -288,7 +288,7 @@ def test_emptied_by_force_and_without_its_fork_server_the_mesh_waits_for_others(
     operated.command.child("ForkServer").kill()
     grown = operated.lockstep("scale", "1")
     assert grown.returncode == 0, grown.stderr
-    operated.command.wait_for("Engine_0 is started the plain way")
+    operated.command.wait_for("falling back to a normal process start for Engine_0")
     assert operated.ready_ranks() == [0]
     victim = operated.command.child("Engine_0")
     killed = under_load(operated, 0, lambda: victim.send_signal(signal.SIGKILL))
