@@ -16,7 +16,7 @@ MESH_SHORT = tests/engine/% tests/parallel/% tests/mesh/running/test_wheel.py \
 MESH_TESTS = tests/mesh/faults/test_chaos.py $(filter-out tests/mesh/faults/test_chaos.py $(MESH_SHORT),$(MESH_FILES)) \
              $(filter $(MESH_SHORT),$(MESH_FILES))
 
-.PHONY: serve test check format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
+.PHONY: serve test check docs format bench bench-collectives bench-growth bench-kv-room bench-lockstep bench-overhead bench-router bench-serving bench-startup bench-wake bench-structured structured soak chaos kills joins nightly fuzz crowd clients screenshots simulate model clean
 
 serve: $(STAMP)  ## install, start the whole mesh (two instances) on the shipped model
 	$(BIN)/serve -dp 2 $(ARGS)
@@ -35,6 +35,10 @@ check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation as a site in build/site; fails at the first warning
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
