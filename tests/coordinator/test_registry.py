@@ -116,7 +116,7 @@ def test_the_epoch_counts_changes_of_the_ready_set_only() -> None:
     assert membership.view().epoch == 3
     membership.handle(b"b", Leave("b"), 3.0)
     assert membership.view().epoch == 3, "a draining instance was out of the world already"
-    assert repr(membership) == "<Membership epoch 3 [0:ready] 0 watchers>"
+    assert repr(membership) == "<Registry epoch 3 [0:ready] 0 watchers>"
 
 
 def test_a_sign_of_life_costs_the_same_in_any_mesh() -> None:

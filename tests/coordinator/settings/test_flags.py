@@ -90,8 +90,8 @@ def test_help_is_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--help")
     said = " ".join(capsys.readouterr().out.split())
     assert "--cudagraph-capture-sizes int [int ...]" in said
-    assert "Methods that those may use. (default: *)" in said
-    assert "Prefix that a proxy in front of the endpoint has. --allowed-origins" in said
+    assert "Methods allowed to those origins (CORS). (default: *)" in said
+    assert "Path prefix at which a proxy serves the endpoint. --allowed-origins" in said
     assert not [word for word in ("Annotated", "(default: )", "(default: (", "<class") if word in said]
 
 
@@ -321,8 +321,8 @@ def test_secrets_reach_those_who_are_started_in_a_file(tmp_path: Path) -> None:
         ([], None),
         (["--mesh-key-file", "k"], None),
         (["-dpa", "10.0.0.1", "--mesh-key-file", "k"], None),
-        (["-dpa", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network can read all requests"),
-        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "whoever reaches this network"),
+        (["-dpa", "10.0.0.1", "--insecure-mesh"], "anyone on this network can read all requests"),
+        (["--instance-address", "10.0.0.1", "--insecure-mesh"], "anyone on this network"),
         (["--mesh-key-file", "k", "--insecure-mesh"], "--insecure-mesh ignored: there is a mesh key"),
     ],
 )

@@ -260,7 +260,7 @@ def test_scaling_and_draining_under_load_cost_no_token(operated: Operated) -> No
         wait_until(lambda: operated.ready_ranks() == [0], 20)
 
     under_steady_load(operated, shrink)
-    assert "instance 2 was told to drain" in outputs[1]
+    assert "instance 2 was asked to drain" in outputs[1]
     assert operated.view().waiting_for == "", "nobody waits for who was told to go"
 
 
@@ -288,7 +288,7 @@ def test_emptied_by_force_and_without_its_fork_server_the_mesh_waits_for_others(
     operated.command.child("ForkServer").kill()
     grown = operated.lockstep("scale", "1")
     assert grown.returncode == 0, grown.stderr
-    operated.command.wait_for("Engine_0 is started the plain way")
+    operated.command.wait_for("falling back to a normal process start for Engine_0")
     assert operated.ready_ranks() == [0]
     victim = operated.command.child("Engine_0")
     killed = under_load(operated, 0, lambda: victim.send_signal(signal.SIGKILL))

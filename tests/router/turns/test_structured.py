@@ -28,7 +28,7 @@ from router.turns import grammar_check, harmony
 from router.turns.assistant_turns import Turn, turn_of
 from router.turns.grammar_check import GrammarCheck, checked_grammar, problem_with
 from router.turns.schema_formats import FORMATS
-from router.turns.schema_support import MAX_PLACE, UNKNOWN
+from router.turns.schema_support import MAX_LOCATION, UNKNOWN
 from router.turns.structured import ANSWER, MAX_DEPTH, form_of, pattern_of, text_of
 from router.turns.tool_parsers import TOOL_PARSERS
 from router.turns.turn_format import TurnFormat
@@ -607,9 +607,9 @@ def test_a_pattern_that_is_no_text_is_wrong() -> None:
 def test_places_with_long_names_are_shortened() -> None:
     named = {"properties": {"a" * 5000: {"type": "array", "uniqueItems": True}}}
     (place,) = checked_grammar(grammar_of(named)).unenforced[ANSWER]
-    assert (len(place), place[:16], place[-3:]) == (MAX_PLACE, "$.properties.aaa", "...")
+    assert (len(place), place[:16], place[-3:]) == (MAX_LOCATION, "$.properties.aaa", "...")
     named = {"properties": {"a" * 5000: {"type": "text"}}}
-    assert len(checked_grammar(grammar_of(named)).problem) < MAX_PLACE + 50
+    assert len(checked_grammar(grammar_of(named)).problem) < MAX_LOCATION + 50
 
 
 def test_names_of_properties_write_no_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
