@@ -1,4 +1,4 @@
-"""The commands of README run as they stand there, in order, and print what it promises."""
+"""Commands of README run as shown, in order, and print what it promises."""
 
 from __future__ import annotations
 
