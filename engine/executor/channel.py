@@ -1,4 +1,4 @@
-"""Whole messages over a pair of connected sockets, between an engine and one of its workers (no torch).
+"""Message channel between an engine and a worker over connected sockets (no torch).
 
 A round trip takes 16 us here, where one of ZeroMQ takes 160. On a busy host a sleeper is woken late, so a
 receiver looks again and again for a moment before it sleeps, offering its core to others between two looks.
@@ -18,7 +18,7 @@ HEADER = struct.Struct("<I")
 MAX_BYTES = 1 << 28
 CHUNK = 1 << 20
 SEND_TIMEOUT = 60.0
-"""Seconds in which the other side must make room for more of a message, where nobody says how many."""
+"""Default seconds in which the other side must make room for more of a message."""
 
 
 class ChannelClosed(ConnectionError):
@@ -104,7 +104,7 @@ class Channel:
         return self._next()
 
     def receive(self, look: float) -> bytes:
-        """Wait for the next message: look for it for ``look`` seconds, then sleep until it comes.
+        """Wait for the next message: poll for ``look`` seconds, then sleep until it comes.
 
         Raises:
             ChannelClosed: the other side is gone.

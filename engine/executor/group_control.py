@@ -1,4 +1,4 @@
-"""The engine's end of what it and its workers say of the groups of an epoch (no torch).
+"""The engine's side of the messages about groups of an epoch (no torch).
 
 Calls come from the threads that prepare, abort and report; one thread of its own takes in the answers.
 """
@@ -36,10 +36,13 @@ COUNTS_INTERVAL = 1.0
 LOOK_INTERVAL = 0.05
 """Seconds after which somebody who waits for workers looks whether it is still wanted."""
 SILENCE_TIMEOUT = 20.0
-"""Seconds after which a worker that does not answer a plain question is lost: it is stopped or hangs. Workers
-answer from a thread that does nothing else; during steps they are asked every ``COUNTS_INTERVAL``."""
+"""Seconds after which a worker that does not answer a plain question is lost.
+
+It is stopped or hangs: workers answer from a thread that does nothing else. During steps they are asked every
+``COUNTS_INTERVAL``.
+"""
 MOST_EPOCHS = 8
-"""Of so many newest ones answers are kept."""
+"""Number of newest epochs of which answers are kept."""
 
 Answer = TypeVar("Answer", ExpertsRead, GroupsFormed)
 
@@ -62,7 +65,7 @@ class GroupControl:
         self.counts: list[Counts | None] = [None] * len(self._channels)
         """The newest of each worker."""
         self._asked_at = 0.0
-        """When the oldest question came that is not answered by all, or the newest that is."""
+        """Time of the oldest question without all answers, or of the newest answered one."""
         self._heard_at = [0.0] * len(self._channels)
         self.silent: int | None = None
         """The number of a worker that does not answer."""
@@ -88,10 +91,10 @@ class GroupControl:
     ) -> list[Answer]:
         """This answer of every worker.
 
-        Who does not come to it is told to abandon the epoch, as are all.
+        If one worker fails to answer, all are sent the order to abandon the epoch.
 
         Raises:
-            ReadingStopped: ``should_stop`` said so.
+            ReadingStopped: ``should_stop`` returned True.
             CheckpointError, ValueError, RuntimeError: a worker says what went wrong.
             CollectiveError: a group could not be formed, or a worker is gone or does not answer.
         """
@@ -172,7 +175,7 @@ class GroupControl:
                 self.ask_who_lives()
 
     def _look_for_silence(self) -> None:
-        """To be called when all that was said is read: this process may have been stopped itself."""
+        """Called when all answers are read: this process may have been stopped itself."""
         with self._changed:
             if self.silent is not None or time.monotonic() - self._asked_at <= SILENCE_TIMEOUT:
                 return

@@ -1,4 +1,4 @@
-"""What an engine and its workers say to each other of the groups of an epoch, beside the steps (no torch).
+"""Messages between engine and workers about the groups of an epoch (no torch).
 
 They go over a channel of their own, so that a worker hears them while it waits in a step.
 """
@@ -13,11 +13,11 @@ from coordinator.messages import GroupPlan
 
 
 class PrepareGroups(msgspec.Struct, frozen=True, tag="prepare"):
-    """Read the experts that this epoch gives you beside what you hold, then form your groups of it."""
+    """Order to read the missing experts of an epoch, then form its groups."""
 
     form: GroupPlan
     place: int
-    """Of this instance among the form's peers."""
+    """Index of this instance among the form's peers."""
     free_bytes: int
     """Memory that this worker may use for it."""
 
@@ -68,7 +68,7 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     tokens_per_expert: dict[int, int]
     """Computed so far by the experts that this worker holds."""
     spare_bytes: int
-    """Of its device, for more experts."""
+    """Bytes of its device for more experts."""
 
 
 FromGroups = ExpertsRead | GroupsFormed | NotPrepared | Counts

@@ -33,7 +33,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     cores: tuple[int, ...]
     """The only ones it may use; empty: any."""
     address: str = "127.0.0.1"
-    """Of its host, where the other workers reach it."""
+    """Address of its host, where the other workers reach it."""
     hosts: tuple[str, ...] = ()
     """Where each worker of the instance runs, by stage, then rank.
 
@@ -42,7 +42,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     number: int = 0
     """Among the workers of its host."""
     place: tuple[int, int] | None = None
-    """(place, of how many) among the instances over which experts are spread at first, if they are."""
+    """(index, count) among the instances over which experts are spread at first, if any."""
 
 
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
@@ -76,7 +76,7 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
     sizes: tuple[int, ...] = ()
     """Where experts are spread: the tokens of every instance in this step."""
     epoch: int = 0
-    """And the epoch in whose groups it was agreed on: in any other one it is left out."""
+    """Epoch whose groups agreed on the step; skipped in any other one."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -124,7 +124,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     layers: tuple[int, int]
     """Numbers of its layers: [first, stop)."""
     expert_bytes: int = 0
-    """Of one expert in all its layers, where experts are spread."""
+    """Bytes of one expert in all its layers, where experts are spread."""
 
 
 class Free(msgspec.Struct, frozen=True, tag="free"):
@@ -152,8 +152,10 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """A step did not come to its end, since a group of its epoch is broken: no other step of that epoch is
-    computed here."""
+    """A step was cut short, since a group of its epoch is broken.
+
+    No other step of that epoch is computed here.
+    """
 
     epoch: int
     suspect: int | None

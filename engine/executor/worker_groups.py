@@ -1,5 +1,6 @@
-"""A worker's groups, epoch after epoch: with the workers of other instances, over which experts are spread,
-and with those of its own instance.
+"""A worker's groups in each epoch: across instances, and inside its own instance.
+
+Experts are spread over the workers of the former.
 
 All groups of an epoch are formed anew, those inside the instance, too: when a step is cut short, its workers
 are at different places of it, and what they exchange then would not belong together any more. They are
@@ -54,7 +55,7 @@ class EpochGroups:
     def __init__(self, form: GroupPlan | None, place: int) -> None:
         self.form = form
         self.place = place
-        """Of this instance in the form."""
+        """Index of this instance in the form."""
         self.experts: Communicator | None = None
         """The workers of all instances in this pipeline stage."""
         self.inside: dict[Axis, Communicator] = {}
@@ -106,7 +107,7 @@ class WorkerGroups:
 
     @property
     def epoch(self) -> int:
-        """Of the groups that steps use; 0: none yet."""
+        """Epoch of the groups that steps use; 0: none yet."""
         return self._current.form.epoch if self._current.form is not None else 0
 
     def serve(self, executor: UniExecutor) -> None:
@@ -117,7 +118,7 @@ class WorkerGroups:
     # ---- in the thread of the steps
 
     def join(self, epoch: int) -> bool:
-        """Steps use the groups of this epoch from now on; False if they were given up meanwhile."""
+        """Use the groups of this epoch from now on; False if they were given up."""
         assert self._executor is not None
         with self._lock:
             preparation = self._preparations.pop(epoch, None)
@@ -266,5 +267,5 @@ class WorkerGroups:
 
 
 def _host_of(address: str) -> str:
-    """Of tcp://host:port."""
+    """Host of an address like tcp://host:port."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -1,4 +1,4 @@
-"""One epoch made ready in the background: the experts read that are missing here, then its group formed."""
+"""Preparation of an epoch in the background: read missing experts, form the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the instances of a group meet: each hosts a store, the group uses that of its first member."""
+"""Rendezvous of a group: every instance hosts a store, the first member's is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rendezvous:
         """Form the group with all its members; waits for them.
 
         Raises:
-            CollectiveError: somebody did not come, or ``should_stop`` said so.
+            CollectiveError: a member did not come, or ``should_stop`` returned True.
             ValueError: the group is not possible; the message says why.
         """
         index, device = names(form).index(instance), self._device

@@ -1,4 +1,4 @@
-"""Where the steps of a lockstep instance spend their time, summed up since its start (no torch)."""
+"""Time profile of a lockstep instance's steps, summed since its start (no torch)."""
 
 from __future__ import annotations
 

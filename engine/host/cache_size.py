@@ -94,8 +94,9 @@ def _check_memory(num_blocks: int, cache: CacheConfig, num_bytes: int, neighbour
 
 
 def share_of_device(*, total: int, free: int, reserved: int, peak: int, utilization: float) -> int:
-    """Bytes of a CUDA device for the KV cache of one worker: what is left of its share of the device after
-    its largest step, or of what others leave it, if that is less.
+    """Bytes of a CUDA device for the KV cache of one worker.
+
+    What is left of its share of the device after its largest step, or of what others leave it, if less.
 
     Args:
         total: bytes of the device.

@@ -1,4 +1,4 @@
-"""What must be installed alike where the workers of one instance run (loads nothing of it)."""
+"""Versions that all hosts of an instance's workers must share (loads no package)."""
 
 from __future__ import annotations
 

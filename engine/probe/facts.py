@@ -53,7 +53,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[int]
     collective: str
     num_bytes: int
-    """Of the tensor that each member gives."""
+    """Size of the tensor that each member gives, in bytes."""
     seconds: float
     """Median."""
     bytes_per_second: float

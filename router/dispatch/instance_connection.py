@@ -32,7 +32,7 @@ class Receiver(Protocol):
     def received(self, instance: Instance, message: ToRouter) -> None: ...
     def connection_broke(self, instance: Instance) -> None: ...
     def connection_failed(self, instance: Instance) -> None:
-        """A task of the connection ended by an error: another connection is needed."""
+        """Called when a task of the connection ended by an error: it does nothing any more."""
         ...
 
 
@@ -120,7 +120,7 @@ class InstanceConnection:
             if refused is not None and not complained:
                 complained = True
                 rank, endpoint = self._instance.rank, self._connection.endpoint
-                logger.error("instance %d at %s refused us: %s", rank, endpoint, refused)
+                logger.error("instance %d at %s refused this router: %s", rank, endpoint, refused)
 
     async def _receive(self) -> None:
         try:

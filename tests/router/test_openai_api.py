@@ -419,7 +419,7 @@ def test_sampling_defaults_that_cannot_be_used(text: str | None, says: str, tmp_
 def test_sampling_defaults_that_cannot_be_looked_at() -> None:
     problem = defaults_problem(HttpConfig(generation_config="n" * 300), "")
     assert problem is not None
-    assert "generation_config.json cannot be read: File name too long: mend that, or give" in problem
+    assert "generation_config.json cannot be read: File name too long: repair it, or give" in problem
 
 
 def test_a_broken_template_leaves_completions_alone(loads: Loads) -> None:

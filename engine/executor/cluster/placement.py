@@ -71,7 +71,7 @@ def _no_cluster(why: str) -> CannotStart:
 
 
 def worker_resources(config: EngineConfig) -> Resources:
-    """What one worker asks the cluster for: threads as CPUs, and a GPU where it computes on one."""
+    """Resources of one worker: threads as CPUs, and a GPU where it uses one."""
     device = config.device
     cpus = float(max(1, device.cpu_threads // device.num_workers))
     wants_gpu = device.device == "cuda" or (

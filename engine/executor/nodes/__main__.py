@@ -1,7 +1,7 @@
 """``python -m engine.executor.nodes``: one host's workers of an instance whose engine is on another host.
 
-Started by ``serve --nnodes N --node-rank R``. Asks to join, is told which workers to start, and passes on
-what they and the engine say to each other. It ends with its instance: when the engine says so, when its
+Started by ``serve --nnodes N --node-rank R``. Asks to join, starts the workers that the engine names, and
+relays messages between them. It ends with its instance: when the engine asks for it, when its
 connection is gone, and when a worker ends. Its workers end with it, whatever ends it.
 """
 
@@ -58,7 +58,7 @@ ASK_INTERVAL = 0.3
 """Seconds between two tries to join."""
 ALIVE_INTERVAL = 0.2
 SILENCE = 10.0
-"""Seconds without any word of the engine after which it is gone, though the connection stands."""
+"""Seconds without a message after which the engine is gone, though connected."""
 SAY_INTERVAL = 5.0
 LAST_WORDS = 0.2
 """Seconds to read what an engine said before its connection ended."""
@@ -128,9 +128,9 @@ class Node:
     # ---- joining
 
     def _own_settings(self) -> Settings | None:
-        """Of the model, when this host was told one.
+        """Settings of the model, if this host's flags name one.
 
-        A headless one may learn it from the engine.
+        A headless host may take them from the engine.
         """
         if self._config.model.model is None:
             return None

@@ -1,7 +1,7 @@
-"""What an engine and the hosts of its workers say to each other, over typed ZeroMQ (no torch).
+"""Messages between an engine and the hosts of its workers, over ZeroMQ (no torch).
 
 What is for a worker, or from one, is passed on as the bytes that :mod:`engine.executor.messages` defines;
-workers are told apart by their numbers in the instance (stage, then rank).
+workers are identified by their numbers in the instance (stage, then rank).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 
 
 class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """Take this host. Repeated until there is an answer."""
+    """Request of a host to join, repeated until there is an answer."""
 
     node_rank: int
     nnodes: int
@@ -25,7 +25,7 @@ class NodeJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     """Where its workers reach and are reached by those of other hosts."""
     versions: dict[str, str]
     settings: Settings | None
-    """Of the model and how it is run; None: whatever the engine has."""
+    """Settings of the model; None: those of the engine."""
 
 
 class Hired(msgspec.Struct, frozen=True, tag="hired"):
@@ -35,7 +35,7 @@ class Hired(msgspec.Struct, frozen=True, tag="hired"):
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
-    """A worker says this."""
+    """Message of a worker."""
 
     worker: int
     payload: bytes
@@ -56,7 +56,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Nothing new. Both sides say it at intervals."""
+    """Sign of life, sent by both sides at intervals."""
 
 
 ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
@@ -65,13 +65,13 @@ ToEngine = NodeJoin | Hired | Said | NodeEnded | Leaving | Alive
 
 
 class NodeWait(msgspec.Struct, frozen=True, tag="wait"):
-    """You are expected; others are missing."""
+    """The host is accepted; others are missing."""
 
     missing: str
 
 
 class NodeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Not you, and why."""
+    """The host is refused, and why."""
 
     reason: str
 
