@@ -81,14 +81,14 @@ def printed(clone: Path, line: str) -> str:
         return terminal.log.read_text()
 
 
-def test_commands_run_as_shown(clone: Path) -> None:
+def test_the_mesh_answers_and_takes_one_more_instance(clone: Path) -> None:
     """What is replaced, and why.
 
     - ``make serve`` does not install (``-o``): the environment of this test is there already.
     - Ports are free ones instead of 8000 and 29550, for other meshes may run.
-    - MODEL is the shipped one; HEAD and PORT are where the first mesh is.
+    - HEAD and PORT are where this mesh is.
     """
-    (start, ask, kill), forms = blocks()
+    (start, ask, _), forms = blocks()
     ports = Ports()
     assert start == "make serve"
     make = f"make -o .venv/.installed serve ARGS='{' '.join(ports.head())} {SMALL}'"
@@ -109,12 +109,22 @@ def test_commands_run_as_shown(clone: Path) -> None:
             third.interrupt()
         wait_until(lambda: "2 instances" in printed(clone, here), 20, "two instances again")
         mesh.interrupt()
-    for form, ready in ((forms[0], "2 instances ready"), (forms[1], "1 instance ready")):
-        assert form.startswith("serve MODEL")
-        line = form.replace("MODEL", SHIPPED_MODEL).replace("#", f"{' '.join(Ports().head())} {SMALL} #")
-        with Terminal(clone, line) as another:
-            another.wait_for(ready)
-            another.interrupt()
+
+
+@pytest.mark.parametrize(("index", "ready"), [(0, "2 instances ready"), (1, "1 instance ready")])
+def test_a_model_of_ones_own_is_served(index: int, ready: str, clone: Path) -> None:
+    """MODEL is the shipped one, and ports are free ones."""
+    _, forms = blocks()
+    form = forms[index]
+    assert form.startswith("serve MODEL")
+    line = form.replace("MODEL", SHIPPED_MODEL).replace("#", f"{' '.join(Ports().head())} {SMALL} #")
+    with Terminal(clone, line) as mesh:
+        mesh.wait_for(ready)
+        mesh.interrupt()
+
+
+def test_an_instance_is_killed_and_no_token_is_lost(clone: Path) -> None:
+    (_, _, kill), _ = blocks()
     assert "token ids are those of the undisturbed run" in printed(clone, kill)
 
 
