@@ -163,7 +163,7 @@ class March:
         for group, rank in zip(thread_group(len(ranks)), ranks, strict=True):
             self.executors[rank].prepare(form, group.rank, PLENTY, lambda: False)
             self.executors[rank].join(group, placement)
-            self._cores[rank].pace = Marching(group)  # type: ignore[assignment]
+            self._cores[rank].stepping = Marching(group)
         self._ranks = list(ranks)
 
     def submit(self, index: int, rank: int) -> None:
