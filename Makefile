@@ -38,7 +38,7 @@ check: $(STAMP)  ## lint, format, types
 
 docs: $(STAMP)  ## the documentation as a site in build/site; fails at the first warning
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)  ## write the format and the fixes that `check` asks for
 	$(BIN)/ruff check --fix .
