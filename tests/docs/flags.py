@@ -16,7 +16,7 @@ MARK = "<!-- made by python -m tests.docs.flags -->"
 
 
 def tables() -> dict[Path, str]:
-    """The Markdown below the mark of each page: flags with another name here, and all others."""
+    """Markdown below the mark of each page: renamed flags, and all other flags."""
     named = [(flag.here, _name(flag)) for flag in FOREIGN if flag.here]
     refused = [(flag.instead, _with_harmless(flag)) for flag in FOREIGN if flag.instead]
     ignored = [(flag.why, _name(flag)) for flag in FOREIGN if flag.harmless is None]

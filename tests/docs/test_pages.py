@@ -20,7 +20,7 @@ AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.m
 
 README_BYTES = 9_000
 PAGE_BYTES = 16 * 1024
-"""Of a page that is neither a result nor a note."""
+"""Most bytes of a page that is neither a result nor a note."""
 
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")
 FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1", re.MULTILINE | re.DOTALL)
