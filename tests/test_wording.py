@@ -15,7 +15,7 @@ FOLDERS = sorted(
     {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py")} - {Path("tests")}
 )
 MOST_WORDS = 15
-"""Most words in the first line of a docstring, which must stand alone in a list."""
+"""Most words in the first line of a docstring, which stands alone in lists."""
 FORBIDDEN = re.compile(
     r"\bwho(m|)ever\b|\b(is|are|was|were|be|been|being) (said|told)\b|\b(told|said) so\b", re.I
 )

@@ -130,7 +130,7 @@ def test_a_mesh_that_had_begun_but_has_no_group_does_not_wait_for_all(mesh: Mesh
 
 
 def test_a_restarted_coordinator_goes_above_every_epoch_that_anybody_knows(mesh: Mesh) -> None:
-    """Epoch 2 had been sent to some instances, and nobody enters it: all get epoch 3."""
+    """Epoch 2 had been sent to some instances, and nobody enters it: epoch 3 follows."""
     mesh.restart_coordinator()
     mesh.register("a", epoch=2, group=mesh.forms["a"])
     for name in "bc":
