@@ -195,7 +195,7 @@ def test_a_contest_that_was_abandoned_is_none() -> None:
 
 
 def test_who_had_asked_for_no_rank_gets_another_than_the_one_it_was_given() -> None:
-    """It is still loading when the coordinator is started again, and a newcomer finds that first."""
+    """A newcomer reaches the restarted coordinator before the instance, which is still loading."""
     standing = MemberState(register("a"))
     standing.take(to(b"a", Registry(Rules(size=2)).handle(b"a", standing.register, 0.0))[0])
     assert standing.register.rank == 0

@@ -239,7 +239,7 @@ def test_a_file_that_is_no_text_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_text_in_a_file_is_taken_as_it_is_written(tmp_path: Path) -> None:
-    """Whatever else it would be to YAML: octal, a float, a switch, a day, none that there is."""
+    """YAML would read octal numbers, floats, booleans, dates (an impossible one) and null."""
     file = tmp_path / "mesh.yaml"
     file.write_text(
         "served-model-name: [1.10, 1_000, no, 7, b]\napi-key: 0123\nadmin-api-key: [0x10]\n"

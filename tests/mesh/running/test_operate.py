@@ -1,5 +1,7 @@
-"""What an operator does to a mesh that serves, and what happens to it: instances killed and started again, drained,
-added; one of two front ends killed. Under load, and every token counts."""
+"""Operations under load, without the loss of a token.
+
+Instances are killed and restarted, drained and added; one of two front ends is killed.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
 
 
 def under_load(ports: Operated, rank: int, act: Callable[[], None]) -> list[list[int]]:
-    """Token ids of streams while something is done to the instance of this rank, after it began with some."""
+    """Token ids of streams; ``act`` is called when the instance of this rank runs some."""
 
     def once_they_run() -> None:
         running = f'vllm:num_requests_running{{engine="{rank}"'
@@ -235,7 +237,7 @@ def test_a_killed_front_end_takes_only_its_own_connections(operated: Operated) -
 
 
 def test_scaling_and_draining_under_load_cost_no_token(operated: Operated) -> None:
-    """2 -> 3 -> 2 -> 1, while streams run, over the command line and the admin API."""
+    """From 2 instances to 3, 2 and 1, by command line and admin API."""
     outputs: list[str] = []
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""The page's files and its feed: who may have them, what they cost, and that they end."""
+"""Files and feed of the dashboard: access to them, what they cost, their end."""
 
 from __future__ import annotations
 
