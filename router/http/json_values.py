@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 MOST_STRINGS = 250_000
+"""Strings in one body, keys of objects included."""
 MOST_CONTAINERS = 100_000
 """Objects and lists."""
 MOST_VALUES = 2_000_000
