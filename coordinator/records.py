@@ -40,9 +40,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     probe_grace: float = 0.3
     """Seconds without an answer after which an instance reported as lost is removed."""
     quiet_grace: float = 1.0
-    """The same for an instance in a broken group that no other accuses."""
+    """Seconds without an answer for members of a broken group that no other accuses."""
     return_grace: float = 2.0
-    """The same for one that has not registered yet with a restarted coordinator."""
+    """Seconds for an instance reported as lost to register with a restarted coordinator."""
     view_grace: float = 1.5
     """Seconds after its start for which a coordinator calls its views incomplete.
 

@@ -44,7 +44,7 @@ MAX_QUEUED_MESSAGES = 20_000
 """High-water mark of each socket and peer, both directions."""
 
 LINGER_MS = 500
-"""How long a closing socket may try to deliver what was sent last."""
+"""Milliseconds for a closing socket to deliver what was sent last."""
 
 RECONNECT_MS = 50
 """Milliseconds until the first new try to connect."""
