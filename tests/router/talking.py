@@ -58,14 +58,14 @@ def talking(
 
 
 class Speaker:
-    """Makes the mesh say a text, one token per step."""
+    """Makes the mesh generate a text, one token per step."""
 
     def __init__(self, server: Server, tokenizer: Tokenizer) -> None:
         self.server = server
         self.tokenizer = tokenizer
 
     def __call__(self, text: str, reason: FinishReason = FinishReason.STOP) -> list[int]:
-        """The token ids that it says.
+        """Script this text; returns its token ids.
 
         A turn that ends by itself has one more, which is not shown.
         """

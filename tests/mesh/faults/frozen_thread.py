@@ -19,7 +19,7 @@ WALL = 0x40000000
 
 TRIES = 30
 LOOK_SECONDS = 3.0
-"""In which a process whose other threads go on says so."""
+"""Seconds in which a process whose other threads run reports the frozen one."""
 
 
 class FrozenThread:

@@ -61,7 +61,7 @@ class Story:
         )
 
     def change(self, name: str, act: Callable[[], object], size: int) -> None:
-        """Somebody comes or goes."""
+        """Let an instance join or leave, and record the pause."""
         asked = time.monotonic()
         act()
         wait_until(lambda: self._logs.since(asked, "has begun"), 120, name)

@@ -287,7 +287,7 @@ def _take(answer: Answer, page: dict[str, Any]) -> None:
 
 
 def undisturbed(url: str, bodies: Sequence[dict[str, Any]], at_once: int = 32) -> list[Answer]:
-    """The truth: what each request says, asked while nothing happens.
+    """Answers to all requests, asked while nothing disturbs the mesh.
 
     Raises:
         RuntimeError: a request failed all the same.

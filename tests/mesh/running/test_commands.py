@@ -161,10 +161,7 @@ def streaming(ports: Ports) -> HTTPResponse:
 
 
 def test_one_command_ends_cleanly_and_leaves_no_orphan(tmp_path: Path) -> None:
-    """`serve` alone.
-
-    The tree is printed; Ctrl-C ends all; a killed parent takes its children along.
-    """
+    """``serve`` prints its process tree; Ctrl-C or a killed parent ends all processes."""
     ports = Ports()
     with serve(tmp_path / "serve.log", *ports.head(), *SMALL, "--shutdown-timeout", "1") as command:
         command.wait_for("1 instance ready")

@@ -333,10 +333,7 @@ def much(tokenizer: Tokenizer) -> Script:
 
 
 def test_a_client_that_does_not_keep_up_is_waited_for(server: Server, much: Script) -> None:
-    """What it does not take is not written into memory.
-
-    Once it reads, it gets all of it.
-    """
+    """Unread parts are not buffered in memory; once it reads, it gets all."""
     server.mesh.reset(much)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)

@@ -1,4 +1,4 @@
-"""The admin API: who may enter, what it tells, how commands end."""
+"""The admin API: access, answers, and the ends of commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDPOINT, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
 
 
 class World:
-    """What a mesh client knows; and a coordinator that answers as told."""
+    """Knowledge of a mesh client, and a coordinator with scripted answers."""
 
     def __init__(self, view: View | None) -> None:
         self.view = view

@@ -63,14 +63,14 @@ class World:
         return member(name, 0, state, self._instance.endpoint)
 
     async def show(self, *members: Member, settings: Settings | None = None) -> None:
-        """Tell the client who is there."""
+        """Send the client a view with these members."""
         if self._watcher is None:
             self._watcher, _ = await self._coordinator.receive()
         self._coordinator.send(self._watcher, msgspec.structs.replace(view(*members), settings=settings))
         await until_async(lambda: (found := self.client.view) is not None and found.members == [*members])
 
     async def taken(self) -> tuple[Peer, Submit]:
-        """The next request at the instance, and who sent it."""
+        """The next request at the instance, and the peer that sent it."""
         while True:
             peer, message = await self._instance.receive()
             if isinstance(message, Attach):
@@ -188,10 +188,7 @@ def test_a_request_that_was_often_asked_back_survives_a_loss() -> None:
 
 
 def test_a_tokenizer_of_another_directory_leaves_the_model_where_it_is(tmp_path: Path) -> None:
-    """Its sampling defaults are there.
-
-    Elsewhere they are looked for only if it is not on this host.
-    """
+    """Sampling defaults are read from the model; elsewhere only without it on this host."""
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     model.mkdir()
 

@@ -228,7 +228,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No view tells since when they serve."""
+    """No view has the time since which they serve."""
     monkeypatch.setattr(restarts, "STEADY", 0.2)
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.01)
     ends = f"import time; time.sleep(0.3); raise SystemExit({process.EXIT_WORKER_LOST})"
@@ -451,7 +451,7 @@ def test_a_router_that_is_started_again_has_its_keys() -> None:
         url = f"http://127.0.0.1:{door.getsockname()[1]}/v1/models"
 
         def statuses() -> list[int]:
-            """With the key, and with another one, once somebody answers."""
+            """Statuses with the key and with another, once a server answers."""
             headers = ({"authorization": "Bearer secret"}, {"authorization": "Bearer other"})
             deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
