@@ -53,7 +53,7 @@ class Mesh:
         """Questions about reachability: instance asked, and instance asked about."""
 
     def begin(self, names: str = "abc") -> None:
-        """All of them load, form the first group, and step in it."""
+        """Let these instances load, form the first group, and step in it."""
         for name in names:
             self.register(name)
         for name in names:
@@ -99,7 +99,7 @@ class Mesh:
         self._take(self.membership.handle(name.encode(), Leave(name), self.now))
 
     def answer(self, names: str) -> None:
-        """They answer the probes that they were sent."""
+        """Let these instances answer the last probes that they were sent."""
         for name in names:
             probes = [message for message in self.sent[name] if isinstance(message, Probe)]
             self.says(name, answers=probes[-1].number)
@@ -147,7 +147,7 @@ class Mesh:
             self._take(self.membership.handle(name.encode(), message, self.now))
 
     def split(self, here: str, there: str) -> None:
-        """Nothing passes between these any more, but to and from the coordinator."""
+        """Cut all paths between two sets of instances; all reach the coordinator."""
         self.cut |= {way for one in here for other in there for way in ((one, other), (other, one))}
 
 

@@ -76,7 +76,7 @@ class Speaker:
 
     @property
     def last_prompt(self) -> str:
-        """The text of what it was asked last."""
+        """Text of the last prompt."""
         return self.tokenizer.decode(self.server.mesh.prompts[-1].prompt_ids)
 
 

@@ -20,7 +20,7 @@ process.set_up("Test", "info")
 log = logging.getLogger("test")
 """
 SLOW_AFTER = 10.0
-"""Seconds."""
+"""Seconds within which a process must end."""
 
 
 class Logging:

@@ -151,7 +151,7 @@ async def crowd(port: int, clients: int) -> list[tuple[str, str]]:
 
 
 def traces(ports: Ports, router: psutil.Process) -> dict[str, float]:
-    """What is left of requests and connections: nothing, when all is well."""
+    """Requests and connections that are left: none, when all is well."""
     found = metrics(ports)
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     left = {name: sum(value for key, value in found.items() if key.startswith(name + "{")) for name in names}
@@ -164,7 +164,7 @@ def traces(ports: Ports, router: psutil.Process) -> dict[str, float]:
 def run(ports: Ports, router: psutil.Process, clients: int) -> dict[str, Any]:
     """One crowd, and the wait until nothing of it is left.
 
-    Fails if somebody who behaved was not served.
+    Fails if a client that behaved was not served.
     """
     began = time.monotonic()
     outcomes = asyncio.run(crowd(ports.http, clients))

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 PTRACE_CONT, PTRACE_SEIZE, PTRACE_INTERRUPT = 7, 0x4206, 0x4207
 PTRACE_O_EXITKILL = 0x100000
-"""The process ends with us."""
+"""Option: the traced process ends with this one."""
 WALL = 0x40000000
-"""Also for what is no child."""
+"""Option of waitpid: threads that are no children are waited for, too."""
 
 TRIES = 30
 LOOK_SECONDS = 3.0
@@ -44,7 +44,7 @@ class FrozenThread:
 
     @property
     def status(self) -> int:
-        """The process's, when it has ended, as subprocess has it."""
+        """Exit status of the process once it has ended, as in ``subprocess``."""
         self._thread.join(60)
         assert self._status is not None, "it has not ended"
         return self._status

@@ -81,10 +81,7 @@ def test_head_and_headless_instances_in_any_order_then_one_more(tmp_path: Path) 
 
 
 def assert_joins_serves_and_drains(ports: Ports, tmp_path: Path) -> None:
-    """Done-when 5: a third instance serves without a restart.
-
-    On SIGTERM no client notices its end.
-    """
+    """A third instance joins without a restart; its end on SIGTERM disturbs no client."""
     with serve(tmp_path / "third.log", "--headless", *ports.join(), *JOINER) as third:
         third.wait_for("ready on")
         wait_until(lambda: ready_ranks(ports) == [0, 1, 2], 10)

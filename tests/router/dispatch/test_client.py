@@ -35,7 +35,7 @@ from tests.router.dispatch.test_mesh_parts import member, view
 from tests.waiting import until_async
 
 TOO_LARGE = SamplingParams(thinking=ThinkingBudget(10**30, (), (5,)))
-"""No message can hold it.
+"""Parameters that no message can hold.
 
 Requests are checked long before; should one get as far, it must not harm others.
 """
@@ -59,7 +59,7 @@ class World:
         self._attached = Attached("a", CAPACITY)
 
     def member(self, name: str = "a", state: State = State.READY) -> Member:
-        """All of them are at the same address."""
+        """A member of the view; all of them have the same address."""
         return member(name, 0, state, self._instance.endpoint)
 
     async def show(self, *members: Member, settings: Settings | None = None) -> None:
@@ -79,7 +79,7 @@ class World:
                 return peer, message
 
     def tell(self, peer: Peer, message: ToRouter) -> None:
-        """As the instance."""
+        """Send a message as the instance."""
         self._instance.send(peer, message)
 
     async def submitted(self) -> Submit:
@@ -218,7 +218,7 @@ class DeadLink:
 
 
 def with_dead_links(client: MeshClient, count: int) -> None:
-    """So many instances that were there until now."""
+    """Give the client ``count`` instances whose connections have just broken."""
     client._pool.apply(view(*(member(f"i{rank}", rank) for rank in range(count))), time.monotonic())
     for instance in client._pool:
         instance.attached, instance.capacity = True, CAPACITY

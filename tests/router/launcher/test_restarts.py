@@ -128,10 +128,7 @@ def view(*members: Member) -> View:
 
 
 def supervised(supervisor: Supervisor, act: Callable[[], Awaitable[None]]) -> int:
-    """Run it, act once it is ready, then end it as a user does.
-
-    Its exit status.
-    """
+    """Run a supervisor, act once it is ready, end it; returns its exit status."""
 
     async def both() -> int:
         async def at_once() -> None:
@@ -246,7 +243,7 @@ def test_workers_of_an_instance_elsewhere_that_served_for_long_begin_a_new_row(
 
 
 def test_a_head_without_an_endpoint_stays_while_instances_elsewhere_serve() -> None:
-    """That of an LLM: what its own instance had goes on there."""
+    """Head of an ``LLM``, whose requests continue on instances elsewhere."""
     supervisor = Supervisor([spec("Coordinator", "coordinator"), spec("Engine_0", "engine", 0)])
 
     async def act() -> None:
