@@ -26,10 +26,10 @@ class FrozenThread:
     """The main thread of a process, stopped for good."""
 
     def __init__(self, pid: int, stalled_for: Callable[[], float]) -> None:
-        """Returns when it stands.
+        """Freeze the main thread of process ``pid``; returns once it stands still.
 
-        ``stalled_for``: seconds for which it has done nothing, as the others say who go on without it. They
-        do not if it was stopped with Python's lock in its hands: then it is let go, and stopped again.
+        ``stalled_for``: seconds for which that thread has done nothing, as the process's other threads report. They
+        report nothing if it was stopped while it held Python's lock: it is then resumed, and stopped again.
         """
         self._pid = pid
         self._stalled_for = stalled_for
