@@ -25,10 +25,8 @@ test: $(STAMP)  ## run all tests, or those that ARGS names
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal || \
-	    $(BIN)/python -m pytest -m "not mesh" --last-failed --last-failed-no-failures none
-	$(BIN)/python -m pytest -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS) || \
-	    $(BIN)/python -m pytest -m mesh --last-failed --last-failed-no-failures none $(MESH_TESTS)
+	$(BIN)/python -m pytest -m "not mesh" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m tests.second_tries -m mesh --numprocesses 2 --dist loadfile --no-loadscope-reorder $(MESH_TESTS)
 endif
 
 check: $(STAMP)  ## lint, format, types
