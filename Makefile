@@ -103,7 +103,10 @@ joins: $(STAMP)  ## two instances join and two leave under 32 streams: pauses, a
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.mesh.faults.joins --output-json build/joins.json --plot build/joins.svg $(ARGS)
 
-nightly: $(STAMP)  ## what takes too long for each push: native kernels at 20,000 positions of each family, and all families in every layout
+nightly: $(STAMP)  ## all tests at full size (LOCKSTEP_NIGHTLY=1), then fuzz, 50,000 schedules, native positions, all families
+	LOCKSTEP_NIGHTLY=1 $(MAKE) test
+	$(MAKE) fuzz
+	$(MAKE) simulate
 	$(BIN)/python -m tests.engine.native_positions --positions 20000
 	$(BIN)/python -m tests.families
 
